@@ -1,0 +1,139 @@
+"""All ranks in one process, one thread each: for tests, and where there is no MPI."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.comm.world import Message, Pending
+from engines.errors import RankError
+
+__all__ = ["LoopbackWorld", "loopback", "run_ranks"]
+
+_GATHER, _SUM = -1, -2
+
+
+class _Mail:
+    """Letters between ranks, by (source, target, tag), first in first out."""
+
+    def __init__(self) -> None:
+        self.arrived = threading.Condition()
+        self.boxes: dict[tuple[int, int, Any], deque[Any]] = defaultdict(deque)
+        self.failed = False
+
+    def post(self, source: int, target: int, tag: Any, letter: Any) -> None:
+        with self.arrived:
+            self.boxes[source, target, tag].append(letter)
+            self.arrived.notify_all()
+
+    def fetch(self, source: int, target: int, tag: Any) -> Any:
+        box = self.boxes[source, target, tag]
+        with self.arrived:
+            self.arrived.wait_for(lambda: box or self.failed)
+            if self.failed:
+                raise RankError("released: another rank has failed")
+            return box.popleft()
+
+    def fail(self) -> None:
+        with self.arrived:
+            self.failed = True
+            self.arrived.notify_all()
+
+    def clear(self) -> None:
+        with self.arrived:
+            self.boxes.clear()
+            self.failed = False
+
+
+class _Receipt:
+    """Letters still to be fetched into their tensors."""
+
+    def __init__(self, fetches: Sequence[Callable[[], None]]) -> None:
+        self.fetches = fetches
+
+    def wait(self) -> None:
+        for fetch in self.fetches:
+            fetch()
+
+
+class LoopbackWorld:
+    """One rank's end of the mail."""
+
+    def __init__(self, rank: int, size: int, mail: _Mail) -> None:
+        self.rank, self.size = rank, size
+        self._mail = mail
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Start messages."""
+        for message in sends:
+            self._mail.post(self.rank, message.peer, message.tag, message.tensor.clone())
+        return _Receipt([self._fetch_into(message) for message in receives])
+
+    def _fetch_into(self, message: Message) -> Callable[[], None]:
+        return lambda: _copy(message.tensor, self._mail.fetch(message.peer, self.rank, message.tag))
+
+    def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> Pending:
+        """Start a sum, in rank order on every rank."""
+        for peer in group:
+            self._mail.post(self.rank, peer, (_SUM, group), tensor.clone())
+
+        def total() -> None:
+            parts = [self._mail.fetch(peer, self.rank, (_SUM, group)) for peer in group]
+            _copy(tensor, sum(parts[1:], start=parts[0]))
+
+        return _Receipt([total])
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks."""
+        for peer in range(self.size):
+            self._mail.post(self.rank, peer, _GATHER, value)
+        return [self._mail.fetch(peer, self.rank, _GATHER) for peer in range(self.size)]
+
+    def fail(self) -> None:
+        """Release every rank that waits."""
+        self._mail.fail()
+
+    def recover(self) -> None:
+        """Throw away old letters. (The caller does this between two calls, when no rank is at work.)"""
+        self._mail.clear()
+
+
+def _copy(into: Tensor, letter: Tensor) -> None:
+    if into.shape != letter.shape:
+        raise RankError(
+            f"a message of shape {tuple(letter.shape)} came where {tuple(into.shape)} was expected"
+        )
+    into.copy_(letter)
+
+
+def loopback(size: int) -> list[LoopbackWorld]:
+    """The ends of `size` ranks that reach each other."""
+    mail = _Mail()
+    return [LoopbackWorld(rank, size, mail) for rank in range(size)]
+
+
+def run_ranks(size: int, work: Callable[[LoopbackWorld], Any]) -> list[Any]:
+    """Run `work(world)` on `size` ranks at once; their results in rank order, or the first failure."""
+    worlds = loopback(size)
+
+    def one(world: LoopbackWorld) -> Any:
+        torch.set_num_threads(1)
+        try:
+            return work(world)
+        except BaseException:
+            world.fail()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(one, world) for world in worlds]
+    errors = [error for future in futures if (error := future.exception())]
+    causes = [error for error in errors if not (isinstance(error, RankError) and "released" in str(error))]
+    for error in causes or errors:
+        raise error
+    return [future.result() for future in futures]

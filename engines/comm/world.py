@@ -1,0 +1,49 @@
+"""What a worker asks of a transport: non-blocking messages and sums between ranks, and waits that end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+__all__ = ["Message", "Pending", "World"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """`tensor` (contiguous) goes to, or comes from, rank `peer` under `tag`."""
+
+    peer: int
+    tag: int
+    tensor: Tensor
+
+
+class Pending(Protocol):
+    """Communication under way."""
+
+    def wait(self) -> None:
+        """Return when it is complete. Raises RankError if a rank fails meanwhile, rather than wait for it."""
+
+
+class World(Protocol):
+    """All ranks of one cluster, as one of them sees it."""
+
+    rank: int
+    size: int
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Start messages; tensors may not be touched before `wait` returns."""
+
+    def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> Pending:
+        """Start to replace `tensor` by its sum over the ranks in `group`; collective over them, in order."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order, on every rank; collective."""
+
+    def fail(self) -> None:
+        """Tell all other ranks to stop waiting: this one has failed."""
+
+    def recover(self) -> None:
+        """Be ready for new work after a failure; collective."""

@@ -1,0 +1,126 @@
+"""A model as data: its operators, their shapes and costs, and where the user wrote them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ModelGraph", "Node", "Ref", "TensorSpec", "references"]
+
+_ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The value called `name`: an input, a weight, a buffer or what a node makes."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and type of a tensor of the whole image."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Size in memory."""
+        return self.numel * _ITEM_BYTES.get(self.dtype, 1)
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether it can carry a gradient."""
+        return "float" in self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One ATen operator, without side effects on its inputs.
+
+    `arguments` are in the order of the operator's schema, defaults filled in, with `Ref`s where tensors
+    go; `spec` is None where several tensors come out. `module` is the dotted path of the user's module,
+    `source` the user's line, `flops` multiply-adds counted as two.
+    """
+
+    name: str
+    operator: str
+    arguments: Mapping[str, Any]
+    spec: TensorSpec | None
+    module: str
+    source: str
+    flops: int
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the values that it reads, in order."""
+        return tuple(references(self.arguments))
+
+    @property
+    def where(self) -> str:
+        """Module and line, for messages."""
+        return f"{self.module or 'the model itself'}, {self.source or 'source unknown'}"
+
+
+@dataclass(frozen=True)
+class ModelGraph:
+    """A model with its loss, traced at whole-image size.
+
+    `inputs` are `images` and `labels`; `weights` the parameters, `trainable` the names of those with a
+    gradient; `buffers` everything else that the model owns. `prediction` and `loss` name values.
+    `chains` are the modules that only run their children one after another.
+    """
+
+    inputs: Mapping[str, TensorSpec]
+    weights: Mapping[str, TensorSpec]
+    trainable: frozenset[str]
+    buffers: Mapping[str, TensorSpec]
+    nodes: tuple[Node, ...]
+    prediction: str
+    loss: str
+    chains: frozenset[str] = frozenset()
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """The shape of every value by name."""
+        made = {node.name: node.spec for node in self.nodes if node.spec is not None}
+        return {**self.inputs, **self.weights, **self.buffers, **made}
+
+    @property
+    def flops(self) -> int:
+        """Of one forward pass over one batch."""
+        return sum(node.flops for node in self.nodes)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(spec.bytes for spec in self.weights.values())
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of everything that the operators make in one forward pass."""
+        return sum(node.spec.bytes for node in self.nodes if node.spec is not None)
+
+
+def references(value: Any) -> Iterator[str]:
+    """The names of all `Ref`s in nested arguments.
+
+    >>> list(references(([Ref("x"), 3], {"bias": Ref("b")})))
+    ['x', 'b']
+    """
+    if isinstance(value, Ref):
+        yield value.name
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from references(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from references(item)

@@ -1,0 +1,159 @@
+"""A model as layers, cut into stages of consecutive layers.
+
+A layer is one convolution or matrix product with what follows it, or a whole block of them where a cut
+inside would have to carry more tensors than a cut at its ends (a residual block, a cell). So layers are
+found from the graph, whatever the modules are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise
+
+from engines.errors import PlanError
+from engines.layer.graph import ModelGraph, Node
+from engines.plan import Plan
+from engines.spatial.tiles import Span
+
+__all__ = ["Layer", "cut", "layers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Consecutive nodes. `name` is the module of its first weighted operator."""
+
+    name: str
+    nodes: Span
+    flops: int
+
+
+def layers(graph: ModelGraph) -> tuple[Layer, ...]:
+    """The model's layers, in order. What belongs to the loss goes with the last layer."""
+    weighted = [_weighted(graph, node) for node in graph.nodes]
+    parts = list(_Cuts(graph).parts())
+    starts = [*(part.start for part in parts), len(graph.nodes)]
+    found: list[Layer] = []
+    for part, (start, stop) in zip(parts, pairwise(starts), strict=True):
+        layer = Layer(part.name, Span(start, stop), sum(node.flops for node in graph.nodes[start:stop]))
+        if found and not (_has(layer, weighted) and _has(found[-1], weighted)):
+            layer = _joined(found.pop(), layer, weighted)
+        found.append(layer)
+    return tuple(found)
+
+
+def cut(graph: ModelGraph, plan: Plan) -> tuple[Span, ...]:
+    """The nodes of each stage, by `plan.balance`.
+
+    `auto` makes the largest number of FLOPs per tile in any stage as small as it can be.
+    Raises PlanError where there are fewer layers than stages, or the balance does not add up.
+    """
+    found = layers(graph)
+    if plan.split_size > len(found):
+        raise PlanError(
+            f"split_size={plan.split_size} but the model has only {len(found)} layers. "
+            f"Use split_size <= {len(found)}."
+        )
+    balance = _auto(found, plan) if isinstance(plan.balance, str) else plan.balance
+    if sum(balance) != len(found):
+        raise PlanError(
+            f"balance={balance} adds up to {sum(balance)} layers but the model has {len(found)}. "
+            f"Make it add up to {len(found)}, or use balance='auto'."
+        )
+    ends = [sum(balance[: stage + 1]) for stage in range(len(balance))]
+    return tuple(
+        Span(found[end - count].nodes.start, found[end - 1].nodes.stop)
+        for end, count in zip(ends, balance, strict=True)
+    )
+
+
+def _auto(found: Sequence[Layer], plan: Plan) -> tuple[int, ...]:
+    """Split a row of costs so that the dearest part is cheapest, by dynamic programming over the prefixes."""
+    tiles = [grid.tiles for grid in plan.grids]
+    total = [0]
+    for layer in found:
+        total.append(total[-1] + layer.flops)
+    best = {end: (total[end] / tiles[0], (end,)) for end in range(1, len(found) + 1)}
+    for stage in range(1, len(tiles)):
+        best = {
+            end: min(
+                (
+                    max(best[start][0], (total[end] - total[start]) / tiles[stage]),
+                    (*best[start][1], end - start),
+                )
+                for start in range(stage, end)
+            )
+            for end in range(stage + 1, len(found) + 1)
+        }
+    return best[len(found)][1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    start: int
+    stop: int
+    name: str
+
+
+class _Cuts:
+    """Where the graph may be cut: module by module, from the outside in."""
+
+    def __init__(self, graph: ModelGraph) -> None:
+        self.graph = graph
+        self.paths = [tuple(node.module.split(".")) if node.module else () for node in graph.nodes]
+
+    def parts(self) -> Iterator[_Part]:
+        """The parts between two cuts, in order; the loss is behind the last."""
+        made = (index for index, node in enumerate(self.graph.nodes) if node.name == self.graph.prediction)
+        return self._open(_Part(0, 1 + next(made), ""), depth=0)
+
+    def _open(self, whole: _Part, depth: int) -> Iterator[_Part]:
+        parts = list(self._children(whole, depth))
+        within = max(self.alive[whole.start], self.alive[whole.stop])
+        chain = depth == 0 or whole.name in self.graph.chains
+        if not chain and any(self.alive[part.start] > within for part in parts[1:]):
+            yield whole
+            return
+        for part in parts:
+            if part.stop - part.start > 1:
+                yield from self._open(part, depth + 1)
+            else:
+                yield part
+
+    def _children(self, whole: _Part, depth: int) -> Iterator[_Part]:
+        """Runs of nodes of one child module; what the module itself does stands alone, node by node."""
+
+        def child(index: int) -> str | int:
+            path = self.paths[index]
+            return ".".join(path[: depth + 1]) if len(path) > depth else index
+
+        for name, run in groupby(range(whole.start, whole.stop), child):
+            members = list(run)
+            yield _Part(members[0], members[-1] + 1, name if isinstance(name, str) else whole.name)
+
+    @cached_property
+    def alive(self) -> list[int]:
+        """How many tensors a cut before each position would have to carry."""
+        made = {node.name: index for index, node in enumerate(self.graph.nodes)}
+        last = {"images": 0}
+        for index, node in enumerate(self.graph.nodes):
+            last.update({name: index for name in node.reads if name in made or name == "images"})
+        change = [0] * (len(self.graph.nodes) + 2)
+        for name, use in last.items():
+            change[made.get(name, -1) + 1] += 1
+            change[use + 1] -= 1
+        return list(accumulate(change))
+
+
+def _weighted(graph: ModelGraph, node: Node) -> bool:
+    return any(len(graph.weights[name].shape) > 1 for name in node.reads if name in graph.weights)
+
+
+def _has(layer: Layer, weighted: Sequence[bool]) -> bool:
+    return any(weighted[layer.nodes.start : layer.nodes.stop])
+
+
+def _joined(head: Layer, tail: Layer, weighted: Sequence[bool]) -> Layer:
+    name = head.name if _has(head, weighted) else tail.name
+    return Layer(name, Span(head.nodes.start, tail.nodes.stop), head.flops + tail.flops)

@@ -1,0 +1,266 @@
+"""Trace any `nn.Module` and its loss, at full image size and without memory, into a `ModelGraph`.
+
+The model is exported by `torch.export` on the meta device, never run, and never changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from engines.errors import TraceError
+from engines.layer.flops import flops
+from engines.layer.graph import ModelGraph, Node, Ref, TensorSpec, references
+
+__all__ = ["MODEL", "plain_name", "trace"]
+
+MODEL = "model."
+_CHECKS = ("_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
+
+
+def plain_name(name: str) -> str:
+    """The name that a weight or buffer has in the user's model.
+
+    >>> plain_name("model.stem.weight")
+    'stem.weight'
+    """
+    return name.removeprefix(MODEL)
+
+
+class _WithLoss(nn.Module):
+    def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        prediction = self.model(images)
+        return self.loss(prediction, labels), prediction
+
+
+def trace(
+    model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], images: TensorSpec, labels: TensorSpec
+) -> ModelGraph:
+    """The graph of `loss(model(images), labels)`, a scalar.
+
+    `images` is (N, C, H, W) of one micro-batch at whole-image size; the model is traced in its precision and
+    in the mode (train or eval) that it is in. Raises TraceError where `torch.export` cannot follow the model.
+    """
+    dtype = getattr(torch, images.dtype)
+    judge = _on_meta(loss).to(dtype) if isinstance(loss, nn.Module) else loss
+    whole = _WithLoss(_on_meta(model).to(dtype), judge)
+    inputs = [
+        torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in (images, labels)
+    ]
+    try:
+        with torch.device("meta"):
+            module = torch.export.export(whole, tuple(inputs), strict=False).module()
+    except Exception as error:
+        raise TraceError(_untraceable(model, images, error)) from error
+    return replace(_Reader(module).graph(), chains=frozenset(_chains(model)))
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """A copy with the same names and no memory: tensors are replaced before they would be copied."""
+    tensors = [*module.parameters(), *module.buffers()]
+    memo: dict[int, Any] = {id(tensor): _meta_like(tensor) for tensor in tensors}
+    return copy.deepcopy(module, memo).to("meta")
+
+
+def _meta_like(tensor: Tensor) -> Tensor:
+    twin = torch.empty_like(tensor, device="meta")
+    return (
+        nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+    )
+
+
+def _chains(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        sequential = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+        if sequential or isinstance(module, nn.ModuleList):
+            yield name
+
+
+def _untraceable(model: nn.Module, images: TensorSpec, error: Exception) -> str:
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return (
+        f"{type(model).__name__} cannot be traced with images of shape {images.shape}: "
+        f"{type(error).__name__}: {reason}. Check that it runs on images of this shape, "
+        "and that its forward takes no decision from the values of a tensor."
+    )
+
+
+class _Reader:
+    """Reads an exported module into our own data, with in-place operators made plain."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.names: dict[str, str] = {}  # fx name -> the value that the name stands for by now
+        self.storage: dict[str, str] = {}  # value -> the first value in the same memory
+        self.spoiled: dict[str, Node] = {}  # aliases of memory that was written -> who wrote it
+        self.nodes: list[Node] = []
+        self.inputs: dict[str, TensorSpec] = {}
+        self.owned: dict[str, Tensor] = {}
+
+    def graph(self) -> ModelGraph:
+        outputs: tuple[str, ...] = ()
+        for node in self._ordered():
+            if node.op == "placeholder":
+                self.inputs[node.name] = _spec(node.meta["val"])
+                self.names[node.name] = node.name
+            elif node.op == "get_attr":
+                self._own(node)
+            elif node.op == "output":
+                outputs = tuple(references(self._refs(node.args[0])))
+            elif not any(check in str(node.target) for check in _CHECKS):
+                self._call(node)
+        return self._checked(*outputs)
+
+    def _checked(self, loss: str, prediction: str) -> ModelGraph:
+        specs = {name: _spec(tensor) for name, tensor in self.owned.items()}
+        weights = {name for name, tensor in self.owned.items() if isinstance(tensor, nn.Parameter)}
+        graph = ModelGraph(
+            inputs=self.inputs,
+            weights={name: specs[name] for name in specs if name in weights},
+            trainable=frozenset(name for name in weights if self.owned[name].requires_grad),
+            buffers={name: specs[name] for name in specs if name not in weights},
+            nodes=tuple(self.nodes),
+            prediction=prediction,
+            loss=loss,
+        )
+        if graph.specs[loss].shape != ():
+            raise TraceError(
+                f"The loss must be one number, but its shape is {graph.specs[loss].shape}. Reduce it."
+            )
+        return graph
+
+    def _ordered(self) -> Iterator[fx.Node]:
+        """Each `getitem` right behind the operator whose outputs it picks."""
+        for node in self.module.graph.nodes:
+            if node.target is not operator.getitem:
+                yield node
+                yield from (user for user in node.users if user.target is operator.getitem)
+
+    def _own(self, node: fx.Node) -> None:
+        tensor = operator.attrgetter(str(node.target))(self.module)
+        self.owned[str(node.target)] = tensor
+        self.names[node.name] = str(node.target)
+
+    def _refs(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return Ref(self.names[value.name])
+        if isinstance(value, list | tuple):
+            return tuple(self._refs(item) for item in value)
+        return value
+
+    def _call(self, node: fx.Node) -> None:
+        target, arguments = node.target, self._arguments(node)
+        written = self._written(node, arguments)
+        if written and written not in self.owned:
+            target = _out_of_place(target, node)
+        made = Node(
+            name=node.name,
+            operator="getitem" if target is operator.getitem else str(target),
+            arguments=arguments,
+            spec=_spec(node.meta["val"]) if isinstance(node.meta["val"], Tensor) else None,
+            module=_module_path(node),
+            source=_source(node),
+            flops=flops(node),
+        )
+        self._check_memory(made)
+        self.nodes.append(made)
+        self._alias(node, made, written)
+
+    def _arguments(self, node: fx.Node) -> dict[str, Any]:
+        """By name, in the schema's order, with defaults filled in."""
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return {str(position): self._refs(value) for position, value in enumerate(node.args)}
+        given = {
+            schema.name: value
+            for schema, value in zip(node.target._schema.arguments, node.args, strict=False)
+        }
+        given.update(node.kwargs)
+        return {
+            schema.name: self._refs(given.get(schema.name, schema.default_value))
+            for schema in node.target._schema.arguments
+        }
+
+    @staticmethod
+    def _written(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        """The value that an in-place operator writes to."""
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return None
+        for schema in node.target._schema.arguments:
+            if schema.alias_info and schema.alias_info.is_write and isinstance(arguments[schema.name], Ref):
+                return str(arguments[schema.name].name)
+        return None
+
+    def _alias(self, node: fx.Node, made: Node, written: str | None) -> None:
+        """From now on whoever says `written` means the result; whoever looked at its memory is wrong."""
+        self.names[node.name] = made.name
+        if written and written not in self.owned:
+            memory = self.storage.get(written, written)
+            self.spoiled.update({name: made for name, root in self.storage.items() if root == memory})
+            self.spoiled[memory] = made
+            self.names.update({name: made.name for name, value in self.names.items() if value == written})
+        elif _is_view(node) and made.reads:
+            self.storage[made.name] = self.storage.get(made.reads[0], made.reads[0])
+
+    def _check_memory(self, node: Node) -> None:
+        for name in node.reads:
+            if writer := self.spoiled.get(name):
+                raise TraceError(
+                    f"{node.operator} in {node.where} reads memory that {writer.operator} in {writer.where} "
+                    "has changed through another view. Make that operator out-of-place."
+                )
+
+
+def _spec(value: Tensor) -> TensorSpec:
+    return TensorSpec(tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch."))
+
+
+def _out_of_place(target: Any, node: fx.Node) -> Any:
+    """`relu_` -> `relu`."""
+    packet, overload = str(target).removeprefix("aten.").split(".")
+    plain = getattr(torch.ops.aten, packet.removesuffix("_"), None) if packet.endswith("_") else None
+    if plain is None or not hasattr(plain, overload):
+        raise TraceError(
+            f"{target} in {_source(node)} writes to its input and has no out-of-place form. Replace it."
+        )
+    return getattr(plain, overload)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether the result lies in the memory of the first input. `reshape` and `contiguous` may."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    returns = node.target._schema.returns
+    return bool(returns and returns[0].alias_info) or any(
+        name in str(node.target) for name in ("reshape", "flatten", "contiguous", "dropout", "chunk", "split")
+    )
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    return path if path.startswith("loss") else f"{path}.".removeprefix(MODEL).rstrip(".")
+
+
+def _source(node: fx.Node) -> str:
+    """File, line and text of the deepest frame that is the user's."""
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    frames = [
+        (head.strip(), text.strip())
+        for head, text in zip(lines, lines[1:], strict=False)
+        if head.strip().startswith("File ") and not any(ours in head for ours in ("/torch/", __file__))
+    ]
+    if not frames:
+        return ""
+    head, text = frames[-1]
+    return f"{head.split(', in ')[0].replace('File ', '')}: {text}"

@@ -1,0 +1,170 @@
+"""ResNet v1 and v2 in the CIFAR design: three stages of equal length, for images of any size.
+
+v1: He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385, section 4.2.
+v2: He et al., Identity Mappings in Deep Residual Networks, arXiv:1603.05027, section 4.
+Widths, strides and shortcuts are those of the Keras CIFAR-10 example, which MPI4DL benchmarks too.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+__all__ = ["resnet20_v1", "resnet110_v2", "resnet_v1", "resnet_v2"]
+
+STEM_CHANNELS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Blocks of one width: channels inside and after a block, and the stride of the stage's first block."""
+
+    inner: int
+    out: int
+    stride: int
+
+
+V1_STAGES = (Stage(16, 16, 1), Stage(32, 32, 2), Stage(64, 64, 2))
+V2_STAGES = (Stage(16, 64, 1), Stage(64, 128, 2), Stage(128, 256, 2))
+
+
+class Residual(nn.Module):
+    """(N, C, H, W) -> (N, C', H', W'): after(branch(x) + shortcut(x))."""
+
+    def __init__(self, branch: nn.Module, shortcut: nn.Module, after: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+        self.shortcut = shortcut
+        self.after = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.after(self.branch(x) + self.shortcut(x))
+        return out
+
+
+BlockMaker = Callable[[int, Stage, int], Residual]
+"""(channels in, the stage, stride) -> a block."""
+
+
+def resnet20_v1(*, num_classes: int = 10) -> nn.Sequential:
+    """(N, 3, H, W) images -> (N, num_classes) logits: the smallest of arXiv:1512.03385, section 4.2."""
+    return resnet_v1(20, num_classes=num_classes)
+
+
+def resnet110_v2(*, num_classes: int = 10) -> nn.Sequential:
+    """(N, 3, H, W) images -> (N, num_classes) logits: MPI4DL's benchmark, 36 pre-activation bottlenecks."""
+    return resnet_v2(110, num_classes=num_classes)
+
+
+def resnet_v1(depth: int, *, num_classes: int = 10) -> nn.Sequential:
+    """ResNet v1 of `depth` = 6n+2 layers: (N, 3, H, W) images -> (N, num_classes) logits.
+
+    Children: `stem`, `blocks` (3n basic blocks, flat), `head`. Source: arXiv:1512.03385, section 4.2.
+    Raises ValueError for any other depth.
+    """
+    repeats = blocks_per_stage("v1", depth, layers_per_n=6)
+    return assemble(
+        blocks=nn.Sequential(*stack(basic_block, V1_STAGES, repeats)),
+        head=classifier(V1_STAGES[-1].out, num_classes),
+    )
+
+
+def resnet_v2(depth: int, *, num_classes: int = 10) -> nn.Sequential:
+    """ResNet v2 of `depth` = 9n+2 layers: (N, 3, H, W) images -> (N, num_classes) logits.
+
+    Children: `stem`, `blocks` (3n pre-activation bottlenecks, flat), `head`. Source: arXiv:1603.05027,
+    section 4. Raises ValueError for any other depth.
+    """
+    repeats = blocks_per_stage("v2", depth, layers_per_n=9)
+    channels = V2_STAGES[-1].out
+    return assemble(
+        blocks=nn.Sequential(*stack(bottleneck, V2_STAGES, repeats)),
+        head=nn.Sequential(*norm_relu(channels), *classifier(channels, num_classes)),
+    )
+
+
+def blocks_per_stage(version: str, depth: int, layers_per_n: int) -> int:
+    """The n of a depth `layers_per_n` * n + 2: stem, n blocks in each of three stages, linear layer.
+
+    >>> blocks_per_stage("v2", 110, layers_per_n=9)
+    12
+    """
+    n, rest = divmod(depth - 2, layers_per_n)
+    if n >= 1 and rest == 0:
+        return n
+    nearest = sorted({layers_per_n * max(1, m) + 2 for m in (n, n + 1)})
+    raise ValueError(
+        f"There is no ResNet {version} of depth {depth}: the depth is {layers_per_n}n+2, with "
+        f"n >= 1 blocks in each of three stages. Use depth={' or '.join(map(str, nearest))}."
+    )
+
+
+def assemble(blocks: nn.Module, head: nn.Module) -> nn.Sequential:
+    """The whole model, under the names that people see in their traces."""
+    stem = nn.Sequential(convolution(3, STEM_CHANNELS, kernel=3), *norm_relu(STEM_CHANNELS))
+    return nn.Sequential(OrderedDict(stem=stem, blocks=blocks, head=head))
+
+
+def stack(block: BlockMaker, stages: tuple[Stage, ...], repeats: int) -> Iterator[Residual]:
+    """The blocks of all stages in order, `repeats` to a stage; only the first of a stage strides."""
+    channels = STEM_CHANNELS
+    for stage in stages:
+        for stride in (stage.stride, *[1] * (repeats - 1)):
+            yield block(channels, stage, stride)
+            channels = stage.out
+
+
+def basic_block(channels: int, stage: Stage, stride: int) -> Residual:
+    """v1: (N, channels, H, W) -> (N, stage.out, ceil(H / stride), ceil(W / stride))."""
+    branch = nn.Sequential(
+        convolution(channels, stage.inner, kernel=3, stride=stride),
+        *norm_relu(stage.inner),
+        convolution(stage.inner, stage.out, kernel=3),
+        nn.BatchNorm2d(stage.out),
+    )
+    return Residual(branch, shortcut(channels, stage.out, stride), after=nn.ReLU())
+
+
+def bottleneck(channels: int, stage: Stage, stride: int) -> Residual:
+    """v2: (N, channels, H, W) -> (N, stage.out, ceil(H / stride), ceil(W / stride)).
+
+    Normalises and activates before each convolution, and so leaves the shortcut path clear.
+    """
+    # Only the first block reads the stem's channels, and the stem has activated them already.
+    before = [] if channels == STEM_CHANNELS else norm_relu(channels)
+    branch = nn.Sequential(
+        *before,
+        convolution(channels, stage.inner, kernel=1, stride=stride),
+        *norm_relu(stage.inner),
+        convolution(stage.inner, stage.inner, kernel=3),
+        *norm_relu(stage.inner),
+        convolution(stage.inner, stage.out, kernel=1),
+    )
+    return Residual(branch, shortcut(channels, stage.out, stride), after=nn.Identity())
+
+
+def shortcut(channels: int, out: int, stride: int) -> nn.Module:
+    """The identity where the shapes allow it, else a 1x1 projection (option B of arXiv:1512.03385)."""
+    return nn.Identity() if channels == out else convolution(channels, out, kernel=1, stride=stride)
+
+
+def convolution(channels: int, out: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    """(N, channels, H, W) -> (N, out, ceil(H / stride), ceil(W / stride)); He-initialised, odd kernels."""
+    # No bias, not even on the projections, which no batch norm follows directly: in v1 the branch adds
+    # its own beta to every channel, and in v2 each reader subtracts the channel's mean.
+    conv = nn.Conv2d(channels, out, kernel, stride, padding=kernel // 2, bias=False)
+    nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
+    return conv
+
+
+def norm_relu(channels: int) -> list[nn.Module]:
+    """(N, channels, H, W) -> the same shape."""
+    return [nn.BatchNorm2d(channels), nn.ReLU()]
+
+
+def classifier(channels: int, num_classes: int) -> nn.Sequential:
+    """(N, channels, H, W) -> (N, num_classes)."""
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))

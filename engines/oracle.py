@@ -1,0 +1,113 @@
+"""The oracle: one process, the plain model, the whole image. Whatever ranks compute is held against it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engines.layer.trace import MODEL
+from engines.training import Loss, Optimiser
+
+__all__ = ["Comparison", "Record", "compare", "one_process"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a training did: the loss and the gradients of each step, weights and buffers at the end.
+
+    Tensors go by the plain model's names.
+    """
+
+    losses: tuple[float, ...]
+    gradients: tuple[Mapping[str, Tensor], ...]
+    weights: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+def one_process(
+    model: nn.Module,
+    loss: Loss,
+    optimiser: Optimiser,
+    batches: Iterable[Mapping[str, Tensor]],
+    dtype: torch.dtype,
+) -> Record:
+    """Train a copy of `model` as anyone would. The model given is not changed."""
+    model = copy.deepcopy(model).to(dtype)
+    judge = copy.deepcopy(loss).to(dtype) if isinstance(loss, nn.Module) else loss
+    optimise = optimiser([p for p in model.parameters() if p.requires_grad])
+    losses, gradients = [], []
+    for batch in batches:
+        optimise.zero_grad()
+        value = judge(model(batch["images"].to(dtype)), batch["labels"])
+        value.backward()
+        losses.append(value.item())
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        optimise.step()
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return Record(tuple(losses), tuple(gradients), weights, dict(model.named_buffers()))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Relative errors against the oracle: norms over whole vectors. `worst_parameter` has the largest of its own."""
+
+    loss_rel: float
+    grad_rel: float
+    worst_parameter: str
+    worst_parameter_rel: float
+    buffers_rel: float
+    params_rel: float
+
+    @property
+    def worst(self) -> float:
+        """The largest of all."""
+        return max(self.loss_rel, self.grad_rel, self.buffers_rel, self.params_rel)
+
+
+def compare(oracle: Record, ranks: Sequence[Record]) -> Comparison:
+    """Hold each rank's record against the oracle's; every copy of a weight counts."""
+    losses = [pair for rank in ranks for pair in zip(rank.losses, oracle.losses, strict=False)]
+    steps = [
+        (rank.gradients[step], oracle.gradients[step])
+        for rank in ranks
+        for step in range(len(oracle.gradients))
+    ]
+    worst_rel, worst = max(
+        (_one(mine[name], theirs[name], theirs), name) for mine, theirs in steps for name in mine
+    )
+    return Comparison(
+        loss_rel=max(abs(mine - theirs) / max(abs(theirs), 1e-300) for mine, theirs in losses),
+        grad_rel=max(_distance(mine, theirs) for mine, theirs in steps),
+        worst_parameter=worst,
+        worst_parameter_rel=worst_rel,
+        buffers_rel=max(_distance(rank.buffers, oracle.buffers) for rank in ranks),
+        params_rel=max(_distance(rank.weights, oracle.weights) for rank in ranks),
+    )
+
+
+def _distance(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """|mine - theirs| / |theirs| over all tensors that `mine` has, as one vector."""
+    if not mine:
+        return 0.0
+    difference = _norm(mine[name].double() - theirs[name].double() for name in mine)
+    return difference / max(_norm(theirs[name].double() for name in mine), 1e-300) if difference else 0.0
+
+
+def _one(mine: Tensor, theirs: Tensor, all_theirs: Mapping[str, Tensor]) -> float:
+    """The same for one gradient; where it is zero but for rounding, against the size of all gradients."""
+    scale, noise = _norm([theirs.double()]), 1e-12 * _norm(t.double() for t in all_theirs.values())
+    difference = _norm([mine.double() - theirs.double()])
+    return difference / (scale if scale > noise else max(noise * 1e12, 1e-300))
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return float(sum((tensor.square().sum().item() for tensor in tensors), 0.0) ** 0.5)
+
+
+def plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A rank's tensors of the model itself, by the plain model's names."""
+    return {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}

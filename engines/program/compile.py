@@ -1,0 +1,206 @@
+"""From a traced model, a plan and a rank to that rank's program."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import engines.spatial.entries  # noqa: F401  (fills the operator table)
+from engines.errors import PlanError
+from engines.layer.graph import ModelGraph, Node, references
+from engines.layer.stages import cut
+from engines.layout import Layout, Role, StageRanks
+from engines.plan import Plan
+from engines.program.builder import Builder, Value
+from engines.program.instructions import (
+    AllReduce,
+    Compute,
+    Exchange,
+    Feed,
+    Instruction,
+    Phase,
+    Program,
+    Step,
+    SumGradients,
+    Update,
+)
+from engines.spatial.moves import moves
+from engines.spatial.ops import lower
+from engines.spatial.tiles import Span, Tile
+
+__all__ = ["Compiler", "compile_plan"]
+
+# Tags of one stage's exchanges lie in one such block; transfers between stages lie in block 0.
+_TAGS = 1 << 16
+_POINT = Tile.whole(1, 1)
+
+
+def compile_plan(graph: ModelGraph, plan: Plan, input_gradient: bool = False) -> tuple[Program, ...]:
+    """The program of every rank, in rank order.
+
+    `input_gradient`: carry the gradient back to the image itself, which training does not need.
+    Raises PlanError or TraceError where the plan does not fit the model.
+    """
+    compiler = Compiler(graph, plan, input_gradient)
+    return tuple(compiler.program(rank) for rank in range(compiler.layout.size))
+
+
+@dataclass(frozen=True, slots=True)
+class _Crossing:
+    """A value made in one stage and read in a later one."""
+
+    value: str
+    source: int
+    target: int
+    tag: int
+
+
+class Compiler:
+    """Compiles rank by rank; what does not depend on the rank is computed once."""
+
+    def __init__(self, graph: ModelGraph, plan: Plan, input_gradient: bool = False) -> None:
+        self.graph = graph
+        self.layout = Layout.of(plan)
+        self.input_gradient = input_gradient
+        self.spans = cut(graph, plan)
+        self.stage_of = {
+            node.name: index for index, span in enumerate(self.spans) for node in self._nodes(span)
+        }
+        self.crossings = tuple(self._crossings())
+        self.crossing_values: dict[str, Value] = {}
+        self._builders: dict[Role, Builder] = {}
+        for stage in range(len(self.spans)):
+            builder = self._builder(Role(stage, 0))
+            made = {node.name for node in self._nodes(self.spans[stage])}
+            self.crossing_values.update({name: builder.values[name] for name in made & builder.values.keys()})
+
+    def program(self, rank: int) -> Program:
+        """What rank `rank` does in one training step."""
+        role = self.layout.role(rank)
+        builder = self._builder(role)
+        last = role.stage == len(self.spans) - 1
+        forward = self._forward(builder, role, last)
+        steps = [Step(instruction, Phase.FORWARD) for instruction in forward]
+        steps += [Step(item, Phase.BACKWARD) for item in reversed(forward) if item.differentiable]
+        steps += [Step(item, Phase.UPDATE) for item in self._updates(builder, role)]
+        return Program(
+            rank=rank,
+            stage=role.stage,
+            steps=tuple(steps),
+            feeds=self._feeds(builder, role),
+            weights=self._owned(role.stage, self.graph.weights),
+            buffers=self._owned(role.stage, self.graph.buffers),
+            loss=self.graph.loss if last else None,
+            prediction=self.graph.prediction if last else None,
+            seeds_loss=last and role.tile == 0,
+        )
+
+    def _forward(self, builder: Builder, role: Role, last: bool) -> list[Compute | Exchange | AllReduce]:
+        kept = {crossing.value for crossing in self.crossings if crossing.source == role.stage}
+        kept.update(entry.moments for entry in builder.statistics)
+        kept.update((self.graph.loss, self.graph.prediction) if last else ())
+        return builder.finished(kept)
+
+    def _nodes(self, span: Span) -> Sequence[Node]:
+        return self.graph.nodes[span.start : span.stop]
+
+    def _crossings(self) -> Iterable[_Crossing]:
+        pairs = dict.fromkeys(
+            (name, self.stage_of[name], self.stage_of[node.name])
+            for node in self.graph.nodes
+            for name in node.reads
+            if name in self.stage_of and self.stage_of[name] != self.stage_of[node.name]
+        )
+        return (_Crossing(*pair, tag=index) for index, pair in enumerate(pairs))
+
+    def _builder(self, role: Role) -> Builder:
+        """The stage as tile `role.tile` sees it: what arrives, its nodes, what leaves."""
+        if role not in self._builders:
+            builder = Builder(self.graph, self.layout.stages[role.stage], role.tile, _TAGS * (role.stage + 1))
+            self._receive(builder, role.stage)
+            for node in self._nodes(self.spans[role.stage]):
+                try:
+                    lower(builder, node)
+                except PlanError as error:
+                    raise PlanError(
+                        f"{node.operator} in {node.where}, stage {role.stage}: {error}"
+                    ) from error
+            self._send(builder, role.stage)
+            self._builders[role] = builder
+        return self._builders[role]
+
+    def _receive(self, builder: Builder, stage: int) -> None:
+        tiled = len(builder.stage.ranks) > 1
+        for name, spec in self.graph.inputs.items():
+            axes = (-2, -1) if tiled and len(spec.shape) > 2 else None
+            differentiable = self.input_gradient and spec.is_floating
+            builder.values[name] = Value(name, spec, axes, differentiable)
+        for crossing in self.crossings:
+            if crossing.target == stage:
+                self._cross(builder, crossing, self.crossing_values[crossing.value])
+
+    def _send(self, builder: Builder, stage: int) -> None:
+        for crossing in self.crossings:
+            if crossing.source == stage:
+                self._cross(builder, crossing, builder.values[crossing.value])
+
+    def _cross(self, builder: Builder, crossing: _Crossing, value: Value) -> None:
+        """Carry a value between two stages: the joint, a repartition or a copy, by their tiles alone."""
+        owned, wanted = (
+            _parts(self.layout.stages[stage], value) for stage in (crossing.source, crossing.target)
+        )
+        if value.axes is None:
+            owned = dict(list(owned.items())[:1])  # all source tiles hold the same: the first one sends
+        travelling = moves(owned, wanted)
+        me = builder.rank
+        builder.transfer(
+            value,
+            purpose="stage",
+            target=value.name,
+            tag=crossing.tag,
+            own=owned.get(me),
+            wanted=wanted.get(me),
+            sends=tuple(move for move in travelling if move.source == me),
+            receives=tuple(move for move in travelling if move.target == me),
+        )
+        if me in wanted and len(wanted) == 1:
+            builder.values[value.name] = Value(value.name, value.spec, None, value.differentiable)
+
+    def _feeds(self, builder: Builder, role: Role) -> dict[str, Feed]:
+        read = {name for node in self._nodes(self.spans[role.stage]) for name in node.reads}
+        feeds = {}
+        for name in self.graph.inputs:
+            if name in read:
+                value = builder.values[name]
+                tile = builder.tiles(value.size_px)[builder.rank] if value.axes else None
+                feeds[name] = Feed(tile, value.axes)
+        return feeds
+
+    def _owned(self, stage: int, names: Iterable[str]) -> tuple[str, ...]:
+        read = {name for node in self._nodes(self.spans[stage]) for name in references(node.arguments)}
+        return tuple(name for name in names if name in read)
+
+    def _updates(self, builder: Builder, role: Role) -> Iterable[Instruction]:
+        """Gradients of weights that several ranks hold are summed over all of them; then the optimiser steps."""
+        groups = defaultdict(list)
+        for name in self._owned(role.stage, self.graph.weights):
+            if name in self.graph.trainable:
+                groups[self._holders(name)].append(name)
+        for index, (group, names) in enumerate(sorted(groups.items())):
+            if len(group) > 1:
+                yield SumGradients(f"gradients{index}", tuple(names), group)
+        yield Update("update", tuple(builder.statistics), dict(builder.counters))
+
+    def _holders(self, weight: str) -> tuple[int, ...]:
+        stages = [
+            stage for stage in range(len(self.spans)) if weight in self._owned(stage, self.graph.weights)
+        ]
+        return tuple(rank for stage in stages for rank in self.layout.stages[stage].ranks)
+
+
+def _parts(stage: StageRanks, value: Value) -> dict[int, Tile]:
+    """What each rank of a stage holds of a value; a value without pixels is one point that all hold."""
+    if value.axes is None:
+        return dict.fromkeys(stage.ranks, _POINT)
+    return dict(zip(stage.ranks, stage.grid.cut(*value.size_px), strict=True))

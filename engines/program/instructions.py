@@ -1,0 +1,213 @@
+"""What a rank does, as data: local work between linear communications.
+
+Values are named; a name means the same value on every rank, and each rank holds its own part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from engines.spatial.moves import Move
+from engines.spatial.tiles import Tile
+
+__all__ = [
+    "AllReduce",
+    "Compute",
+    "Exchange",
+    "Feed",
+    "Instruction",
+    "LocalOp",
+    "Phase",
+    "Program",
+    "RunningStatistics",
+    "Step",
+    "SumGradients",
+    "Update",
+]
+
+
+class Phase(Enum):
+    """Which way an instruction is walked."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOp:
+    """One local kernel: an ATen operator (`aten.relu.default`) or one of our own (`tile.pad`)."""
+
+    out: str
+    kernel: str
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    module: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """A segment: local work between two communications.
+
+    Backward: one `torch.autograd.backward` from `outputs` to `inputs`.
+    """
+
+    name: str
+    ops: tuple[LocalOp, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    differentiable: bool
+
+    @property
+    def kind(self) -> str:
+        """For figures."""
+        return "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Pixels of `source` travel so that this rank holds `window` of it under the name `target`.
+
+    `own` is the part of `source` that this rank holds, None if it holds none; `window` is None if it wants
+    none. `axes` are the two spatial axes, counted from the end, or None where the value has no pixels
+    and travels whole. Pixels of the window outside the image are `fill`.
+    `shape` is that of the whole-image value.
+    Backward is the adjoint: the same moves the other way, adding; what fell on the fill is dropped.
+    """
+
+    name: str
+    purpose: str
+    source: str
+    target: str
+    axes: tuple[int, int] | None
+    shape: tuple[int, ...]
+    dtype: str
+    own: Tile | None
+    window: Tile | None
+    fill: float
+    sends: tuple[Move, ...]
+    receives: tuple[Move, ...]
+    tag: int
+    differentiable: bool
+
+    @property
+    def kind(self) -> str:
+        """For figures."""
+        return self.purpose
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """`target` is the sum of `source` over the ranks in `group`; backward sums the gradients likewise."""
+
+    name: str
+    source: str
+    target: str
+    shape: tuple[int, ...]
+    group: tuple[int, ...]
+    differentiable: bool
+
+    @property
+    def kind(self) -> str:
+        """For figures."""
+        return "all-reduce"
+
+
+@dataclass(frozen=True, slots=True)
+class SumGradients:
+    """The gradients of `weights`, held by all ranks in `group`, are summed over them."""
+
+    name: str
+    weights: tuple[str, ...]
+    group: tuple[int, ...]
+    differentiable: bool = False
+
+    @property
+    def kind(self) -> str:
+        """For figures."""
+        return "all-reduce"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStatistics:
+    """Batch norm's buffers move at the update, by what the value `moments` says of all tiles' `counts` pixels."""
+
+    mean_buffer: str
+    variance_buffer: str
+    moments: str
+    momentum: float
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The optimiser's step, then the buffers': running statistics, and counters that grow by a constant."""
+
+    name: str
+    statistics: tuple[RunningStatistics, ...]
+    counters: Mapping[str, int]
+    differentiable: bool = False
+
+    @property
+    def kind(self) -> str:
+        """For figures."""
+        return "update"
+
+
+Instruction = Compute | Exchange | AllReduce | SumGradients | Update
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One instruction, walked one way, for one micro-batch."""
+
+    instruction: Instruction
+    phase: Phase
+    micro_batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """The part of an input that a rank gets: `tile` of it, or all where that is None."""
+
+    tile: Tile | None
+    axes: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything that one rank does in one training step, in order.
+
+    `feeds` are the parts of the inputs that the rank needs, `weights` and `buffers` what it owns;
+    `loss` is the name of the loss where the rank has it, and `seeds_loss` is true on the one rank
+    whose loss the gradient starts from: a value that all tiles share has its gradient counted once.
+    """
+
+    rank: int
+    stage: int
+    steps: tuple[Step, ...]
+    feeds: Mapping[str, Feed]
+    weights: tuple[str, ...]
+    buffers: tuple[str, ...]
+    loss: str | None
+    prediction: str | None
+    seeds_loss: bool
+
+    @cached_property
+    def reads(self) -> Mapping[str, tuple[str, ...]]:
+        """The instructions of the forward pass that read each value, in order."""
+        found: dict[str, tuple[str, ...]] = {}
+        for instruction in self.forward:
+            names = instruction.inputs if isinstance(instruction, Compute) else (instruction.source,)
+            found.update({name: (*found.get(name, ()), instruction.name) for name in names})
+        return found
+
+    @property
+    def forward(self) -> tuple[Compute | Exchange | AllReduce, ...]:
+        """The instructions of the forward pass."""
+        forward = (step.instruction for step in self.steps if step.phase is Phase.FORWARD)
+        return tuple(item for item in forward if isinstance(item, Compute | Exchange | AllReduce))

@@ -1,0 +1,58 @@
+"""One segment, made ready to run: its kernels found once, its arguments looked up by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from engines.layer.graph import Ref
+from engines.program.instructions import Compute
+from engines.spatial.kernels import kernel
+
+__all__ = ["Segment"]
+
+Lookup = Callable[[dict[str, Any]], Any]
+
+
+class Segment:
+    """Calls a segment's kernels in order; `owned` are the rank's weights and buffers."""
+
+    def __init__(self, segment: Compute, owned: Mapping[str, Tensor]) -> None:
+        self.inputs, self.outputs, self.owned = segment.inputs, segment.outputs, owned
+        self.calls = [
+            (op.out, kernel(op.kernel), _lookup(op.arguments), _lookup(dict(op.keywords)))
+            for op in segment.ops
+        ]
+
+    def __call__(self, values: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """The outputs, with the local graph that leads back to the inputs."""
+        scope: dict[str, Any] = {**self.owned, **{name: values[name] for name in self.inputs}}
+        for out, run, arguments, keywords in self.calls:
+            scope[out] = run(*arguments(scope), **keywords(scope))
+        return tuple(scope[name] for name in self.outputs)
+
+
+def _lookup(value: Any) -> Lookup:
+    """A function that puts live tensors where the `Ref`s are."""
+    match value:
+        case Ref(name):
+            return lambda scope: scope[name]
+        case list() | tuple():
+            if not any(_holds_ref(item) for item in value):
+                fixed = list(value)
+                return lambda scope: fixed
+            parts = [_lookup(item) for item in value]
+            return lambda scope: [part(scope) for part in parts]
+        case dict():
+            entries = {key: _lookup(item) for key, item in value.items()}
+            return lambda scope: {key: part(scope) for key, part in entries.items()}
+        case _:
+            return lambda scope: value
+
+
+def _holds_ref(value: Any) -> bool:
+    return isinstance(value, Ref) or (
+        isinstance(value, list | tuple) and any(_holds_ref(item) for item in value)
+    )

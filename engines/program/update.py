@@ -1,0 +1,36 @@
+"""The end of a training step: gradients summed over the ranks that share a weight, and the buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from engines.comm.world import World
+from engines.program.instructions import SumGradients, Update
+from engines.spatial.kernels import batch_statistics
+
+__all__ = ["sum_gradients", "update_buffers"]
+
+
+def sum_gradients(weights: Mapping[str, Tensor], bucket: SumGradients, world: World) -> int:
+    """Replace each weight's gradient by its sum over the group, in one message; its bytes."""
+    shared = [weights[name] for name in bucket.weights]
+    flat = torch.cat([(torch.zeros_like(w) if w.grad is None else w.grad).flatten() for w in shared])
+    world.all_reduce(flat, bucket.group).wait()
+    for weight, total in zip(shared, flat.split([w.numel() for w in shared]), strict=True):
+        weight.grad = total.view_as(weight)
+    return flat.nbytes
+
+
+def update_buffers(buffers: Mapping[str, Tensor], update: Update, values: Mapping[str, Tensor]) -> None:
+    """Running mean and (unbiased) variance move by `momentum`; counters count."""
+    with torch.no_grad():
+        for entry in update.statistics:
+            mean, variance = batch_statistics(values[entry.moments], entry.counts)
+            unbiased = variance * (sum(entry.counts) / max(1, sum(entry.counts) - 1))
+            for name, now in ((entry.mean_buffer, mean), (entry.variance_buffer, unbiased)):
+                buffers[name].lerp_(now.to(buffers[name].dtype), entry.momentum)
+        for name, amount in update.counters.items():
+            buffers[name].add_(amount)

@@ -1,0 +1,192 @@
+"""Runs a program: one instruction at a time, or all of them. There is no other way to compute here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.comm.world import World
+from engines.errors import PlanError
+from engines.program.carry import carry_back, carry_there
+from engines.program.instructions import (
+    AllReduce,
+    Compute,
+    Exchange,
+    Phase,
+    Program,
+    Step,
+    SumGradients,
+    Update,
+)
+from engines.program.segment import Segment
+from engines.program.timeline import Event
+from engines.program.update import sum_gradients, update_buffers
+
+__all__ = ["Worker"]
+
+
+class Worker:
+    """One rank's tensors, and its place in its program.
+
+    `weights` and `buffers` are the rank's own, by name. Values live as leaf tensors, so that the gradients of
+    all who read them add up in `.grad`; a segment's backward starts from what it made.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        world: World,
+        weights: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        optimiser: torch.optim.Optimizer | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.program, self.world = program, world
+        self.weights, self.buffers, self.optimiser = weights, buffers, optimiser
+        self.device = device or torch.device("cpu")
+        self.events: list[Event] = []
+        owned = {**weights, **buffers}
+        self._segments = {
+            step.instruction.name: Segment(step.instruction, owned)
+            for step in program.steps
+            if isinstance(step.instruction, Compute)
+        }
+        self._lasting = {
+            e.moments for s in program.steps if isinstance(u := s.instruction, Update) for e in u.statistics
+        }
+        self.restart({})
+
+    def restart(self, inputs: Mapping[str, Tensor]) -> None:
+        """Go to the start of a training step with this rank's part of the inputs."""
+        self.position = 0
+        self.events = []
+        self._values: dict[str, Tensor] = dict(inputs)
+        self._leaves: dict[str, Tensor] = dict(inputs)
+        self._kept: dict[str, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+
+    @property
+    def done(self) -> bool:
+        """Whether the step is complete."""
+        return self.position == len(self.program.steps)
+
+    def run(self, inputs: Mapping[str, Tensor]) -> float | None:
+        """One whole training step; the loss, on the ranks that have it."""
+        self.restart(inputs)
+        while not self.done:
+            self.step()
+        return self.loss
+
+    @property
+    def loss(self) -> float | None:
+        """The loss, once it is known and where it is."""
+        name = self.program.loss
+        return self._leaves[name].item() if name in self._leaves else None
+
+    def step(self) -> Step:
+        """Do one instruction and go on to the next."""
+        step = self.program.steps[self.position]
+        start_s = time.perf_counter()
+        sent = self._do(step) or 0
+        self.events.append(Event.of(self.program.rank, step, start_s, time.perf_counter(), sent))
+        self.position += 1
+        return step
+
+    def peek(self, name: str) -> Tensor:
+        """This rank's part of a live value. Its gradient so far is in `.grad`.
+
+        Raises PlanError where the value is not made yet, is gone already, or is not this rank's.
+        """
+        for tensors in (self._values, self._leaves, self.weights, self.buffers):
+            if name in tensors:
+                return tensors[name]
+        alive = ", ".join(sorted(self._leaves)[:8])
+        raise PlanError(f"rank {self.program.rank} holds no value {name!r} now. It holds {alive}, ...")
+
+    def _do(self, step: Step) -> int | None:
+        forward = step.phase is Phase.FORWARD
+        match step.instruction:
+            case Compute() as segment:
+                return self._compute(segment) if forward else self._compute_back(segment)
+            case Exchange() as exchange:
+                return self._exchange(exchange) if forward else self._exchange_back(exchange)
+            case AllReduce() as reduction:
+                return self._reduce(reduction) if forward else self._reduce_back(reduction)
+            case SumGradients() as bucket:
+                return sum_gradients(self.weights, bucket, self.world)
+            case Update() as update:
+                return self._update(update)
+
+    def _keep(self, name: str, value: Tensor, differentiable: bool) -> None:
+        leaf = value.detach()
+        self._leaves[name] = self._values[name] = leaf.requires_grad_(
+            differentiable and leaf.is_floating_point()
+        )
+
+    def _release(self, instruction: Any, names: tuple[str, ...]) -> None:
+        """Forget what is not read again going forward; backward keeps its own hold on it."""
+        for name in names:
+            if self.program.reads[name][-1] == instruction.name and name not in self._lasting:
+                self._values.pop(name, None)
+
+    def _compute(self, segment: Compute) -> None:
+        made = self._segments[segment.name](self._values)
+        for name, value in zip(segment.outputs, made, strict=True):
+            self._keep(name, value, value.requires_grad)
+        self._kept[segment.name] = made
+        self._release(segment, segment.inputs)
+        if self.program.loss in segment.outputs:
+            self._seed(self._leaves[self.program.loss])
+
+    def _seed(self, loss: Tensor) -> None:
+        """The gradient starts here, once: the tiles that share this loss start from nothing."""
+        loss.grad = torch.ones_like(loss) if self.program.seeds_loss else torch.zeros_like(loss)
+
+    def _compute_back(self, segment: Compute) -> None:
+        made = self._kept.pop(segment.name)
+        grads = [self._taken(name) for name in segment.outputs]
+        roots = [(value, grad) for value, grad in zip(made, grads, strict=True) if grad is not None]
+        if roots:
+            torch.autograd.backward(*zip(*roots, strict=True))
+
+    def _taken(self, name: str) -> Tensor | None:
+        """The gradient that has gathered for a value, which is not needed any more."""
+        leaf = self._leaves[name]
+        grad, leaf.grad = leaf.grad, None
+        return grad
+
+    def _exchange(self, exchange: Exchange) -> int:
+        source = self._values.get(exchange.source) if exchange.own else None
+        window, sent = carry_there(exchange, source, self.world, self.device)
+        if window is not None:
+            self._keep(exchange.target, window, exchange.differentiable)
+        self._release(exchange, (exchange.source,))
+        return sent
+
+    def _exchange_back(self, exchange: Exchange) -> int:
+        grad = self._taken(exchange.target) if exchange.window else None
+        source = self._leaves[exchange.source] if exchange.own else None
+        alone = len(self.program.reads[exchange.source]) == 1
+        return carry_back(exchange, grad, source, self.world, self.device, alone)
+
+    def _reduce(self, reduction: AllReduce) -> int:
+        total = self._values[reduction.source].detach().clone()
+        self.world.all_reduce(total, reduction.group).wait()
+        self._keep(reduction.target, total, reduction.differentiable)
+        self._release(reduction, (reduction.source,))
+        return total.nbytes
+
+    def _reduce_back(self, reduction: AllReduce) -> int:
+        source, grad = self._leaves[reduction.source], self._taken(reduction.target)
+        total = torch.zeros_like(source) if grad is None else grad.clone()
+        self.world.all_reduce(total, reduction.group).wait()
+        source.grad = total if source.grad is None else source.grad.add_(total)
+        return total.nbytes
+
+    def _update(self, update: Update) -> None:
+        update_buffers(self.buffers, update, self._leaves)
+        if self.optimiser is not None:
+            self.optimiser.step()

@@ -1,0 +1,91 @@
+"""Convolutions: windows filled with zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from engines.layer.graph import Node, Ref
+from engines.program.builder import Builder, Window
+from engines.spatial.ops import entry
+from engines.spatial.windows import SlidingWindow, TransposedWindow
+
+__all__ = ["folded", "pair"]
+
+
+def pair(value: Any) -> tuple[int, int]:
+    """A setting for both axes: `(3,)` and `3` mean `(3, 3)`."""
+    values = tuple(value) if isinstance(value, Sequence) else (value,)
+    return (values[0], values[-1])
+
+
+def folded(
+    b: Builder, window: Window, rules: Sequence[SlidingWindow], out_px: tuple[int, int]
+) -> tuple[Ref, tuple[int, int]]:
+    """The kernel's input and the padding to give it: its own where that yields exactly the tile's outputs.
+
+    A kernel pads both sides alike, so its padding can stand for a fill above and left of the tile only
+    where the outputs still come out right; else the fill is written into the tensor.
+    """
+    left, _, above, _ = window.margins
+    padding, held = (above, left), window.held.shape
+    out = b.tiles(out_px)[b.rank].shape
+    sizes = tuple(_outputs(*what) for what in zip(held, padding, rules, strict=True))
+    if min(padding) >= 0 and sizes == out:
+        return Ref(window.name), padding
+    return b.padded(window), (0, 0)
+
+
+def _outputs(held: int, padding: int, rule: SlidingWindow) -> int:
+    """Outputs of a kernel along one axis; none where its padding is more than half of it, which pools refuse."""
+    if padding > rule.kernel // 2 * rule.dilation:
+        return -1
+    return (held + 2 * padding - rule.dilation * (rule.kernel - 1) - 1) // rule.stride + 1
+
+
+@entry("aten.conv2d.default", "aten.conv2d.padding")
+def convolution(b: Builder, node: Node) -> None:
+    """Any kernel, stride, dilation and groups; `same` pads the odd pixel below and right."""
+    a = node.arguments
+    value = b.value(a["input"])
+    kernel = b.graph.specs[a["weight"].name].shape[2:]
+    stride, dilation = pair(a["stride"]), pair(a["dilation"])
+    padding = _padding(a["padding"], kernel, dilation)
+    rules = [SlidingWindow(*axis) for axis in zip(kernel, stride, padding, dilation, strict=True)]
+    out_px = (node.spec.shape[-2], node.spec.shape[-1]) if node.spec else value.size_px
+    window = b.window(a["input"], out_px, rules[0], rules[1])
+    x, native = folded(b, window, rules, out_px)
+    b.local(
+        node.name, "aten.conv2d.default", x, a["weight"], a["bias"], stride, native, dilation, a["groups"],
+        like=node.spec, axes=(-2, -1),
+    )  # fmt: skip
+
+
+def _padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, int]:
+    if padding == "valid":
+        return (0, 0)
+    if padding == "same":
+        return (dilation[0] * (kernel[0] - 1) // 2, dilation[1] * (kernel[1] - 1) // 2)
+    return pair(padding)
+
+
+@entry("aten.conv_transpose2d.input")
+def transposed_convolution(b: Builder, node: Node) -> None:
+    """Each output tile reads the inputs that write to it; what they write beyond the tile is cut off."""
+    a = node.arguments
+    kernel = b.graph.specs[a["weight"].name].shape[2:]
+    stride, padding, dilation = pair(a["stride"]), pair(a["padding"]), pair(a["dilation"])
+    rules = [TransposedWindow(*axis) for axis in zip(kernel, stride, padding, dilation, strict=True)]
+    out_px = (node.spec.shape[-2], node.spec.shape[-1])
+    window = b.window(a["input"], out_px, rules[0], rules[1])
+    out = b.tiles(out_px)[b.rank]
+    margins: list[int] = []
+    spans = zip((out.rows, out.cols), (window.held.rows, window.held.cols), rules, strict=True)
+    for target, held, rule in reversed(list(spans)):
+        first = held.start * rule.stride - rule.padding
+        last = (held.stop - 1) * rule.stride - rule.padding + rule.dilation * (rule.kernel - 1) + 1
+        margins += [first - target.start, target.stop - last]
+    b.local(
+        node.name, "tile.conv_transpose", Ref(window.name), a["weight"], a["bias"], stride, dilation, a["groups"],
+        tuple(margins), like=node.spec, axes=(-2, -1),
+    )  # fmt: skip

@@ -1,0 +1,43 @@
+"""Batch norm over all tiles: own moments, a sum over the ranks, and a local formula."""
+
+from __future__ import annotations
+
+from engines.layer.graph import Node, TensorSpec
+from engines.program.builder import Builder
+from engines.program.instructions import RunningStatistics
+from engines.spatial.ops import as_it_is, entry
+from engines.spatial.tiles import Tile
+
+__all__: list[str] = []
+
+
+@entry("aten.batch_norm.default", everywhere=True)
+def batch_norm(b: Builder, node: Node) -> None:
+    """Moments of own pixels, gathered from all tiles; the running statistics wait for the update."""
+    a = node.arguments
+    value = b.value(a["input"])
+    if not a["training"]:
+        as_it_is(b, node, value.axes)
+        return
+    channels = value.spec.shape[1]
+    tiles = list(b.tiles(value.size_px).values()) if value.axes else [Tile.whole(1, 1)]
+    whole_px = sum(tile.pixels for tile in tiles)
+    counts = [value.spec.numel // channels // whole_px * tile.pixels for tile in tiles]
+    slot = b.tile if value.axes else 0
+    like = TensorSpec((len(tiles), 2, channels), "float64")
+    own = b.local(f"{node.name}.moments", "tile.moments", a["input"], slot, len(tiles), like=like)
+    moments = b.all_reduce(own) if value.axes else own
+    b.local(
+        node.name, "tile.batch_norm", a["input"], moments, a["weight"], a["bias"], counts, a["eps"],
+        like=node.spec, axes=value.axes,
+    )  # fmt: skip
+    if a["running_mean"]:
+        names = a["running_mean"].name, a["running_var"].name
+        b.statistics.append(RunningStatistics(*names, moments.name, a["momentum"], tuple(counts)))
+
+
+@entry("aten.add_.Tensor", everywhere=True)
+def counter(b: Builder, node: Node) -> None:
+    """The number of batches seen: a buffer that grows by a constant at the update."""
+    buffer = node.arguments["self"].name
+    b.counters[buffer] = b.counters.get(buffer, 0) + node.arguments["other"]

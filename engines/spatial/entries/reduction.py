@@ -1,0 +1,82 @@
+"""Sums over space, and the losses that end in one: local sums, then an all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engines.layer.graph import Node, Ref, TensorSpec
+from engines.program.builder import Builder
+from engines.spatial.ops import as_it_is, entry, no_rule, whole_axes
+
+__all__ = ["mean_over_space"]
+
+_NONE, _MEAN = 0, 1
+
+
+def mean_over_space(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepdim: bool) -> None:
+    """The mean over `dims`, which hold both spatial axes."""
+    value = b.value(ref)
+    sums = _sum(b, f"{node.name}.sum", ref, node.spec, dims, keepdim)
+    count = value.spec.numel // node.spec.numel
+    b.local(node.name, "aten.div.Scalar", sums, count, like=node.spec)
+
+
+def _sum(b: Builder, out: str, ref: Ref, spec: TensorSpec, dims: Sequence[int], keepdim: bool) -> Ref:
+    return b.all_reduce(b.local(out, "tile.sum_pixels", ref, list(dims), keepdim, like=spec))
+
+
+def _dims(b: Builder, node: Node) -> tuple[list[int], bool]:
+    """The reduced dimensions from the front, and whether space is among them (wholly, or not at all)."""
+    rows, cols, count = whole_axes(b, node.arguments["self"])
+    given = node.arguments.get("dim")
+    dims = [dim % count for dim in given] if given else list(range(count))
+    if (rows in dims) != (cols in dims):
+        raise no_rule(node, f"reduces one spatial axis of two (dim={given}), for which there is no rule")
+    return dims, rows in dims
+
+
+@entry("aten.mean.default", "aten.mean.dim", "aten.sum.default", "aten.sum.dim_IntList")
+def reduce_sum(b: Builder, node: Node) -> None:
+    """Over space: local sums, then over the ranks. Over other axes: each pixel by itself."""
+    source, keepdim = node.arguments["self"], bool(node.arguments.get("keepdim"))
+    dims, over_space = _dims(b, node)
+    if not over_space:
+        rows, cols, count = whole_axes(b, source)
+        left = count if keepdim else count - len(dims)
+        gone = [0 if keepdim else sum(dim < axis for dim in dims) for axis in (rows, cols)]
+        as_it_is(b, node, (rows - gone[0] - left, cols - gone[1] - left))
+    elif ".mean." in f".{node.operator.removeprefix('aten.')}":
+        mean_over_space(b, node, source, dims, keepdim)
+    else:
+        total = _sum(b, f"{node.name}.sum", source, node.spec, dims, keepdim)
+        b.local(node.name, "aten.alias.default", total, like=node.spec)
+
+
+@entry("aten.cross_entropy_loss.default")
+def cross_entropy(b: Builder, node: Node) -> None:
+    """Over tiled predictions (N, K, H, W): the summed loss, and what the mean divides by, are summed over ranks."""
+    a = node.arguments
+    if a["reduction"] == _NONE:
+        as_it_is(b, node, (-2, -1))
+        return
+    sums = b.local(
+        f"{node.name}.sums", "tile.cross_entropy_sums", a["self"], a["target"], a["weight"], a["ignore_index"],
+        a["label_smoothing"], like=replace(node.spec, shape=(2,)),
+    )  # fmt: skip
+    kernel = "tile.ratio" if a["reduction"] == _MEAN else "tile.first"
+    b.local(node.name, kernel, b.all_reduce(sums), like=node.spec)
+
+
+@entry("aten.mse_loss.default", "aten.l1_loss.default", "aten.binary_cross_entropy_with_logits.default")
+def pixel_loss(b: Builder, node: Node) -> None:
+    """A loss of each pixel by itself, summed over the tile and the ranks."""
+    source, reduction = node.arguments["self"], node.arguments["reduction"]
+    spec = b.value(source).spec
+    pixels = replace(node, name=f"{node.name}.pixels", spec=spec)
+    each = as_it_is(b, pixels, b.value(source).axes, reduction=_NONE)
+    if reduction == _NONE:
+        b.local(node.name, "aten.alias.default", each, like=spec, axes=b.value(source).axes)
+        return
+    total = _sum(b, f"{node.name}.sum", each, node.spec, range(len(spec.shape)), keepdim=False)
+    b.local(node.name, "aten.div.Scalar", total, spec.numel if reduction == _MEAN else 1, like=node.spec)

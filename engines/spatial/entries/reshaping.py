@@ -1,0 +1,97 @@
+"""Slicing, padding, joining and reordering: what moves pixels or leaves them where they are."""
+
+from __future__ import annotations
+
+from engines.layer.graph import Node, Ref
+from engines.program.builder import Builder
+from engines.spatial.ops import as_it_is, entry, no_rule, pointwise, whole_axes
+from engines.spatial.windows import Shift, SlidingWindow
+
+__all__: list[str] = []
+
+
+@entry("aten.constant_pad_nd.default", "aten.pad.default")
+def pad(b: Builder, node: Node) -> None:
+    """Padding by a constant: output i reads input i - (pixels before it), and the fill outside the image."""
+    a = node.arguments
+    before = list(a["pad"]) + [0] * (4 - len(a["pad"]))
+    if a.get("mode", "constant") != "constant" or any(before[4:]):
+        raise no_rule(
+            node, f"pads with mode={a.get('mode')!r} by {tuple(a['pad'])}, for which there is no rule"
+        )
+    out_px = (node.spec.shape[-2], node.spec.shape[-1])
+    fill = float(a.get("value") or 0.0)
+    _copied(b, node, b.padded(b.window(a["self"], out_px, Shift(-before[2]), Shift(-before[0]), fill)))
+
+
+def _copied(b: Builder, node: Node, ref: Ref) -> None:
+    b.local(node.name, "aten.alias.default", ref, like=node.spec, axes=(-2, -1))
+
+
+@entry("aten.slice.Tensor")
+def crop(b: Builder, node: Node) -> None:
+    """Along a spatial axis output i reads input start + i * step; along others each pixel stays."""
+    a = node.arguments
+    rows, cols, count = whole_axes(b, a["self"])
+    axis = a["dim"] % count
+    if axis not in (rows, cols):
+        as_it_is(b, node, b.value(a["self"]).axes)
+        return
+    size = b.value(a["self"]).spec.shape[axis]
+    start = min(max((a["start"] or 0) + (size if (a["start"] or 0) < 0 else 0), 0), size)
+    stay, move = Shift(0), SlidingWindow(kernel=1, stride=a["step"], padding=-start)
+    out_px = (node.spec.shape[rows], node.spec.shape[cols])
+    window = b.window(a["self"], out_px, move if axis == rows else stay, move if axis == cols else stay)
+    as_it_is(b, node, b.value(a["self"]).axes, self=b.padded(window), start=0, end=None)
+
+
+@entry("aten.cat.default")
+def join(b: Builder, node: Node) -> None:
+    """Joining channels leaves pixels where they are."""
+    first = next(ref for ref in node.arguments["tensors"] if b.is_tiled(ref))
+    _check_not_spatial(b, node, first, node.arguments["dim"])
+    pointwise(b, node)
+
+
+@entry("aten.chunk.default", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.unbind.int")
+def part(b: Builder, node: Node) -> None:
+    """Parting channels leaves pixels where they are. (The parts are picked by `getitem`.)"""
+    source = node.arguments["self"]
+    _check_not_spatial(b, node, source, node.arguments["dim"])
+    as_it_is(b, node, b.value(source).axes)
+
+
+@entry("getitem")
+def pick(b: Builder, node: Node) -> None:
+    """One of several outputs, tiled as they are."""
+    as_it_is(b, node, b.value(node.arguments["0"]).axes)
+
+
+@entry("aten.softmax.int", "aten.log_softmax.int")
+def over_channels(b: Builder, node: Node) -> None:
+    """Softmax of each pixel over its channels."""
+    source = node.arguments["self"]
+    _check_not_spatial(b, node, source, node.arguments["dim"])
+    as_it_is(b, node, b.value(source).axes)
+
+
+@entry("aten.dropout.default")
+def dropout(b: Builder, node: Node) -> None:
+    """Nothing where it is switched off. Masks that do not depend on the tiles are still to come."""
+    if node.arguments["train"] and node.arguments["p"] > 0:
+        raise no_rule(node, "draws random numbers, which the tiles of a stage do not share")
+    as_it_is(b, node, b.value(node.arguments["input"]).axes)
+
+
+@entry("aten.permute.default")
+def reorder(b: Builder, node: Node) -> None:
+    """The spatial axes move with the others."""
+    rows, cols, count = whole_axes(b, node.arguments["self"])
+    order = [dim % count for dim in node.arguments["dims"]]
+    as_it_is(b, node, (order.index(rows) - count, order.index(cols) - count))
+
+
+def _check_not_spatial(b: Builder, node: Node, ref: Ref, dim: int) -> None:
+    rows, cols, count = whole_axes(b, ref)
+    if dim % count in (rows, cols):
+        raise no_rule(node, f"works along a spatial axis (dim={dim}), for which there is no rule")

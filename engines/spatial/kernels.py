@@ -1,0 +1,179 @@
+"""Local kernels that ATen does not have: what a rank computes on its own tile between two communications."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = ["batch_statistics", "kernel"]
+
+
+def kernel(name: str) -> Callable[..., Any]:
+    """The function behind a kernel's name: `aten.relu.default`, `tile.sum_pixels`, ...
+
+    >>> kernel("aten.relu.default")(torch.tensor([-1.0, 2.0]))
+    tensor([0., 2.])
+    """
+    if name in _KERNELS:
+        return _KERNELS[name]
+    namespace, packet, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)  # type: ignore[no-any-return]
+
+
+def _per_channel(vector: Tensor, x: Tensor) -> Tensor:
+    return vector.view(1, -1, *(1,) * (x.dim() - 2))
+
+
+class _Moments(torch.autograd.Function):
+    """(N, C, ...) -> (slots, 2, C): mean and summed squared deviation of each channel, in slot `slot`.
+
+    The other slots are zero, so that a sum over ranks gathers all tiles' moments without rounding.
+    Taken in float64 from the fused kernel. Deviations from the tile's own mean lose nothing to cancellation.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slot: int, slots: int) -> Tensor:
+        mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
+        ctx.save_for_backward(x, mean)
+        ctx.slot, ctx.count = slot, x.numel() // x.shape[1]
+        moments = x.new_zeros((slots, 2, x.shape[1]), dtype=torch.float64)
+        moments[slot, 0], moments[slot, 1] = mean, variance.double() * ctx.count
+        return moments
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean = ctx.saved_tensors
+        offset, slope = grad[ctx.slot, 0] / ctx.count, 2 * grad[ctx.slot, 1]
+        one = torch.ones_like(mean)
+        affine = slope.to(x.dtype), offset.to(x.dtype)
+        return functional.batch_norm(x, mean, one, *affine, training=False, eps=0.0), None, None
+
+
+def batch_statistics(moments: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Mean and (biased) variance of each channel from all tiles' (slots, 2, C) moments over `counts` values.
+
+    Chan, Golub and LeVeque, 1983 (The American Statistician 37), equation 2.1.
+    """
+    weights = moments.new_tensor(counts)[:, None]
+    mean = (moments[:, 0] * weights).sum(0) / sum(counts)
+    between = (moments[:, 0] - mean).square() * weights
+    return mean, (moments[:, 1] + between).sum(0) / sum(counts)
+
+
+class _Normalise(torch.autograd.Function):
+    """(N, C, ...) normalised by the (slots, 2, C) moments of all tiles together.
+
+    Ioffe and Szegedy, 2015 (arXiv:1502.03167), section 3. The gradient of mean and variance is returned as
+    that of the moments, so that summing it over the ranks is its whole communication.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        moments: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        counts: list[int],
+        eps: float,
+    ) -> Tensor:
+        mean, variance = batch_statistics(moments, counts)
+        low = mean.to(x.dtype), variance.to(x.dtype)
+        ctx.save_for_backward(x, *low, moments, mean, variance, weight)
+        ctx.counts, ctx.eps = counts, eps
+        return functional.batch_norm(x, *low, weight, bias, training=False, eps=eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, low_mean, low_variance, moments, mean, variance, weight = ctx.saved_tensors
+        gain = torch.ones_like(low_mean) if weight is None else weight
+        grad_x, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+            grad, x, gain, low_mean, low_variance, None, None, False, ctx.eps, [True, True, True]
+        )
+        spread = (variance + ctx.eps).rsqrt()
+        to_variance = -0.5 * gain * spread * spread * grad_weight / sum(ctx.counts)
+        to_mean = -gain * spread * grad_bias / sum(ctx.counts)
+        counts = moments.new_tensor(ctx.counts)[:, None]
+        to_means = counts * (to_mean + 2 * to_variance * (moments[:, 0] - mean))
+        to_moments = torch.stack([to_means, to_variance.expand_as(to_means)], dim=1)
+        return grad_x, to_moments, None if weight is None else grad_weight, grad_bias, None, None
+
+
+def _sum_pixels(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+    return x.sum(dims, keepdim=keepdim)
+
+
+def _average_pool(
+    x: Tensor,
+    size: list[int],
+    stride: list[int],
+    padding: list[int],
+    rows: tuple[int, ...],
+    cols: tuple[int, ...],
+) -> Tensor:
+    """Sums over each window, divided by how many pixels count there: rows[i] * cols[j]."""
+    sums = functional.avg_pool2d(x, size, stride, padding, divisor_override=1)
+    return sums / (x.new_tensor(rows)[:, None] * x.new_tensor(cols))
+
+
+def _adaptive_average(
+    x: Tensor, rows: tuple[tuple[int, int], ...], cols: tuple[tuple[int, int], ...]
+) -> Tensor:
+    """The mean of each cell; cells are (start, stop) ranges of the window."""
+    return torch.stack(
+        [torch.stack([x[..., r0:r1, c0:c1].mean((-2, -1)) for c0, c1 in cols], -1) for r0, r1 in rows], -2
+    )
+
+
+def _transposed(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], dilation: list[int], groups: int,
+    margins: tuple[int, int, int, int],
+) -> Tensor:  # fmt: skip
+    """A transposed convolution of a window, cut (or filled up) by `margins` to the tile of outputs."""
+    full = functional.conv_transpose2d(x, weight, None, stride, 0, 0, groups, dilation)
+    cut = functional.pad(full, margins)
+    return cut if bias is None else cut + _per_channel(bias, cut)
+
+
+def _gather(x: Tensor, rows: tuple[int, ...], cols: tuple[int, ...]) -> Tensor:
+    """Rows and columns picked by their position in the window."""
+    picked = x.index_select(-2, torch.tensor(rows, device=x.device))
+    return picked.index_select(-1, torch.tensor(cols, device=x.device))
+
+
+def _cross_entropy_sums(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """(2,): the summed loss of the tile's pixels, and what a mean over them divides by."""
+    loss = functional.cross_entropy(x, target, weight, None, ignore_index, None, "sum", label_smoothing)
+    if target.is_floating_point():
+        share = loss.new_tensor(target.numel() // target.shape[1])
+    elif weight is None:
+        share = (target != ignore_index).sum().to(loss.dtype)
+    else:
+        kept = target[target != ignore_index]
+        share = weight[kept].sum()
+    return torch.stack([loss, share])
+
+
+def _ratio(sums: Tensor) -> Tensor:
+    return sums[0] / sums[1]
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "tile.moments": _Moments.apply,
+    "tile.batch_norm": _Normalise.apply,
+    "tile.sum_pixels": _sum_pixels,
+    "tile.average_pool": _average_pool,
+    "tile.adaptive_average": _adaptive_average,
+    "tile.conv_transpose": _transposed,
+    "tile.gather": _gather,
+    "tile.cross_entropy_sums": _cross_entropy_sums,
+    "tile.ratio": _ratio,
+    "tile.first": lambda sums: sums[0],
+    "getitem": lambda values, index: values[index],
+}

@@ -1,0 +1,37 @@
+"""Moves: who sends which rectangle to whom. Halos, gathers, scatters and repartitions are all this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engines.spatial.tiles import Tile
+
+__all__ = ["Move", "moves"]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The pixels of `tile` travel from rank `source` to rank `target`."""
+
+    source: int
+    target: int
+    tile: Tile
+
+
+def moves(owned: Mapping[int, Tile], wanted: Mapping[int, Tile]) -> tuple[Move, ...]:
+    """Every transfer that fills each rank's `wanted` tile from what the ranks own, own pixels included.
+
+    The owners' tiles do not overlap, so each wanted pixel inside the image arrives exactly once.
+
+    >>> from engines.spatial.tiles import Span
+    >>> left, right = (Tile(Span(0, 4), cols) for cols in (Span(0, 4), Span(4, 8)))
+    >>> [m.source for m in moves({0: left, 1: right}, {0: Tile(Span(0, 4), Span(0, 5))})]
+    [0, 1]
+    """
+    return tuple(
+        Move(source, target, overlap)
+        for target, want in wanted.items()
+        for source, own in owned.items()
+        if (overlap := want & own)
+    )

@@ -1,0 +1,151 @@
+"""The operator table: what each ATen operator needs so that tiles give exactly the whole image's result.
+
+An entry is called only where an argument is tiled. It says which window a tile of outputs reads, with which
+local kernel, and what is summed over ranks; everything else runs as it is. To add an operator, write a
+function like those in `engines/spatial/entries/` under `@entry("aten.name.overload")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engines.errors import TraceError
+from engines.layer.graph import Node, Ref, TensorSpec, references
+from engines.program.builder import Builder
+
+__all__ = ["Rule", "as_it_is", "entry", "lower", "no_rule", "whole_axes"]
+
+Rule = Callable[[Builder, Node], None]
+
+_TABLE: dict[str, Rule] = {}
+_EVERYWHERE: set[str] = set()
+
+# One value in, one value out at the same pixel, though ATen does not tag them so.
+_POINTWISE = {
+    "aten.clone.default",
+    "aten.contiguous.default",
+    "aten.detach.default",
+    "aten.prelu.default",
+    "aten.to.dtype",
+    "aten.type_as.default",
+    "aten.zeros_like.default",
+    "aten.ones_like.default",
+}
+
+
+def entry(*operators: str, everywhere: bool = False) -> Callable[[Rule], Rule]:
+    """Add a rule to the table; `everywhere`: also where no argument is tiled."""
+
+    def add(rule: Rule) -> Rule:
+        for name in operators:
+            _TABLE[name] = rule
+            if everywhere:
+                _EVERYWHERE.add(name)
+        return rule
+
+    return add
+
+
+def lower(b: Builder, node: Node) -> None:
+    """Append what one node of the graph is on this rank.
+
+    Raises TraceError where a tiled value meets an operator that has no rule.
+    """
+    b.at(node)
+    tiled = any(b.is_tiled(Ref(name)) for name in node.reads)
+    if node.operator in _TABLE and (tiled or node.operator in _EVERYWHERE):
+        _TABLE[node.operator](b, node)
+    elif not tiled:
+        _check_deterministic(b, node)
+        as_it_is(b, node, axes=None)
+    elif is_pointwise(node.operator):
+        pointwise(b, node)
+    else:
+        raise no_rule(node)
+
+
+def as_it_is(b: Builder, node: Node, axes: tuple[int, int] | None, **changes: Any) -> Ref:
+    """Run the node's own operator on local values, some arguments replaced."""
+    positional, keywords = split_arguments(node, changes)
+    spec = node.spec or TensorSpec((), "float32")
+    return b.local(node.name, node.operator, *positional, like=spec, axes=axes, **keywords)
+
+
+def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """A node's arguments as the operator takes them. A device follows the tensors of the rank."""
+    arguments = {**node.arguments, **changes}
+    if node.operator == "getitem":
+        return list(arguments.values()), {}
+    schema = operator_of(node.operator)._schema.arguments
+    keyword_only = {argument.name for argument in schema if argument.kwarg_only}
+    positional = [value for name, value in arguments.items() if name not in keyword_only]
+    keywords = {
+        name: value for name, value in arguments.items() if name in keyword_only and value is not None
+    }
+    keywords.pop("device", None)
+    return positional, keywords
+
+
+def operator_of(name: str) -> Any:
+    """`aten.relu.default` -> the ATen operator."""
+    namespace, packet, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+def is_pointwise(name: str) -> bool:
+    """Whether each output pixel depends on the same pixel of the inputs only."""
+    return name in _POINTWISE or (name != "getitem" and torch.Tag.pointwise in operator_of(name).tags)
+
+
+def pointwise(b: Builder, node: Node) -> None:
+    """One generic rule: every tiled argument has the output's pixels, every other argument has none."""
+    tiled = next(b.value(Ref(name)) for name in node.reads if b.is_tiled(Ref(name)))
+    axes = tiled.axes
+    for name in node.reads:
+        if not _lines_up(b, name, axes, tiled.size_px):
+            raise TraceError(
+                f"{node.operator} in {node.where} joins a tiled value of {tiled.size_px} pixels with {name} of shape "
+                f"{_spec(b, name).shape}, which has other pixels or pixels that the model itself owns. "
+                "Make it a function of the image, or end the spatial stages before this layer (spatial_size, balance)."
+            )
+    as_it_is(b, node, axes)
+
+
+def _spec(b: Builder, name: str) -> TensorSpec:
+    return b.values[name].spec if name in b.values else b.graph.specs[name]
+
+
+def _lines_up(b: Builder, name: str, axes: tuple[int, int] | None, size_px: tuple[int, int]) -> bool:
+    if b.is_tiled(Ref(name)):
+        return b.values[name].axes == axes and b.values[name].size_px == size_px
+    shape = _spec(b, name).shape
+    return all(len(shape) < -axis or shape[axis] == 1 for axis in axes or ())
+
+
+def whole_axes(b: Builder, ref: Ref) -> tuple[int, int, int]:
+    """The two spatial axes of a tiled value counted from the front, and its number of dimensions."""
+    value = b.value(ref)
+    rows, cols = value.axes or (-2, -1)
+    count = len(value.spec.shape)
+    return rows + count, cols + count, count
+
+
+def no_rule(node: Node, why: str = "has no entry in the operator table") -> TraceError:
+    """The error for an operator that cannot run on tiles, with what to do."""
+    reads = ", ".join(dict.fromkeys(references(node.arguments)))
+    return TraceError(
+        f"{node.operator} (reads {reads}) {why}. It is in {node.where}. Either end the spatial stages before it "
+        "(a smaller spatial_size, or another balance), or write an entry: a function like those in "
+        f'engines/spatial/entries, under @entry("{node.operator}").'
+    )
+
+
+def _check_deterministic(b: Builder, node: Node) -> None:
+    """A random operator would draw differently on each tile of a stage."""
+    if node.operator == "getitem" or len(b.stage.ranks) == 1:
+        return
+    if torch.Tag.nondeterministic_seeded in operator_of(node.operator).tags:
+        raise no_rule(node, "draws random numbers, which the tiles of a stage do not share")

@@ -1,0 +1,115 @@
+"""Spans, tiles and grids: which pixels of an image a rank owns. Everything is in whole-image pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engines.errors import PlanError
+
+__all__ = ["Grid", "Span", "Tile"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Pixels `start` to `stop` (half-open) along one axis. An empty span is false; `&` is overlap."""
+
+    start: int
+    stop: int
+
+    def __bool__(self) -> bool:
+        return self.stop > self.start
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start)
+
+    def __and__(self, other: Span) -> Span:
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+    def within(self, other: Span) -> slice:
+        """This span as a slice of an array that holds exactly the pixels of `other`.
+
+        >>> Span(4, 6).within(Span(3, 9))
+        slice(1, 3, None)
+        """
+        return slice(self.start - other.start, self.stop - other.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A rectangle of whole-image pixels. An empty tile is false; `&` is overlap."""
+
+    rows: Span
+    cols: Span
+
+    @classmethod
+    def whole(cls, height_px: int, width_px: int) -> Tile:
+        """The whole image."""
+        return cls(Span(0, height_px), Span(0, width_px))
+
+    def __bool__(self) -> bool:
+        return bool(self.rows) and bool(self.cols)
+
+    def __and__(self, other: Tile) -> Tile:
+        return Tile(self.rows & other.rows, self.cols & other.cols)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return len(self.rows), len(self.cols)
+
+    @property
+    def pixels(self) -> int:
+        """Number of pixels."""
+        return len(self.rows) * len(self.cols)
+
+    def within(self, other: Tile) -> tuple[slice, slice]:
+        """This tile as (row, column) slices of an array that holds exactly the pixels of `other`."""
+        return self.rows.within(other.rows), self.cols.within(other.cols)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """`rows` x `cols` tiles, numbered row by row. Sizes that do not divide differ by at most one pixel.
+
+    >>> [len(span) for span in Grid(1, 3).spans(10, 3)]
+    [3, 3, 4]
+    """
+
+    rows: int
+    cols: int
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles."""
+        return self.rows * self.cols
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.cols}"
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return ((row, col) for row in range(self.rows) for col in range(self.cols))
+
+    @staticmethod
+    def spans(size_px: int, parts: int) -> tuple[Span, ...]:
+        """`size_px` pixels cut at the same fractions whatever the size, so that layers of all sizes line up."""
+        cuts = [size_px * part // parts for part in range(parts + 1)]
+        return tuple(Span(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False))
+
+    def cut(self, height_px: int, width_px: int) -> tuple[Tile, ...]:
+        """The tiles of an image, in order.
+
+        Raises PlanError where a tile would be empty.
+
+        >>> Grid(1, 2).cut(4, 5)[1]
+        Tile(rows=Span(start=0, stop=4), cols=Span(start=2, stop=5))
+        """
+        for name, size_px, parts in (("rows", height_px, self.rows), ("columns", width_px, self.cols)):
+            if size_px < parts:
+                raise PlanError(
+                    f"{size_px} {name} of pixels cannot be cut into {parts} tiles. "
+                    f"Use a grid with at most {size_px} along that axis, or end the spatial stages earlier."
+                )
+        rows, cols = self.spans(height_px, self.rows), self.spans(width_px, self.cols)
+        return tuple(Tile(rows[row], cols[col]) for row, col in self)

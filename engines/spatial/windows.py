@@ -1,0 +1,91 @@
+"""Windows: which input pixels some output pixels read, computed from the outputs backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engines.spatial.tiles import Span, Tile
+
+__all__ = ["Reach", "Shift", "SlidingWindow", "SpanRule", "TransposedWindow", "halo_widths", "window"]
+
+SpanRule = Callable[[Span], Span]
+"""Output pixels along one axis -> the input pixels that they read, the image's outside included."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindow:
+    """Convolution and pooling: output i reads `kernel` pixels, `dilation` apart, from i * stride - padding."""
+
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+
+    def __call__(self, out: Span) -> Span:
+        """
+        >>> SlidingWindow(kernel=3, padding=1)(Span(4, 8))
+        Span(start=3, stop=9)
+        """
+        first = out.start * self.stride - self.padding
+        last = (out.stop - 1) * self.stride - self.padding + self.dilation * (self.kernel - 1)
+        return Span(first, last + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TransposedWindow:
+    """Transposed convolution: input i writes outputs i * stride - padding + dilation * (0 ... kernel - 1)."""
+
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+
+    def __call__(self, out: Span) -> Span:
+        """
+        >>> TransposedWindow(kernel=2, stride=2)(Span(2, 6))
+        Span(start=1, stop=3)
+        """
+        reach = self.dilation * (self.kernel - 1)
+        first = -((reach - out.start - self.padding) // self.stride)
+        last = (out.stop - 1 + self.padding) // self.stride
+        return Span(min(first, last), last + 1)  # never empty: a kernel needs a pixel, and its writes are cut
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """Slicing and padding: output i reads input i + `by`."""
+
+    by: int
+
+    def __call__(self, out: Span) -> Span:
+        return Span(out.start + self.by, out.stop + self.by)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Anything monotonic: output i reads inputs `first(i)` to `last(i)`, both included."""
+
+    first: Callable[[int], int]
+    last: Callable[[int], int]
+
+    def __call__(self, out: Span) -> Span:
+        return Span(self.first(out.start), self.last(out.stop - 1) + 1)
+
+
+def window(out: Tile, rows: SpanRule, cols: SpanRule) -> Tile:
+    """The input rectangle that the outputs in `out` read; it may reach outside the image."""
+    return Tile(rows(out.rows), cols(out.cols))
+
+
+def halo_widths(own: Span, reads: Span, image_px: int) -> tuple[int, int]:
+    """Pixels that a tile must borrow (before, after) itself along one axis.
+
+    `own` is what the tile holds and `reads` what its outputs need, both in image coordinates.
+    What lies beyond the image's edge is filled, not borrowed.
+
+    >>> halo_widths(own=Span(4, 8), reads=Span(3, 9), image_px=8)
+    (1, 0)
+    """
+    inside = reads & Span(0, image_px)
+    return max(0, own.start - inside.start), max(0, inside.stop - own.stop)

@@ -1,0 +1,176 @@
+"""One rank's share of a training: from a model and a plan to steps that update the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.comm.device import choose_device
+from engines.comm.world import World
+from engines.errors import ImageError, LossError, TraceError
+from engines.layer.graph import ModelGraph, TensorSpec
+from engines.layer.trace import MODEL, trace
+from engines.plan import Plan
+from engines.program.compile import Compiler
+from engines.program.timeline import Event
+from engines.program.worker import Worker
+
+__all__ = ["Loss", "Optimiser", "RankTraining", "Recipe", "StepReport", "label_spec", "prepare", "sgd"]
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Optimiser = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+sgd: Optimiser = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a rank must know: plain data, so that a model defined in a notebook cell needs no file.
+
+    `state` holds the weights and buffers that the rank needs, by the graph's names.
+    """
+
+    graph: ModelGraph
+    plan: Plan
+    optimiser: Optimiser
+    state: Mapping[str, Tensor]
+    device: str = "auto"
+
+    def of_rank(self, rank: int) -> Recipe:
+        """The same recipe with only the weights of that rank's stage."""
+        program = Compiler(self.graph, self.plan).program(rank)
+        state = {name: self.state[name] for name in (*program.weights, *program.buffers)}
+        return Recipe(self.graph, self.plan, self.optimiser, state, self.device)
+
+
+def prepare(
+    model: nn.Module,
+    plan: Plan,
+    image_shape: Sequence[int],
+    loss: Loss | None = None,
+    optimiser: Optimiser = sgd,
+    labels: TensorSpec | None = None,
+    device: str = "auto",
+) -> Recipe:
+    """Trace and check everything that can be checked before a rank is touched.
+
+    `image_shape` is (N, C, H, W). Without `loss` it is cross-entropy, without `labels` they are class
+    numbers: (N,) for a classifier, (N, H, W) where the model answers for each pixel.
+    Raises TraceError, PlanError or ImageError.
+    """
+    if len(image_shape) != 4 or any(size < 1 for size in image_shape):
+        raise ImageError(f"image_shape={tuple(image_shape)} must be (N, C, H, W), four positive numbers.")
+    loss = loss or nn.CrossEntropyLoss()
+    images = TensorSpec(tuple(image_shape), plan.precision)
+    graph = trace(model, loss, images, labels or label_spec(model, images))
+    Compiler(graph, plan)
+    return Recipe(graph, plan, optimiser, _state(model, loss, graph), device)
+
+
+def label_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
+    """Class numbers for whatever the model answers: one for each row of its output, or for each pixel."""
+    first = trace(model, lambda prediction, labels: prediction.sum(), images, TensorSpec((1,), "int64"))
+    shape = first.specs[first.prediction].shape
+    return TensorSpec((shape[0], *shape[2:]), "int64")
+
+
+def _state(model: nn.Module, loss: Loss, graph: ModelGraph) -> dict[str, Tensor]:
+    owners = {MODEL: model, "loss.": loss}
+    found: dict[str, Tensor] = {}
+    for prefix, owner in owners.items():
+        if isinstance(owner, nn.Module):
+            found |= {f"{prefix}{name}": tensor.detach() for name, tensor in owner.named_parameters()}
+            found |= {f"{prefix}{name}": tensor for name, tensor in owner.named_buffers()}
+    missing = [name for name in (*graph.weights, *graph.buffers) if name not in found]
+    if missing:
+        raise TraceError(
+            f"The model makes the constant tensor {missing[0]} while it runs. "
+            "Register it as a buffer in __init__ (self.register_buffer), so that every rank can hold it."
+        )
+    return {name: found[name] for name in (*graph.weights, *graph.buffers)}
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one rank tells of one training step; `loss` is None where the rank does not have it."""
+
+    loss: float | None
+    events: tuple[Event, ...]
+
+
+class RankTraining:
+    """The weights, optimiser and worker of one rank."""
+
+    def __init__(self, world: World, recipe: Recipe) -> None:
+        program = Compiler(recipe.graph, recipe.plan).program(world.rank)
+        self.program, self.graph = program, recipe.graph
+        self.device = choose_device(recipe.device, world.rank)
+        self.weights = {name: self._own(recipe.state[name]) for name in program.weights}
+        self.buffers = {name: self._own(recipe.state[name]) for name in program.buffers}
+        trained = [w.requires_grad_() for name, w in self.weights.items() if name in recipe.graph.trainable]
+        optimiser = recipe.optimiser(trained) if trained else None
+        self.worker = Worker(program, world, self.weights, self.buffers, optimiser, self.device)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        dtype = (
+            getattr(torch, self.graph.inputs["images"].dtype) if tensor.is_floating_point() else tensor.dtype
+        )
+        return tensor.detach().to(device=self.device, dtype=dtype, copy=True)
+
+    def step(self, inputs: Mapping[str, Tensor]) -> StepReport:
+        """One training step on this rank's part of the inputs.
+
+        Raises LossError where the loss is not a number; no weight has changed then.
+        """
+        self.start(inputs)
+        while not self.worker.done:
+            self.worker.step()
+            self._check_loss()
+        return StepReport(self.worker.loss, tuple(self.worker.events))
+
+    def start(self, inputs: Mapping[str, Tensor]) -> None:
+        """Go to the start of a step, gradients forgotten."""
+        for weight in self.weights.values():
+            weight.grad = None
+        self.worker.restart({name: tensor.to(self.device) for name, tensor in inputs.items()})
+
+    def _check_loss(self) -> None:
+        step = self.program.steps[self.worker.position - 1].instruction
+        if self.program.loss in getattr(step, "outputs", ()) and not math.isfinite(
+            loss := self.worker.loss or 0.0
+        ):
+            raise LossError(
+                f"The loss is {loss}. No weight was changed. Lower the learning rate, or look for "
+                "values in the images or labels that are not finite."
+            )
+
+    def cut(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of whole inputs."""
+        return cut_inputs(self.program.feeds, inputs)
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of the rank's weights, gradients and buffers, on the host."""
+        grads = {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}
+        groups: dict[str, Any] = {"weights": self.weights, "gradients": grads, "buffers": self.buffers}
+        return {
+            group: {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+            for group, tensors in groups.items()
+        }
+
+
+def cut_inputs(feeds: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts of whole inputs that a rank's program is fed with."""
+    parts = {}
+    for name, feed in feeds.items():
+        part = inputs[name]
+        if feed.tile is not None:
+            for axis, span in zip(feed.axes, (feed.tile.rows, feed.tile.cols), strict=True):
+                part = part.narrow(axis, span.start, len(span))
+        parts[name] = part.contiguous()
+    return parts

