@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
 import torch
@@ -37,11 +37,11 @@ def _draw(spec: TensorSpec, classes: int, random: torch.Generator) -> Tensor:
     return torch.randint(classes, spec.shape, generator=random, dtype=dtype)
 
 
-def rank_record(training: RankTraining, whole: Sequence[Mapping[str, Tensor]]) -> Record:
-    """Train this rank's share on whole batches, and write down what it did."""
+def rank_record(training: RankTraining, parts: Iterable[Mapping[str, Tensor]]) -> Record:
+    """Train on this rank's parts of some batches, and write down what was done."""
     losses, gradients = [], []
-    for batch in whole:
-        report = training.step(training.cut(batch))
+    for part in parts:
+        report = training.step(part)
         losses += [] if report.loss is None else [report.loss]
         gradients.append(plain(training.tensors()["gradients"]))
     final = training.tensors()
@@ -52,7 +52,8 @@ def verify(world: World, recipe: Recipe, model: nn.Module, loss: Loss, seed: int
     """Three optimiser steps on random images, ranks against one process; the same answer on every rank."""
     start_s = time.perf_counter()
     whole = batches(recipe, seed)
-    records = world.gather(rank_record(RankTraining(world, recipe), whole))
+    training = RankTraining(world, recipe)
+    records = world.gather(rank_record(training, map(training.cut, whole)))
     answer = None
     if world.rank == 0:
         oracle = one_process(model, loss, recipe.optimiser, whole, getattr(torch, recipe.plan.precision))

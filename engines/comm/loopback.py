@@ -17,12 +17,14 @@ from engines.errors import RankError
 __all__ = ["LoopbackWorld", "loopback", "run_ranks"]
 
 _GATHER, _SUM = -1, -2
+_RECOVERY_S = 10.0
 
 
 class _Mail:
     """Letters between ranks, by (source, target, tag), first in first out."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.all_here = threading.Barrier(size, action=self.clear)
         self.arrived = threading.Condition()
         self.boxes: dict[tuple[int, int, Any], deque[Any]] = defaultdict(deque)
         self.failed = False
@@ -33,12 +35,12 @@ class _Mail:
             self.arrived.notify_all()
 
     def fetch(self, source: int, target: int, tag: Any) -> Any:
-        box = self.boxes[source, target, tag]
+        key = source, target, tag
         with self.arrived:
-            self.arrived.wait_for(lambda: box or self.failed)
+            self.arrived.wait_for(lambda: self.boxes[key] or self.failed)
             if self.failed:
                 raise RankError("released: another rank has failed")
-            return box.popleft()
+            return self.boxes[key].popleft()
 
     def fail(self) -> None:
         with self.arrived:
@@ -95,13 +97,21 @@ class LoopbackWorld:
             self._mail.post(self.rank, peer, _GATHER, value)
         return [self._mail.fetch(peer, self.rank, _GATHER) for peer in range(self.size)]
 
+    def rest(self) -> None:
+        """Return when every rank is here."""
+        self.gather(None)
+
     def fail(self) -> None:
         """Release every rank that waits."""
         self._mail.fail()
 
     def recover(self) -> None:
-        """Throw away old letters. (The caller does this between two calls, when no rank is at work.)"""
-        self._mail.clear()
+        """Throw away old letters once every rank is here."""
+        try:
+            self._mail.all_here.wait(timeout=_RECOVERY_S)
+        except threading.BrokenBarrierError as error:
+            self._mail.all_here.reset()
+            raise RankError(f"not all {self.size} ranks came to recover within {_RECOVERY_S} s") from error
 
 
 def _copy(into: Tensor, letter: Tensor) -> None:
@@ -114,7 +124,7 @@ def _copy(into: Tensor, letter: Tensor) -> None:
 
 def loopback(size: int) -> list[LoopbackWorld]:
     """The ends of `size` ranks that reach each other."""
-    mail = _Mail()
+    mail = _Mail(size)
     return [LoopbackWorld(rank, size, mail) for rank in range(size)]
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from mpi4py import MPI
@@ -18,7 +19,7 @@ __all__ = ["MpiWorld"]
 
 # A rank that waits looks this often before it lets others run, and this often more before it sleeps:
 # where ranks share cores, the one that is waited for needs the core.
-_EAGER, _YIELDING, _NAP_S = 20, 200, 5e-5
+_EAGER, _YIELDING, _NAP_S, _REST_S = 20, 200, 5e-5, 5e-3
 
 
 class _Requests:
@@ -29,13 +30,13 @@ class _Requests:
     ):
         self.requests, self.staged, self.world = list(requests), staged, world
 
-    def wait(self) -> None:
+    def wait(self, nap_s: float = _NAP_S) -> None:
         looks = 0
         try:
             while not MPI.Request.Testall(self.requests):
                 looks += 1
                 if looks > _YIELDING:
-                    time.sleep(_NAP_S)
+                    time.sleep(nap_s)
                 elif looks > _EAGER:
                     os.sched_yield()
         except MPI.Exception as error:
@@ -80,7 +81,21 @@ class MpiWorld:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, pickled."""
-        return self._comm.allgather(value)
+        try:
+            return self._comm.allgather(value)
+        except MPI.Exception as error:
+            raise RankError(f"released: another rank has failed ({error.Get_error_string()})") from error
+
+    def rest(self) -> None:
+        """Return when every rank is here; sleeps meanwhile."""
+        _Requests([self._comm.Ibarrier()], [], self).wait(nap_s=_REST_S)
+
+    def leave(self, code: int) -> NoReturn:
+        """End this process in order, whatever the code; collective. (An exit by exception would abort the job.)"""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        MPI.Finalize()
+        os._exit(code)
 
     def fail(self) -> None:
         """Revoke every communicator (ULFM), so that no rank waits for this one."""

@@ -42,6 +42,9 @@ class World(Protocol):
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order, on every rank; collective."""
 
+    def rest(self) -> None:
+        """Return when every rank is here; those that wait take no processor time to speak of."""
+
     def fail(self) -> None:
         """Tell all other ranks to stop waiting: this one has failed."""
 

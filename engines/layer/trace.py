@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from engines.layer.graph import ModelGraph, Node, Ref, TensorSpec, references
 __all__ = ["MODEL", "plain_name", "trace"]
 
 MODEL = "model."
+_ONE_AT_A_TIME = threading.Lock()  # torch.export keeps global state; ranks may be threads
 _CHECKS = ("_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
 
 
@@ -59,7 +61,7 @@ def trace(
         torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in (images, labels)
     ]
     try:
-        with torch.device("meta"):
+        with _ONE_AT_A_TIME, torch.device("meta"):
             module = torch.export.export(whole, tuple(inputs), strict=False).module()
     except Exception as error:
         raise TraceError(_untraceable(model, images, error)) from error

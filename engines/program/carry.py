@@ -110,7 +110,7 @@ def _packed(
     peer: Callable[[Move], int], tag: int,
 ) -> list[Message]:  # fmt: skip
     return [
-        Message(peer(move), tag, _region(exchange, tensor, move.tile, frame).contiguous()) for move in going
+        Message(peer(move), tag, _region(exchange, tensor.detach(), move.tile, frame).contiguous()) for move in going
     ]
 
 

@@ -131,9 +131,8 @@ class Compiler:
         return self._builders[role]
 
     def _receive(self, builder: Builder, stage: int) -> None:
-        tiled = len(builder.stage.ranks) > 1
         for name, spec in self.graph.inputs.items():
-            axes = (-2, -1) if tiled and len(spec.shape) > 2 else None
+            axes = (-2, -1) if len(spec.shape) > 2 else None
             differentiable = self.input_gradient and spec.is_floating
             builder.values[name] = Value(name, spec, axes, differentiable)
         for crossing in self.crossings:
@@ -164,8 +163,6 @@ class Compiler:
             sends=tuple(move for move in travelling if move.source == me),
             receives=tuple(move for move in travelling if move.target == me),
         )
-        if me in wanted and len(wanted) == 1:
-            builder.values[value.name] = Value(value.name, value.spec, None, value.differentiable)
 
     def _feeds(self, builder: Builder, role: Role) -> dict[str, Feed]:
         read = {name for node in self._nodes(self.spans[role.stage]) for name in node.reads}

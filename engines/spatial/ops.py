@@ -55,6 +55,15 @@ def lower(b: Builder, node: Node) -> None:
     Raises TraceError where a tiled value meets an operator that has no rule.
     """
     b.at(node)
+    try:
+        _lower(b, node)
+    except TraceError:
+        if len(b.stage.ranks) > 1:
+            raise
+        as_it_is(b, node, axes=None)  # one rank holds all of it, and needs no rule
+
+
+def _lower(b: Builder, node: Node) -> None:
     tiled = any(b.is_tiled(Ref(name)) for name in node.reads)
     if node.operator in _TABLE and (tiled or node.operator in _EVERYWHERE):
         _TABLE[node.operator](b, node)

@@ -43,8 +43,9 @@ def average_pool(b: Builder, node: Node) -> None:
     border = padding if a["count_include_pad"] else (0, 0)
     spans = zip((out.rows, out.cols), rules, value.size_px, border, strict=True)
     rows, cols = (tuple(_counted(*what)) for what in spans)
-    if a["divisor_override"]:
-        rows, cols = (a["divisor_override"],) * len(rows), (1,) * len(cols)
+    if a["divisor_override"] or (set(rows), set(cols)) == ({kernel[0]}, {kernel[1]}):
+        as_it_is(b, node, (-2, -1), self=x, padding=native, ceil_mode=False)
+        return
     b.local(
         node.name, "tile.average_pool", x, kernel, stride, native, rows, cols, like=node.spec, axes=(-2, -1)
     )  # fmt: skip

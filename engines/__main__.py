@@ -1,0 +1,9 @@
+"""`mpiexec -n N python -m mpi4py -m engines COMMAND`: verify, bench step, gpu-check."""
+
+from __future__ import annotations
+
+import sys
+
+from engines.command import main
+
+sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,99 @@
+"""The commands, each on every rank. Exit code 0: done and right; 1: ran, but wrong; 2: cannot be run as asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from engines import options
+from engines.bench.step import bench_step
+from engines.bench.verify import verify
+from engines.comm.world import World
+from engines.errors import ImageError, PlanError, TraceError
+from engines.layout import Layout
+
+__all__ = ["main", "threads_per_rank"]
+
+Command = Callable[[World, Sequence[str]], bool]
+
+
+def main(arguments: Sequence[str]) -> int | NoReturn:
+    """Run one command on this rank; rank 0 prints one line of JSON, or one line of what is wrong."""
+    name, rest = _split(arguments)
+    if name == "gpu-check":
+        from engines.bench.gpu_check import gpu_check
+
+        return gpu_check()
+    from engines.comm.mpi import MpiWorld
+
+    world = MpiWorld()
+    if name not in _COMMANDS:
+        _tell(world, f"Unknown command {name!r}. Commands: {', '.join(_COMMANDS)}, gpu-check.")
+        world.leave(2)
+    try:
+        world.leave(0 if _COMMANDS[name](world, rest) else 1)
+    except (PlanError, TraceError, ImageError) as error:  # the same on every rank
+        _tell(world, f"{type(error).__name__}: {error}")
+        world.leave(2)
+
+
+def _split(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """`bench step --x` -> (`bench step`, [`--x`])."""
+    words = 2 if arguments[:1] == ["bench"] else 1
+    return " ".join(arguments[:words]), arguments[words:]
+
+
+def _tell(world: World, text: str) -> None:
+    if world.rank == 0:
+        print(" ".join(text.split()), file=sys.stderr, flush=True)
+
+
+def _print(world: World, line: dict[str, object]) -> None:
+    if world.rank == 0:
+        print(json.dumps(line), flush=True)
+
+
+def threads_per_rank(layout: Layout, rank: int) -> int:
+    """The cores of this host shared among the ranks of the rank's own stage: stages work in turn.
+
+    >>> from engines.plan import Plan
+    >>> threads_per_rank(Layout.of(Plan(split_size=1, spatial_size=1, num_spatial_parts=4096**2)), 0)
+    1
+    """
+    return max(1, len(os.sched_getaffinity(0)) // len(layout.stages[layout.role(rank).stage].ranks))
+
+
+def _verify(world: World, arguments: Sequence[str]) -> bool:
+    """Ranks against one process, three optimiser steps."""
+    flags = options.parser("Compare a plan on the ranks with the plain model in one process.")
+    chosen = flags.parse_args([*_default("float64", arguments), *arguments])
+    model, recipe = options.recipe(chosen, world.size)
+    torch.set_num_threads(threads_per_rank(Layout.of(recipe.plan), world.rank))
+    line = verify(world, recipe, model, nn.CrossEntropyLoss(), chosen.seed)
+    _print(world, line)
+    return bool(line["ok"])
+
+
+def _default(precision: str, arguments: Sequence[str]) -> list[str]:
+    given = any(argument.split("=")[0] in ("--dtype", "--precision") for argument in arguments)
+    return [] if given else ["--dtype", precision]
+
+
+def _bench_step(world: World, arguments: Sequence[str]) -> bool:
+    """Images per second of the ranks and of one process, interleaved."""
+    flags = options.parser("Time training steps of a plan on the ranks, and of the plain model in one process.")
+    flags.add_argument("--iterations", type=int, default=5)
+    chosen = flags.parse_args(arguments)
+    model, recipe = options.recipe(chosen, world.size)
+    threads = threads_per_rank(Layout.of(recipe.plan), world.rank)
+    _print(world, bench_step(world, recipe, model, chosen.iterations, threads, chosen.seed))
+    return True
+
+
+_COMMANDS: dict[str, Command] = {"verify": _verify, "bench step": _bench_step}

@@ -1,0 +1,147 @@
+"""The command line's flags, in the predecessor's names, and what they mean: a model, a plan, an image size."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from engines.errors import PlanError, TraceError
+from engines.layout import check_fits
+from engines.plan import Plan
+from engines.training import Optimiser, Recipe, prepare
+
+__all__ = ["build_model", "image_size", "optimiser", "parser", "plan", "recipe"]
+
+_OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong as every other part does: in one sentence, raised rather than printed."""
+
+    def error(self, message: str) -> Any:
+        raise PlanError(f"{message[0].upper()}{message[1:]}. See --help.")
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The flags that all commands share."""
+    flags = _Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    flags.add_argument(
+        "--model", default="engines.models:resnet110_v2", help="PACKAGE.MODULE:CALLABLE that returns a plain module"
+    )
+    flags.add_argument("--model-args", default="{}", help="JSON: an object of keywords, or a list of arguments")
+    flags.add_argument("--image-size", default="512", help="pixels: one number, or HEIGHTxWIDTH")
+    flags.add_argument("--batch-size", type=int, default=1)
+    flags.add_argument("--num-classes", type=int, default=10, help="given to the model if it takes num_classes")
+    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--optimiser", choices=sorted(_OPTIMISERS), default="sgd")
+    flags.add_argument("--learning-rate", type=float, default=0.001)
+    flags.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
+    _add_plan_flags(flags)
+    return flags
+
+
+def _add_plan_flags(flags: argparse.ArgumentParser) -> None:
+    for field in fields(Plan):
+        names = [f"--{field.name.replace('_', '-')}", *_ALIASES.get(field.name, ())]
+        if field.name == "precision":
+            names.append("--dtype")
+        if field.default is False:
+            flags.add_argument(*names, dest=field.name, action="store_true")
+        elif field.default is True:
+            flags.add_argument(*names, dest=field.name, action=argparse.BooleanOptionalAction, default=True)
+        else:
+            flags.add_argument(*names, dest=field.name, type=_value, default=field.default, help=_HELP.get(field.name))
+
+
+_ALIASES = {"local_dp": ("--local-DP",), "halo_d2": ("--halo-D2",)}
+_HELP = {
+    "num_spatial_parts": "tiles of each spatial stage: one number, or one for each such as 4,2",
+    "slice_method": "square, vertical, horizontal, or rows x columns such as 2x3",
+    "balance": "layers of each stage such as 20,18, or auto",
+}
+
+
+def _value(text: str) -> Any:
+    """`4` is a number, `4,2` a tuple, anything else a word."""
+    parts = [int(part) if part.lstrip("-").isdigit() else part for part in text.split(",")]
+    return tuple(parts) if len(parts) > 1 else parts[0]
+
+
+def plan(options: argparse.Namespace) -> Plan:
+    """The plan that the flags ask for. Raises PlanError."""
+    return Plan(**{field.name: getattr(options, field.name) for field in fields(Plan)})
+
+
+def image_size(text: str) -> tuple[int, int]:
+    """`512` or `512x768` as (height, width) in pixels."""
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise PlanError(f"--image-size {text!r} must be one number of pixels, or HEIGHTxWIDTH such as 512x768.")
+    return int(parts[0]), int(parts[-1])
+
+
+def optimiser(options: argparse.Namespace) -> Optimiser:
+    """Parameters -> the optimiser that the flags ask for."""
+    return partial(_OPTIMISERS[options.optimiser], lr=options.learning_rate)
+
+
+def build_model(options: argparse.Namespace) -> nn.Module:
+    """Import the callable and call it, weights drawn from the seed. Raises TraceError where that fails."""
+    torch.manual_seed(options.seed)
+    make = _imported(options.model)
+    positional, keywords = _arguments(options.model_args)
+    if "num_classes" in _parameters(make):
+        keywords.setdefault("num_classes", options.num_classes)
+    try:
+        model = make(*positional, **keywords)
+    except Exception as error:
+        raise TraceError(f"{options.model} failed with {type(error).__name__}: {error}. Check --model-args.") from error
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"{options.model} returned {type(model).__name__}, not a torch.nn.Module.")
+    return model
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    except (ImportError, AttributeError, ValueError) as error:
+        raise TraceError(f"--model {path!r} cannot be imported ({error}). Name it PACKAGE.MODULE:CALLABLE.") from error
+
+
+def _arguments(text: str) -> tuple[Sequence[Any], dict[str, Any]]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"--model-args {text!r} is not JSON ({error}).") from error
+    if isinstance(value, dict):
+        return (), value
+    return (value if isinstance(value, list) else [value]), {}
+
+
+def _parameters(make: Callable[..., Any]) -> Sequence[str]:
+    try:
+        return tuple(inspect.signature(make).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def recipe(options: argparse.Namespace, ranks: int) -> tuple[nn.Module, Recipe]:
+    """The model, and what every rank has to know; checked against the number of ranks."""
+    wanted = plan(options)
+    check_fits(wanted, ranks)
+    model = build_model(options)
+    shape = (options.batch_size, 3, *image_size(options.image_size))
+    return model, prepare(model, wanted, shape, optimiser=optimiser(options), device=options.device)

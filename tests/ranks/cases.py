@@ -1,0 +1,160 @@
+"""What every transport must do: each case runs on four ranks at once, as one of them, with its `world`.
+
+The same cases run over threads and over MPI (test_worlds.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from engines.bench.verify import verify
+from engines.comm.world import Message, World
+from engines.errors import RankError
+from engines.models import resnet20_v1
+from engines.models.unet import UNet
+from engines.plan import Plan
+from engines.training import RankTraining, prepare
+
+RANKS = 4
+
+CASES: dict[str, Callable[[World], None]] = {}
+
+
+def case(work: Callable[[World], None]) -> Callable[[World], None]:
+    CASES[work.__name__] = work
+    return work
+
+
+@case
+def messages_reach_their_rank(world: World) -> None:
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    sent, got = torch.full((3, 5), float(world.rank)), torch.empty(3, 5)
+    world.exchange([Message(right, 7, sent)], [Message(left, 7, got)]).wait()
+    assert torch.equal(got, torch.full((3, 5), float(left)))
+
+
+@case
+def tags_keep_messages_apart_whatever_their_order(world: World) -> None:
+    peer = world.rank ^ 1
+    first, second = torch.empty(2), torch.empty(2)
+    sends = [Message(peer, tag, torch.tensor([float(tag), world.rank])) for tag in (1, 2)]
+    world.exchange(sends, [Message(peer, 2, second), Message(peer, 1, first)]).wait()
+    assert first.tolist() == [1.0, peer]
+    assert second.tolist() == [2.0, peer]
+
+
+@case
+def a_message_of_megabytes_arrives_whole(world: World) -> None:
+    peer = world.rank ^ 2
+    sent, got = torch.arange(1 << 20).double() + world.rank, torch.empty(1 << 20, dtype=torch.float64)
+    world.exchange([Message(peer, 3, sent)], [Message(peer, 3, got)]).wait()
+    assert torch.equal(got, torch.arange(1 << 20).double() + peer)
+
+
+@case
+def sums_are_over_the_group_only(world: World) -> None:
+    group = (0, 2) if world.rank % 2 == 0 else (1, 3)
+    total = torch.tensor([1.0 + world.rank, 10.0])
+    world.all_reduce(total, group).wait()
+    assert total.tolist() == [2.0 + sum(group), 20.0]
+
+
+@case
+def values_are_gathered_in_rank_order(world: World) -> None:
+    assert world.gather({"rank": world.rank}) == [{"rank": rank} for rank in range(world.size)]
+
+
+@case
+def no_rank_waits_for_one_that_failed(world: World) -> None:
+    start_s = time.perf_counter()
+    if world.rank == 1:
+        time.sleep(0.2)  # the others wait by now
+        world.fail()
+    else:
+        try:
+            world.all_reduce(torch.ones(1), (0, 1, 2, 3)).wait()
+            raise AssertionError("waited for a sum that a failed rank was part of")
+        except RankError as error:
+            assert "released" in str(error)
+    assert time.perf_counter() - start_s < 5
+    time.sleep(0.3)  # every rank has noticed before the first one recovers
+    world.recover()
+    total = torch.ones(1)
+    world.all_reduce(total, (0, 1, 2, 3)).wait()
+    assert total.item() == 4
+
+
+_SEEDING = threading.Lock()
+
+
+def _seeded(model: Callable[[], nn.Module]) -> nn.Module:
+    """The same weights on every rank: torch's random numbers are global, and ranks may be threads."""
+    with _SEEDING:
+        torch.manual_seed(0)
+        return model()
+
+
+def _verified(world: World, model: Callable[[], nn.Module], plan: Plan, size: tuple[int, int]) -> None:
+    plain = _seeded(model)
+    recipe = prepare(plain, plan, (2, 3, *size), device="cpu")
+    line = verify(world, recipe, plain, nn.CrossEntropyLoss(), seed=1)
+    assert line["ok"], line
+
+
+@case
+def resnet_on_2x2_tiles(world: World) -> None:
+    plan = Plan(split_size=1, num_spatial_parts=4, precision="float64")
+    _verified(world, resnet20_v1, plan, (32, 32))
+
+
+@case
+def resnet_on_three_strips_and_a_layer_stage(world: World) -> None:
+    plan = Plan(split_size=2, num_spatial_parts=3, slice_method="vertical", precision="float64")
+    _verified(world, resnet20_v1, plan, (37, 50))
+
+
+@case
+def resnet_on_two_strips_and_two_layer_stages(world: World) -> None:
+    plan = Plan(split_size=3, num_spatial_parts=2, slice_method="horizontal", precision="float64")
+    _verified(world, resnet20_v1, plan, (50, 37))
+
+
+@case
+def unet_whose_skips_cross_the_joint(world: World) -> None:
+    plan = Plan(split_size=2, num_spatial_parts=3, slice_method="3x1", precision="float64")
+    _verified(world, lambda: UNet(num_classes=3, width=4), plan, (36, 44))
+
+
+@case
+def unet_tiled_to_the_loss_with_a_repartition(world: World) -> None:
+    plan = Plan(
+        split_size=2, spatial_size=2, num_spatial_parts=(1, 3), slice_method="vertical", precision="float64"
+    )
+    _verified(world, lambda: UNet(num_classes=3, width=4), plan, (36, 44))
+
+
+@case
+def float32_is_close_to_one_process(world: World) -> None:
+    model = _seeded(lambda: UNet(num_classes=3, width=4))
+    recipe = prepare(model, Plan(split_size=1, num_spatial_parts=4), (2, 3, 32, 32), device="cpu")
+    assert verify(world, recipe, model, nn.CrossEntropyLoss(), seed=1)["ok"]
+
+
+@case
+def stepping_is_running(world: World) -> None:
+    recipe = prepare(_seeded(resnet20_v1), Plan(split_size=1), (1, 3, 32, 32), device="cpu")
+    batch = {"images": torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)), "labels": torch.tensor([3])}
+    ran, stepped = RankTraining(world, recipe), RankTraining(world, recipe)
+    loss = ran.step(ran.cut(batch)).loss
+    stepped.start(stepped.cut(batch))
+    names = []
+    while not stepped.worker.done:
+        names.append(stepped.worker.step().instruction.name)
+    assert names == [step.instruction.name for step in ran.program.steps]
+    assert stepped.worker.loss == loss
+    assert torch.equal(stepped.worker.peek("model.stem.0.weight"), ran.worker.peek("model.stem.0.weight"))

@@ -1,0 +1,44 @@
+"""`mpiexec -n 4 python -m mpi4py run.py`: every case on every rank; rank 0 prints what failed, as JSON."""
+
+from __future__ import annotations
+
+import json
+import traceback
+
+import cases
+import torch
+
+from engines.comm.mpi import MpiWorld
+from engines.errors import RankError
+
+
+def attempt(world: MpiWorld, name: str) -> str:
+    """What went wrong on this rank, which then releases the others."""
+    try:
+        cases.CASES[name](world)
+    except Exception:
+        world.fail()
+        return traceback.format_exc()
+    return ""
+
+
+def gathered(world: MpiWorld, trouble: str) -> list[str]:
+    """All ranks' troubles, also where one of them has made the others stop."""
+    try:
+        return world.gather(trouble)
+    except RankError:
+        world.fail()
+        world.recover()
+        return world.gather(trouble)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    world = MpiWorld()
+    troubles = {name: gathered(world, attempt(world, name)) for name in cases.CASES}
+    if world.rank == 0:
+        print(json.dumps({name: [text for text in texts if text] for name, texts in troubles.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The same cases over threads in this process, and over MPI: `mpiexec` once, all cases in it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines.comm.loopback import run_ranks
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from cases import CASES, RANKS  # noqa: E402
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_over_loopback(name: str) -> None:
+    run_ranks(RANKS, CASES[name])
+
+
+@pytest.fixture(scope="module")
+def mpi_results(mpiexec) -> dict[str, list[str]]:
+    done = mpiexec(RANKS, HERE / "run.py")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_over_mpi(name: str, mpi_results: dict[str, list[str]]) -> None:
+    assert mpi_results[name] == []
+
+
+def test_a_failing_case_is_reported(mpiexec, tmp_path: Path) -> None:
+    """The runner cannot pass by saying nothing: a case that fails on one rank is told."""
+    bad = "def bad(world):\n    assert world.rank != 2\n"
+    (tmp_path / "cases.py").write_text(f"{bad}CASES = {{'bad': bad}}\n")
+    (tmp_path / "run.py").write_text((HERE / "run.py").read_text())
+    done = mpiexec(RANKS, tmp_path / "run.py")
+    (trouble,) = json.loads(done.stdout.splitlines()[-1])["bad"]
+    assert "assert world.rank != 2" in trouble
+
+
