@@ -53,7 +53,7 @@ test: $(STAMP)
 
 bench: $(STAMP)
 	$(MPI_ENV) $(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m mpi4py -m engines bench step \
-		--model resnet --resnet-version 2 --num-layers 110 --image-size 512 --batch-size 1 \
+		--model engines.models:resnet110_v2 --image-size 512 --batch-size 1 \
 		--split-size 2 --spatial-size 1 --num-spatial-parts 4 --slice-method square
 
 gpu-check:

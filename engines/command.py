@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-import torch
 from torch import nn
 
 from engines import options
@@ -16,9 +14,8 @@ from engines.bench.step import bench_step
 from engines.bench.verify import verify
 from engines.comm.world import World
 from engines.errors import ImageError, PlanError, TraceError
-from engines.layout import Layout
 
-__all__ = ["main", "threads_per_rank"]
+__all__ = ["main"]
 
 Command = Callable[[World, Sequence[str]], bool]
 
@@ -59,22 +56,11 @@ def _print(world: World, line: dict[str, object]) -> None:
         print(json.dumps(line), flush=True)
 
 
-def threads_per_rank(layout: Layout, rank: int) -> int:
-    """The cores of this host shared among the ranks of the rank's own stage: stages work in turn.
-
-    >>> from engines.plan import Plan
-    >>> threads_per_rank(Layout.of(Plan(split_size=1, spatial_size=1, num_spatial_parts=4096**2)), 0)
-    1
-    """
-    return max(1, len(os.sched_getaffinity(0)) // len(layout.stages[layout.role(rank).stage].ranks))
-
-
 def _verify(world: World, arguments: Sequence[str]) -> bool:
     """Ranks against one process, three optimiser steps."""
     flags = options.parser("Compare a plan on the ranks with the plain model in one process.")
     chosen = flags.parse_args([*_default("float64", arguments), *arguments])
     model, recipe = options.recipe(chosen, world.size)
-    torch.set_num_threads(threads_per_rank(Layout.of(recipe.plan), world.rank))
     line = verify(world, recipe, model, nn.CrossEntropyLoss(), chosen.seed)
     _print(world, line)
     return bool(line["ok"])
@@ -91,8 +77,7 @@ def _bench_step(world: World, arguments: Sequence[str]) -> bool:
     flags.add_argument("--iterations", type=int, default=5)
     chosen = flags.parse_args(arguments)
     model, recipe = options.recipe(chosen, world.size)
-    threads = threads_per_rank(Layout.of(recipe.plan), world.rank)
-    _print(world, bench_step(world, recipe, model, chosen.iterations, threads, chosen.seed))
+    _print(world, bench_step(world, recipe, model, chosen.iterations, chosen.seed))
     return True
 
 

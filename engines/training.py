@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.comm.device import choose_device
+from engines.comm.device import choose_device, threads_of
 from engines.comm.world import World
 from engines.errors import ImageError, LossError, TraceError
 from engines.layer.graph import ModelGraph, TensorSpec
 from engines.layer.trace import MODEL, trace
+from engines.layout import Layout
 from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.timeline import Event
@@ -111,6 +112,7 @@ class RankTraining:
         program = Compiler(recipe.graph, recipe.plan).program(world.rank)
         self.program, self.graph = program, recipe.graph
         self.device = choose_device(recipe.device, world.rank)
+        self.threads = threads_of(Layout.of(recipe.plan), world.rank)
         self.weights = {name: self._own(recipe.state[name]) for name in program.weights}
         self.buffers = {name: self._own(recipe.state[name]) for name in program.buffers}
         trained = [w.requires_grad_() for name, w in self.weights.items() if name in recipe.graph.trainable]
@@ -136,6 +138,7 @@ class RankTraining:
 
     def start(self, inputs: Mapping[str, Tensor]) -> None:
         """Go to the start of a step, gradients forgotten."""
+        torch.set_num_threads(self.threads)
         for weight in self.weights.values():
             weight.grad = None
         self.worker.restart({name: tensor.to(self.device) for name, tensor in inputs.items()})

@@ -1,0 +1,12 @@
+"""Train convolutional networks on images larger than a GPU, from a notebook: `help(mpi4dl_nb.Training)`."""
+
+from __future__ import annotations
+
+from engines.images.picture import open_image
+from engines.plan import Plan
+from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.draw.slicing import show_slicing
+from mpi4dl_nb.draw.timeline import show_timeline
+from mpi4dl_nb.training import Training
+
+__all__ = ["Cluster", "Plan", "Training", "open_image", "show_slicing", "show_timeline"]

@@ -36,7 +36,7 @@ class OneProcess:
 
 
 def bench_step(
-    world: World, recipe: Recipe, model: nn.Module, iterations: int, threads: int, seed: int
+    world: World, recipe: Recipe, model: nn.Module, iterations: int, seed: int
 ) -> dict[str, object]:
     """Medians over `iterations` interleaved steps, after one of each to warm up; the same line on every rank.
 
@@ -49,7 +49,6 @@ def bench_step(
     cores = os.cpu_count() or 1
     ranks_s, alone_s = [], []
     for _ in range(iterations + 1):
-        torch.set_num_threads(threads)
         world.rest()
         ranks_s.append(_seconds(lambda: (training.step(own), world.rest())))
         if alone:

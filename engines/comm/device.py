@@ -1,12 +1,15 @@
-"""The one place that chooses a device; everywhere else the device follows the tensor."""
+"""A rank's share of its machine: the one place that chooses a device, and how many threads it computes with."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 
 from engines.errors import PlanError
+from engines.layout import Layout
 
-__all__ = ["choose_device"]
+__all__ = ["choose_device", "threads_of"]
 
 
 def choose_device(wish: str, rank: int) -> torch.device:
@@ -21,3 +24,13 @@ def choose_device(wish: str, rank: int) -> torch.device:
             raise PlanError("device='cuda', but torch sees no GPU here. Use device='auto' or 'cpu'.")
         return torch.device("cuda", rank % torch.cuda.device_count())
     return torch.device(wish)
+
+
+def threads_of(layout: Layout, rank: int) -> int:
+    """This host's cores shared among the ranks of one stage: stages work one after another.
+
+    >>> from engines.plan import Plan
+    >>> threads_of(Layout.of(Plan(split_size=1, num_spatial_parts=4096**2)), rank=0)
+    1
+    """
+    return max(1, len(os.sched_getaffinity(0)) // len(layout.stages[layout.role(rank).stage].ranks))

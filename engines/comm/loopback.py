@@ -16,7 +16,7 @@ from engines.errors import RankError
 
 __all__ = ["LoopbackWorld", "loopback", "run_ranks"]
 
-_GATHER, _SUM = -1, -2
+_GATHER = -1
 _RECOVERY_S = 10.0
 
 
@@ -79,17 +79,6 @@ class LoopbackWorld:
 
     def _fetch_into(self, message: Message) -> Callable[[], None]:
         return lambda: _copy(message.tensor, self._mail.fetch(message.peer, self.rank, message.tag))
-
-    def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> Pending:
-        """Start a sum, in rank order on every rank."""
-        for peer in group:
-            self._mail.post(self.rank, peer, (_SUM, group), tensor.clone())
-
-        def total() -> None:
-            parts = [self._mail.fetch(peer, self.rank, (_SUM, group)) for peer in group]
-            _copy(tensor, sum(parts[1:], start=parts[0]))
-
-        return _Receipt([total])
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +22,8 @@ __all__ = ["MpiWorld"]
 # where ranks share cores, the one that is waited for needs the core.
 _EAGER, _YIELDING, _NAP_S, _REST_S = 20, 200, 5e-5, 5e-3
 
+_BY_OTHERS = (MPI.ERR_REVOKED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
+
 
 class _Requests:
     """MPI requests; results that passed through the host are copied back to their device at the end."""
@@ -32,22 +35,19 @@ class _Requests:
 
     def wait(self, nap_s: float = _NAP_S) -> None:
         looks = 0
-        try:
+        with self.world.noticing():
             while not MPI.Request.Testall(self.requests):
                 looks += 1
                 if looks > _YIELDING:
                     time.sleep(nap_s)
                 elif looks > _EAGER:
                     os.sched_yield()
-        except MPI.Exception as error:
-            self.world.fail()
-            raise RankError(f"released: another rank has failed ({error.Get_error_string()})") from error
         for device_tensor, host_tensor in self.staged:
             device_tensor.copy_(host_tensor)
 
 
 class MpiWorld:
-    """A communicator with its subgroups. After a failure `recover` makes fresh ones."""
+    """A communicator. After a failure `recover` makes a fresh one."""
 
     def __init__(self, comm: MPI.Intracomm | None = None) -> None:
         self._adopt((comm or MPI.COMM_WORLD).Dup())
@@ -55,36 +55,32 @@ class MpiWorld:
     def _adopt(self, comm: MPI.Intracomm) -> None:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._comm = comm
-        self._groups: dict[tuple[int, ...], MPI.Intracomm] = {tuple(range(comm.size)): comm}
         self.rank, self.size = comm.rank, comm.size
+
+    @contextmanager
+    def noticing(self) -> Iterator[None]:
+        """MPI's errors as ours; whoever sees that another rank has failed tells the rest."""
+        try:
+            yield
+        except MPI.Exception as error:
+            self.fail()
+            others = error.Get_error_class() in _BY_OTHERS
+            reason = "released: another rank has failed" if others else "MPI failed"
+            raise RankError(f"{reason} ({error.Get_error_string()})") from error
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start messages. CUDA tensors pass through the host."""
         incoming = [(message, _host(message.tensor)) for message in receives]
-        requests = [self._comm.Irecv(host, message.peer, message.tag) for message, host in incoming]
-        requests += [self._comm.Isend(_host(m.tensor, filled=True), m.peer, m.tag) for m in sends]
+        with self.noticing():
+            requests = [self._comm.Irecv(host, message.peer, message.tag) for message, host in incoming]
+            requests += [self._comm.Isend(_host(m.tensor, filled=True), m.peer, m.tag) for m in sends]
         staged = [(message.tensor, host) for message, host in incoming if host is not message.tensor]
         return _Requests(requests, staged, self)
 
-    def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> Pending:
-        """Start a sum, in place."""
-        host = _host(tensor, filled=True)
-        request = self._group(group).Iallreduce(MPI.IN_PLACE, host, MPI.SUM)
-        return _Requests([request], [(tensor, host)] if host is not tensor else [], self)
-
-    def _group(self, ranks: tuple[int, ...]) -> MPI.Intracomm:
-        if ranks not in self._groups:
-            sub = self._comm.Create_group(self._comm.Get_group().Incl(list(ranks)))
-            sub.Set_errhandler(MPI.ERRORS_RETURN)
-            self._groups[ranks] = sub
-        return self._groups[ranks]
-
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, pickled."""
-        try:
+        with self.noticing():
             return self._comm.allgather(value)
-        except MPI.Exception as error:
-            raise RankError(f"released: another rank has failed ({error.Get_error_string()})") from error
 
     def rest(self) -> None:
         """Return when every rank is here; sleeps meanwhile."""
@@ -98,12 +94,11 @@ class MpiWorld:
         os._exit(code)
 
     def fail(self) -> None:
-        """Revoke every communicator (ULFM), so that no rank waits for this one."""
-        for comm in self._groups.values():
-            comm.Revoke()
+        """Revoke the communicator (ULFM), so that no rank waits for this one."""
+        self._comm.Revoke()
 
     def recover(self) -> None:
-        """A fresh communicator of the ranks that live."""
+        """A fresh communicator of the ranks that live. (The revoked one cannot be freed: that is collective.)"""
         self._adopt(self._comm.Shrink())
 
 

@@ -1,4 +1,4 @@
-"""What a worker asks of a transport: non-blocking messages and sums between ranks, and waits that end."""
+"""What a worker asks of a transport: messages between ranks that do not block, and waits that end."""
 
 from __future__ import annotations
 
@@ -35,9 +35,6 @@ class World(Protocol):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start messages; tensors may not be touched before `wait` returns."""
-
-    def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> Pending:
-        """Start to replace `tensor` by its sum over the ranks in `group`; collective over them, in order."""
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order, on every rank; collective."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from engines.comm.total import all_reduce
 from engines.comm.world import World
 from engines.program.instructions import SumGradients, Update
 from engines.spatial.kernels import batch_statistics
@@ -18,7 +19,7 @@ def sum_gradients(weights: Mapping[str, Tensor], bucket: SumGradients, world: Wo
     """Replace each weight's gradient by its sum over the group, in one message; its bytes."""
     shared = [weights[name] for name in bucket.weights]
     flat = torch.cat([(torch.zeros_like(w) if w.grad is None else w.grad).flatten() for w in shared])
-    world.all_reduce(flat, bucket.group).wait()
+    all_reduce(world, flat, bucket.group).wait()
     for weight, total in zip(shared, flat.split([w.numel() for w in shared]), strict=True):
         weight.grad = total.view_as(weight)
     return flat.nbytes

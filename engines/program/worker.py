@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.comm.total import all_reduce
 from engines.comm.world import World
 from engines.errors import PlanError
 from engines.program.carry import carry_back, carry_there
@@ -174,7 +175,7 @@ class Worker:
 
     def _reduce(self, reduction: AllReduce) -> int:
         total = self._values[reduction.source].detach().clone()
-        self.world.all_reduce(total, reduction.group).wait()
+        all_reduce(self.world, total, reduction.group).wait()
         self._keep(reduction.target, total, reduction.differentiable)
         self._release(reduction, (reduction.source,))
         return total.nbytes
@@ -182,7 +183,7 @@ class Worker:
     def _reduce_back(self, reduction: AllReduce) -> int:
         source, grad = self._leaves[reduction.source], self._taken(reduction.target)
         total = torch.zeros_like(source) if grad is None else grad.clone()
-        self.world.all_reduce(total, reduction.group).wait()
+        all_reduce(self.world, total, reduction.group).wait()
         source.grad = total if source.grad is None else source.grad.add_(total)
         return total.nbytes
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from engines.bench.verify import verify
+from engines.comm.total import all_reduce
 from engines.comm.world import Message, World
 from engines.errors import RankError
 from engines.models import resnet20_v1
@@ -60,8 +61,17 @@ def a_message_of_megabytes_arrives_whole(world: World) -> None:
 def sums_are_over_the_group_only(world: World) -> None:
     group = (0, 2) if world.rank % 2 == 0 else (1, 3)
     total = torch.tensor([1.0 + world.rank, 10.0])
-    world.all_reduce(total, group).wait()
+    all_reduce(world, total, group).wait()
     assert total.tolist() == [2.0 + sum(group), 20.0]
+
+
+@case
+def a_long_sum_is_the_same_on_every_rank_to_the_bit(world: World) -> None:
+    random = torch.Generator().manual_seed(world.rank)
+    total = torch.randn(50_001, generator=random)
+    all_reduce(world, total, (0, 1, 2, 3)).wait()
+    parts = [torch.randn(50_001, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    assert torch.equal(total, parts[0] + parts[1] + parts[2] + parts[3])
 
 
 @case
@@ -77,7 +87,7 @@ def no_rank_waits_for_one_that_failed(world: World) -> None:
         world.fail()
     else:
         try:
-            world.all_reduce(torch.ones(1), (0, 1, 2, 3)).wait()
+            all_reduce(world, torch.ones(1), (0, 1, 2, 3)).wait()
             raise AssertionError("waited for a sum that a failed rank was part of")
         except RankError as error:
             assert "released" in str(error)
@@ -85,7 +95,7 @@ def no_rank_waits_for_one_that_failed(world: World) -> None:
     time.sleep(0.3)  # every rank has noticed before the first one recovers
     world.recover()
     total = torch.ones(1)
-    world.all_reduce(total, (0, 1, 2, 3)).wait()
+    all_reduce(world, total, (0, 1, 2, 3)).wait()
     assert total.item() == 4
 
 

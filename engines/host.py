@@ -1,0 +1,170 @@
+"""What a rank does for the notebook: runs functions, keeps trainings between them, tells failures as data."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import signal
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from engines.comm.world import World
+from engines.errors import RankError
+
+if TYPE_CHECKING:
+    from engines.training import RankTraining
+
+__all__ = ["Answer", "Failure", "Host", "dumps", "execute", "join", "recover", "run"]
+
+# How MPI names what a rank sees when another one has failed.
+_BY_OTHERS = re.compile("MPI_ERR_(REVOKED|PROC_FAILED)")
+
+
+class Host:
+    """One rank's state between two calls: its end of the world, and its trainings by name."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.trainings: dict[str, RankTraining] = {}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception as plain data. `released` says that it only follows from another rank's failure.
+
+    `links` are the exceptions that led to it, oldest first, each with its (file, line, function) frames.
+    """
+
+    kind: str
+    message: str
+    released: bool = False
+    links: tuple[tuple[str, tuple[tuple[str, int, str], ...]], ...] = ()
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Only what can travel: the exception itself may be of a type that the notebook does not know."""
+        chain = list(_chain(error))
+        links = tuple((_title(link), tuple(_frames(link))) for link in reversed(chain))
+        return cls(type(error).__name__, str(error), any(map(_follows, chain)), links)
+
+    def traceback(self) -> str:
+        """As Python writes it. Made where it is shown: only the notebook knows the text of its cells."""
+        parts = (
+            "".join(traceback.format_list([traceback.FrameSummary(*f) for f in frames])) + title
+            for title, frames in self.links
+        )
+        return "\n\nwhich led to\n\n".join(parts)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank says to a call: the function's value, or why there is none."""
+
+    value: Any = None
+    failure: Failure | None = None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _title(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
+    """The user's and our own frames; of other packages' only the last, where it happened."""
+    frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
+    for frame in frames:
+        foreign = "site-packages" in frame.filename or frame.filename == __file__
+        if not foreign or frame is frames[-1]:
+            yield frame.filename, frame.lineno or 0, frame.name
+
+
+def _follows(error: BaseException) -> bool:
+    """Whether a rank failed only because another one did, or because it was told to stop."""
+    if isinstance(error, RankError):
+        return str(error).startswith("released")
+    return isinstance(error, KeyboardInterrupt) or bool(_BY_OTHERS.search(str(error)))
+
+
+class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        # A tile that is a view takes the storage of its whole image along, to every rank: send a copy.
+        if type(obj) is Tensor and not obj.requires_grad and _is_part(obj):
+            return obj.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return super().reducer_override(obj)
+
+
+def _is_part(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+def dumps(value: Any) -> bytes:
+    """Pickled, functions and classes of a notebook's cells included."""
+    with io.BytesIO() as file:
+        _Pickler(file).dump(value)
+        return file.getvalue()
+
+
+def execute(host: Host, common: bytes, own: bytes) -> bytes:
+    """Call `function(host, *args, *own)`, where `common` is `(function, args)`, to a pickled Answer.
+
+    If that fails the other ranks are released first, so that none waits for this one.
+    """
+    try:
+        function, args = cloudpickle.loads(common)
+        return dumps(Answer(function(host, *args, *cloudpickle.loads(own))))
+    except BaseException as error:
+        return _failed(host, error)
+
+
+def _failed(host: Host, error: BaseException) -> bytes:
+    host.world.fail()
+    return dumps(Answer(failure=Failure.of(error)))
+
+
+def recover(host: Host) -> None:
+    """Be ready for new work after a failure; collective. Trainings stay, on the same world, made fresh."""
+    host.world.recover()
+
+
+@cache
+def _this_rank() -> Host:
+    from engines.comm.mpi import MpiWorld
+
+    return Host(MpiWorld())
+
+
+def join() -> tuple[int, int]:
+    """(rank, size) of this MPI process, once all have come; collective."""
+    world = _this_rank().world
+    return world.rank, world.size
+
+
+def run(common: bytes, own: bytes) -> bytes:
+    """`execute` on this MPI process. SIGINT stops it, once."""
+    host = _this_rank()
+    signal.signal(signal.SIGINT, _stop_once)
+    try:
+        return execute(host, common, own)
+    except KeyboardInterrupt as error:  # held back in MPI, it came while that call's failure was being told
+        return _failed(host, error)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # or the answer could be lost; until the next message
+
+
+def _stop_once(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt

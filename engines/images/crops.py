@@ -1,0 +1,76 @@
+"""A small real task: is a crop of a stained tissue browner than most?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engines.errors import ImageError
+from engines.images.picture import Source, open_image
+from engines.images.stains import dab
+
+__all__ = ["StainCrops"]
+
+
+class StainCrops:
+    """`count` random square crops; the label is 1 where the mean DAB is above the median over the crops.
+
+    So half of the labels are 1, and the task needs nothing but the picture. The same arguments give the same
+    crops. `corners` is (count, 2): the first row and column of each crop; `labels` is (count,), int64.
+
+    Raises ImageError where the picture is smaller than a crop.
+    """
+
+    def __init__(self, image: Source, size_px: int = 128, count: int = 256, seed: int = 0) -> None:
+        picture = open_image(image)
+        if not 1 <= size_px <= min(picture.shape):
+            raise ImageError(
+                f"{picture.name} has {picture.shape[0]} x {picture.shape[1]} pixels, which no crop of "
+                f"{size_px} x {size_px} fits. Use size_px from 1 to {min(picture.shape)}."
+            )
+        if count < 2:
+            raise ImageError(f"count={count} crops have no median between them. Use count >= 2.")
+        self.size_px = size_px
+        self._pixels = picture.read(0, 0, *picture.shape)
+        self.corners = _corners(picture.shape, size_px, count, seed)
+        stain = dab(self._pixels)
+        means = np.array([self._crop(stain, corner).mean() for corner in self.corners])
+        self.labels = torch.from_numpy((means > np.median(means)).astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self.corners)
+
+    def batches(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images (N, 3, size_px, size_px), float32, and labels (N,), in order; all of `batch_size`.
+
+        Each channel has mean 0 and deviation 1 over the whole picture. Crops left over are left out.
+        Raises ImageError where there are fewer crops than one batch.
+        """
+        if not 1 <= batch_size <= len(self):
+            raise ImageError(
+                f"batch_size={batch_size}, but there are {len(self)} crops: use 1 to {len(self)}."
+            )
+        for start in range(0, len(self) - batch_size + 1, batch_size):
+            members = slice(start, start + batch_size)
+            yield self._images(self.corners[members]), self.labels[members]
+
+    def _images(self, corners: NDArray[np.int64]) -> Tensor:
+        crops = np.stack([self._crop(self._pixels, corner) for corner in corners]).astype(np.float32)
+        mean, deviation = self._pixels.mean((0, 1)), self._pixels.std((0, 1))
+        normalised = (crops - mean) / np.maximum(deviation, 1.0)  # one grey level: a flat channel stays 0
+        return torch.from_numpy(normalised.astype(np.float32)).permute(0, 3, 1, 2).contiguous()
+
+    def _crop(self, array: NDArray[Any], corner: NDArray[np.int64]) -> NDArray[Any]:
+        row, col = corner
+        return array[row : row + self.size_px, col : col + self.size_px]
+
+
+def _corners(shape: tuple[int, int], size_px: int, count: int, seed: int) -> NDArray[np.int64]:
+    """(count, 2): the first row and column of each crop."""
+    random = np.random.default_rng(seed)
+    return random.integers(0, [side - size_px + 1 for side in shape], size=(count, 2))

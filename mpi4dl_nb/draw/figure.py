@@ -1,0 +1,70 @@
+"""What every drawing shares: a figure that shows itself with alt text, and a look that needs no colour."""
+
+from __future__ import annotations
+
+import base64
+import io
+from html import escape
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+
+__all__ = ["BLUE", "CASING", "INK", "ORANGE", "Drawing", "alt_text", "spoken_bytes", "spoken_size"]
+
+ORANGE, BLUE, INK = "#d95f02", "#0057b8", "#1a1a1a"  # read on pink and brown tissue, and by the colour-blind
+CASING = [withStroke(linewidth=4, foreground="white")]
+
+
+class Drawing(Figure):
+    """A figure outside of pyplot: nothing to close; a notebook shows it once, an image with alt text."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        FigureCanvasAgg(self)
+        self.alt = ""
+
+    def settle(self) -> None:
+        """Give everything that is drawn so far its final place: now it is known what fits."""
+        for _ in range(2):  # a first pass finds the axes' sides, only the second makes room around them
+            self.draw_without_rendering()
+        self.set_layout_engine("none")
+
+    def png(self) -> bytes:
+        """The image as a PNG file."""
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png")
+        return buffer.getvalue()
+
+    def _repr_html_(self) -> str:
+        data = base64.b64encode(self.png()).decode()
+        return f'<img alt="{escape(self.alt)}" style="max-width:100%" src="data:image/png;base64,{data}">'
+
+
+def alt_text(figure: Figure) -> str:
+    """What a drawing shows, in words and numbers; empty where the figure is not one of ours."""
+    return getattr(figure, "alt", "")
+
+
+def spoken_bytes(count: int) -> str:
+    """
+    >>> spoken_bytes(12), spoken_bytes(3072)
+    ('12 bytes', '3.0 KB')
+    """
+    if count < 1024:
+        return f"{count} bytes"
+    size, unit = float(count), "bytes"
+    for unit in ("KB", "MB", "GB", "TB"):  # noqa: B007
+        size /= 1024
+        if size < 1000:
+            break
+    return f"{size:.1f} {unit}"
+
+
+def spoken_size(shape: tuple[int, int]) -> str:
+    """
+    >>> spoken_size((256, 1))
+    '256 × 1'
+    """
+    return f"{shape[0]} × {shape[1]}"

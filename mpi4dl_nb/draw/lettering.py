@@ -1,0 +1,68 @@
+"""Texts on a picture: legible on any colours, inside of the tile that they speak of, never on one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
+
+from engines.spatial.tiles import Tile
+from mpi4dl_nb.draw.figure import INK
+
+__all__ = ["Lettered", "first_that_fits", "label", "screen_box", "text_box"]
+
+Lettered = Mapping[int, Text]
+"""One text for each rank, to lie within that rank's tile."""
+
+PAD_PX = 4  # around a text, on the screen: its white box
+
+
+def label(axes: Axes, x: float, y: float, text: str, **style: Any) -> Text:
+    """Dark text on a white box, whose middle is at (x, y)."""
+    box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "#888888", "linewidth": 0.6}
+    settings = {"ha": "center", "va": "center", "fontsize": 8.5, "color": INK, "zorder": 10, "bbox": box}
+    return axes.text(x, y, text, **(settings | style))
+
+
+def first_that_fits(
+    axes: Axes, tiles: Mapping[int, Tile], forms: Sequence[Callable[[], Lettered]], avoid: Sequence[Bbox] = ()
+) -> Lettered:
+    """Letter the tiles in the first form that has room, or not at all: then the answer is empty.
+
+    `avoid` are places on the screen that stay free, beside the texts that are there. The figure is settled.
+    """
+    taken = [*avoid, *(text_box(text) for text in axes.texts if text.get_text())]
+    for form in forms:
+        lettered = form()
+        boxes = {rank: text_box(text) for rank, text in lettered.items()}
+        inside = all(_lies_in(box, screen_box(axes, tiles[rank])) for rank, box in boxes.items())
+        if inside and not any(_collisions([*boxes.values(), *taken])):
+            return lettered
+        for text in lettered.values():
+            text.remove()
+    return {}
+
+
+def screen_box(axes: Axes, tile: Tile) -> Bbox:
+    """Where a rectangle of the axes' pixels lies on the screen."""
+    corners = [(tile.cols.start, tile.rows.stop), (tile.cols.stop, tile.rows.start)]
+    return Bbox(axes.transData.transform(corners))
+
+
+def text_box(text: Text) -> Bbox:
+    """Where a text lies on the screen, its white box included."""
+    return text.get_window_extent().padded(PAD_PX)
+
+
+def _lies_in(inner: Bbox, outer: Bbox) -> bool:
+    return bool(outer.fully_containsx(inner.x0) and outer.fully_containsx(inner.x1)) and bool(
+        outer.fully_containsy(inner.y0) and outer.fully_containsy(inner.y1)
+    )
+
+
+def _collisions(boxes: Sequence[Bbox]) -> Iterator[bool]:
+    return (one.overlaps(other) for one, other in combinations(boxes, 2))

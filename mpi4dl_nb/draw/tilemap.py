@@ -1,0 +1,139 @@
+"""The picture with its tiles outlined, halos hatched, and arrows from the lenders to one tile.
+
+Axes are in the pixels of the layer that is shown: the picture is stretched to them, never the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
+
+from engines.images.picture import Picture
+from engines.layout import StageRanks
+from engines.spatial.moves import Move
+from engines.spatial.tiles import Span, Tile
+from mpi4dl_nb.draw.figure import BLUE, CASING, INK, ORANGE, spoken_bytes
+from mpi4dl_nb.draw.halos import HaloPoint
+from mpi4dl_nb.draw.lettering import Lettered, first_that_fits, label
+
+__all__ = [
+    "HALO",
+    "LOOKS",
+    "OTHER_HALO",
+    "draw_arrow",
+    "draw_borrowing",
+    "draw_halos",
+    "draw_picture",
+    "draw_tiles",
+    "middle",
+    "near",
+    "tag_tiles",
+]
+
+LONGEST_PX = 1200  # of the picture as drawn; no screen shows more of it
+LOOKS = ((ORANGE, "solid"), (BLUE, (0, (5, 2))))  # of tiles, in turn
+HALO = {"facecolor": (1, 1, 1, 0.45), "edgecolor": INK, "hatch": "/////", "linewidth": 0.8, "zorder": 5}
+OTHER_HALO = {"facecolor": "none", "edgecolor": INK, "hatch": "...", "linewidth": 0.0, "zorder": 3}
+TAGS = (("tile {tile}, rank {rank}", 9), ("tile {tile}\nrank {rank}", 8), ("r{rank}", 7), ("{rank}", 5))
+
+
+def draw_picture(axes: Axes, picture: Picture, size_px: tuple[int, int], unit: str = "px") -> None:
+    """The whole picture under a layer's pixel coordinates."""
+    height, width = size_px
+    axes.imshow(picture.thumbnail(LONGEST_PX), extent=(0, width, height, 0), aspect="auto")
+    axes.set_box_aspect(picture.shape[0] / picture.shape[1])
+    axes.set(xlim=(0, width), ylim=(height, 0), xlabel=f"column, {unit}", ylabel=f"row, {unit}")
+
+
+def draw_tiles(
+    axes: Axes, ranks: StageRanks, tiles: Mapping[int, Tile], gap: float, chosen: int | None = None
+) -> None:
+    """Outlines `gap` px inside of what each rank owns; neighbours differ in colour and in line."""
+    for (row, col), (rank, tile) in zip(ranks.grid, tiles.items(), strict=True):
+        colour, line = LOOKS[(row + col) % 2]
+        width, level = (3.5, 6) if rank == chosen else (2.0, 4)
+        corner = tile.cols.start + gap, tile.rows.start + gap
+        size = len(tile.cols) - 2 * gap, len(tile.rows) - 2 * gap
+        for under, tint, style in ((3.0, "white", "solid"), (0.0, colour, line)):
+            outline = Rectangle(corner, *size, fill=False, edgecolor=tint, linestyle=style, zorder=level)
+            outline.set_linewidth(width + under)
+            axes.add_patch(outline)
+
+
+def tag_tiles(
+    axes: Axes, names: Mapping[int, int], tiles: Mapping[int, Tile], centre: Tile, avoid: Sequence[Bbox] = ()
+) -> Lettered:
+    """Tile numbers, `names` by rank, as fully as there is room, in the corners farthest from `centre`."""
+
+    def tags(form: str, size: int) -> Lettered:
+        return {
+            rank: _tag(axes, tiles[rank], centre, form.format(tile=number, rank=rank), size)
+            for rank, number in names.items()
+        }
+
+    return first_that_fits(axes, tiles, [lambda form=form: tags(*form) for form in TAGS], avoid)
+
+
+def _tag(axes: Axes, tile: Tile, centre: Tile, text: str, size: int) -> Text:
+    right, low = tile.cols.start > centre.cols.start, tile.rows.start > centre.rows.start
+    x, ha, dx = (tile.cols.stop, "right", -1.2 * size) if right else (tile.cols.start, "left", 1.2 * size)
+    y, va, dy = (tile.rows.stop, "bottom", 1.2 * size) if low else (tile.rows.start, "top", -1.2 * size)
+    style = {"ha": ha, "va": va, "fontsize": size, "weight": "bold", "color": INK, "zorder": 10}
+    paper = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none"}
+    return axes.annotate(text, (x, y), (dx, dy), textcoords="offset points", bbox=paper, **style)
+
+
+def draw_halos(axes: Axes, moves: Iterable[Move], look: Mapping[str, Any] = HALO) -> None:
+    """Hatch what is borrowed."""
+    for move in moves:
+        corner, (height, width) = (move.tile.cols.start, move.tile.rows.start), move.tile.shape
+        axes.add_patch(Rectangle(corner, width, height, **look))
+
+
+def draw_borrowing(axes: Axes, point: HaloPoint, rank: int, avoid: Sequence[Bbox] = ()) -> Lettered:
+    """One arrow for each piece that a rank borrows, labelled where there is room for all the labels."""
+    tiles, pieces = point.tiles, point.borrowed(rank)
+    texts = {move.source: point.piece_text(move, "\n") for move in pieces}
+    total = spoken_bytes(point.bytes(pieces)) if pieces else "nothing"
+    texts[rank] = f"tile {point.numbers[rank]}, rank {rank}\nborrows {total}"
+
+    def labels() -> Lettered:
+        return {owner: label(axes, *middle(tiles[owner]), text) for owner, text in texts.items()}
+
+    lettered = first_that_fits(axes, tiles, [labels], avoid)
+    for move in pieces:
+        start = lettered.get(move.source)
+        draw_arrow(axes, middle(tiles[move.source]), _landing(move.tile, tiles[rank]), start)
+    return lettered
+
+
+def draw_arrow(
+    axes: Axes, start: tuple[float, float], end: tuple[float, float], after: Text | None, short_pt: float = 0
+) -> None:
+    """From `start`, or the edge of the text that lies there, to `short_pt` before `end`."""
+    look = {"arrowstyle": "-|>", "mutation_scale": 14, "linewidth": 1.6, "color": INK, "path_effects": CASING}
+    ends = {"patchA": after.get_bbox_patch() if after else None, "shrinkA": 0, "shrinkB": short_pt}
+    axes.annotate("", xy=end, xytext=start, arrowprops=look | ends, zorder=9)
+
+
+def _landing(piece: Tile, own: Tile) -> tuple[float, float]:
+    """Just inside the tile, beside the piece."""
+    depth = 0.09 * min(own.shape)
+    inner = Tile(*(Span(span.start + depth, span.stop - depth) for span in (own.rows, own.cols)))
+    return near(middle(piece), inner)
+
+
+def middle(tile: Tile) -> tuple[float, float]:
+    """(x, y) of a rectangle's middle."""
+    return (tile.cols.start + tile.cols.stop) / 2, (tile.rows.start + tile.rows.stop) / 2
+
+
+def near(point: tuple[float, float], tile: Tile) -> tuple[float, float]:
+    """The place in a rectangle that is nearest to (x, y)."""
+    x, y = point
+    return min(max(x, tile.cols.start), tile.cols.stop), min(max(y, tile.rows.start), tile.rows.stop)

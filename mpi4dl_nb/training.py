@@ -1,0 +1,191 @@
+"""The notebook's handle on a training that runs on a cluster's ranks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from engines.bench.verify import STEPS, batches, rank_record, verdict
+from engines.errors import ImageError
+from engines.layer.graph import TensorSpec
+from engines.layer.trace import plain_name
+from engines.layout import check_fits
+from engines.oracle import Record, compare, one_process
+from engines.plan import Plan
+from engines.program.compile import compile_plan
+from engines.program.instructions import Program
+from engines.program.timeline import Timeline
+from engines.training import Loss, Optimiser, RankTraining, Recipe, StepReport, cut_inputs, prepare, sgd
+
+if TYPE_CHECKING:
+    from engines.host import Host
+    from mpi4dl_nb.cluster import Cluster
+
+__all__ = ["History", "Training"]
+
+Batch = tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class History:
+    """What `fit` saw: the loss of each step, and images per second over all of them."""
+
+    losses: tuple[float, ...]
+    images_per_s: float
+
+
+class Training:
+    """A model, trained on a cluster by a plan.
+
+    `image_shape` is (N, C, H, W) of a batch. `loss(prediction, labels)` is cross-entropy unless given,
+    `optimiser` a function of parameters, such as `partial(torch.optim.Adam, lr=1e-3)`. The model itself
+    is only read: its weights are the first ones, and `state_dict()` gives the trained ones.
+
+    Raises PlanError, TraceError or ImageError before any rank is touched.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        cluster: Cluster,
+        image_shape: Sequence[int],
+        loss: Loss | None = None,
+        optimiser: Optimiser = sgd,
+        labels: TensorSpec | None = None,
+        device: str = "auto",
+    ) -> None:
+        check_fits(plan, cluster.n)
+        self.model, self.plan, self.cluster = model, plan, cluster
+        self.loss = loss or nn.CrossEntropyLoss()
+        self._prepare: Callable[[Plan], Recipe] = lambda plan: prepare(
+            model, plan, image_shape, self.loss, optimiser, labels, device
+        )
+        self.recipe = self._prepare(plan)
+        self.programs = compile_plan(self.recipe.graph, plan)
+        self._id = uuid.uuid4().hex
+        self._reports: list[StepReport] = []
+        cluster.call(_create, self._id, per_rank=[(self._recipe_of(program),) for program in self.programs])
+
+    def _recipe_of(self, program: Program, recipe: Recipe | None = None) -> Recipe:
+        recipe = recipe or self.recipe
+        return replace(recipe, state={n: recipe.state[n] for n in (*program.weights, *program.buffers)})
+
+    def step(self, images: Any, labels: Any) -> float:
+        """One training step on a batch; the loss before it.
+
+        `images` is (N, C, H, W), `labels` class numbers; each rank is sent its own pixels only.
+        Raises ImageError for a wrong shape or label, LossError for a loss that is not finite, and
+        RankError where a rank fails; no weight has changed then.
+        """
+        whole = self._checked(images, labels)
+        parts = [(cut_inputs(program.feeds, whole),) for program in self.programs]
+        self._reports = self.cluster.call(_step, self._id, per_rank=parts)
+        return next(report.loss for report in self._reports if report.loss is not None)
+
+    def fit(self, data: Iterable[Batch], epochs: int = 1, progress: bool = True) -> History:
+        """Train on the batches of `data`, `epochs` times, with a bar that shows loss and images per second."""
+        losses: list[float] = []
+        images, start_s = 0, time.perf_counter()
+        batches_seen = data if isinstance(data, Sequence) else list(data)
+        with tqdm(total=epochs * len(batches_seen), unit="step", disable=not progress) as bar:
+            for _ in range(epochs):
+                for batch, labels in batches_seen:
+                    losses.append(self.step(batch, labels))
+                    images += len(batch)
+                    rate = images / (time.perf_counter() - start_s)
+                    bar.set_postfix_str(f"loss {losses[-1]:.4f}, {rate:.2f} images/s")
+                    bar.update()
+        return History(tuple(losses), images / (time.perf_counter() - start_s))
+
+    def verify(self, data: Iterable[Batch] | None = None, seed: int = 0) -> dict[str, object]:
+        """Three optimiser steps in float64 from the model's own weights, ranks against one process.
+
+        On random batches, or those of `data`. This training itself is not touched.
+        """
+        start_s = time.perf_counter()
+        recipe = self._prepare(replace(self.plan, precision="float64"))
+        whole = (
+            batches(recipe, seed)
+            if data is None
+            else [self._checked(*batch, recipe) for batch in data][:STEPS]
+        )
+        work = [
+            (self._recipe_of(program, recipe), [cut_inputs(program.feeds, batch) for batch in whole])
+            for program in self.programs
+        ]
+        records = self.cluster.call(_record, per_rank=work)
+        oracle = one_process(self.model, self.loss, recipe.optimiser, whole, torch.float64)
+        return verdict(compare(oracle, records), recipe, self.plan.ranks, time.perf_counter() - start_s)
+
+    def timeline(self) -> Timeline:
+        """What each rank did when in the last step."""
+        return Timeline.of(report.events for report in self._reports)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The trained weights and buffers by the plain model's names, for `model.load_state_dict`."""
+        found: dict[str, Tensor] = {}
+        for tensors in self.cluster.call(_tensors, self._id):
+            found |= {plain_name(name): t for name, t in (tensors["weights"] | tensors["buffers"]).items()}
+        return {name: found.get(name, own) for name, own in self.model.state_dict().items()}
+
+    def close(self) -> None:
+        """Free the ranks' memory."""
+        self.cluster.call(_drop, self._id)
+
+    def _checked(self, images: Any, labels: Any, recipe: Recipe | None = None) -> dict[str, Tensor]:
+        graph = (recipe or self.recipe).graph
+        whole = {}
+        for name, given in (("images", images), ("labels", labels)):
+            spec, tensor = graph.inputs[name], torch.as_tensor(given)
+            if tuple(tensor.shape) != spec.shape:
+                raise ImageError(
+                    f"{name} have shape {tuple(tensor.shape)} but the training was made for {spec.shape}. "
+                    "Change the batch, or make a Training with this image_shape."
+                )
+            whole[name] = tensor.detach().to(getattr(torch, spec.dtype))
+        _check_classes(whole["labels"], graph.specs[graph.prediction])
+        return whole
+
+    def __repr__(self) -> str:
+        spec = self.recipe.graph.inputs["images"]
+        return f"Training({type(self.model).__name__}, images {spec.shape}, {self.plan.summary})"
+
+
+def _check_classes(labels: Tensor, prediction: TensorSpec) -> None:
+    """Class numbers beyond the model's answers would fail in a rank."""
+    if labels.is_floating_point() or len(prediction.shape) < 2:
+        return
+    highest, classes = int(labels.max()), prediction.shape[1]
+    if highest >= classes:
+        raise ImageError(
+            f"A label is {highest}, but the model answers for {classes} classes (0 to {classes - 1}). "
+            "Change the labels, or the model's num_classes."
+        )
+
+
+def _create(host: Host, name: str, recipe: Recipe) -> None:
+    host.trainings[name] = RankTraining(host.world, recipe)
+
+
+def _step(host: Host, name: str, inputs: dict[str, Tensor]) -> StepReport:
+    return host.trainings[name].step(inputs)
+
+
+def _record(host: Host, recipe: Recipe, parts: list[dict[str, Tensor]]) -> Record:
+    return rank_record(RankTraining(host.world, recipe), parts)
+
+
+def _tensors(host: Host, name: str) -> dict[str, dict[str, Tensor]]:
+    return host.trainings[name].tensors()
+
+
+def _drop(host: Host, name: str) -> None:
+    host.trainings.pop(name, None)

@@ -1,0 +1,242 @@
+"""What is drawn of a cut is what runs: the figure is held against the ranks' programs and what they send."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from html import unescape
+
+import pytest
+import torch
+from IPython.core.formatters import DisplayFormatter
+from legible import read, unreadable
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+from torch import nn
+
+from engines.comm.loopback import LoopbackWorld, run_ranks
+from engines.errors import ImageError, PlanError
+from engines.images.samples import immunohistochemistry
+from engines.plan import Plan
+from engines.program.compile import Compiler
+from engines.program.instructions import Exchange
+from engines.program.timeline import Event
+from engines.spatial.moves import Move
+from engines.spatial.tiles import Tile
+from engines.training import RankTraining, prepare
+from mpi4dl_nb.draw import figure as drawings
+from mpi4dl_nb.draw import slicing
+from mpi4dl_nb.draw.figure import alt_text, spoken_bytes
+from mpi4dl_nb.draw.halos import find_point, halo_points
+from mpi4dl_nb.draw.slicing import show_slicing
+from mpi4dl_nb.draw.tilemap import HALO, OTHER_HALO
+
+TISSUE = immunohistochemistry()[:96, :120]
+CASES = [(grid, layer) for grid in ("2x2", "2x3") for layer in ("stem", "pool", "deep")]
+CASES += [("1x8", "stem"), ("6x6", "pool"), ("4x1", "deep")]
+READS = {"stem": "images", "pool": "relu", "deep": "max_pool2d"}  # what each layer's window is cut from
+
+
+class Net(nn.Module):
+    """Three layers borrow: `stem` 1 px around, `pool` above and left only, `deep` 2 px of half the size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU())
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        self.deep = nn.Sequential(nn.Conv2d(4, 6, 5, padding=2), nn.ReLU())
+        self.point = nn.Conv2d(6, 6, 1)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.point(self.deep(self.pool(self.stem(x)))).mean((2, 3)))
+
+
+def tiles_of(grid: str) -> Plan:
+    return Plan(split_size=1, slice_method=grid)
+
+
+RECIPE = prepare(Net(), tiles_of("2x2"), (1, 3, *TISSUE.shape[:2]))
+
+
+def exchange_of(plan: Plan, layer: str, rank: int) -> Exchange:
+    """The instruction that the rank runs before the layer."""
+    program = Compiler(RECIPE.graph, plan).program(rank)
+    halos = [item for item in program.forward if isinstance(item, Exchange) and item.purpose == "halo"]
+    (found,) = [item for item in halos if item.source == READS[layer]]
+    return found
+
+
+def travels(exchange: Exchange, move: Move) -> str:
+    """What should be said of a move, from a tensor such as the one that travels."""
+    shape = list(exchange.shape)
+    shape[exchange.axes[0]], shape[exchange.axes[1]] = move.tile.shape
+    sent = torch.empty(shape, dtype=getattr(torch, exchange.dtype))
+    return f"from rank {move.source}: {shape[-2]} × {shape[-1]} px, {spoken_bytes(sent.nbytes)}"
+
+
+def hatched(axes: Axes, look: dict[str, object]) -> set[tuple[float, ...]]:
+    patches = [patch for patch in axes.patches if patch.get_hatch() == look["hatch"]]
+    return {(*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in patches}
+
+
+def corners(tile: Tile) -> tuple[int, ...]:
+    return tile.cols.start, tile.rows.start, len(tile.cols), len(tile.rows)
+
+
+@pytest.mark.parametrize(("grid", "layer"), CASES)
+def test_what_is_said_is_what_the_program_moves(grid, layer):
+    plan = tiles_of(grid)
+    for tile in (0, plan.ranks // 2):
+        exchange = exchange_of(plan, layer, tile)
+        figure = show_slicing(TISSUE, plan, RECIPE, layer, tile)
+        rows, cols = exchange.own.shape
+        for told in (read(figure), alt_text(figure)):
+            assert f"Tile {tile} (rank {tile}) owns {rows} × {cols} px" in told
+            assert all(travels(exchange, move) in told for move in exchange.receives)
+            assert len(re.findall(r"from rank \d+: ", told)) == len(exchange.receives)
+
+
+@pytest.mark.parametrize("layer", READS)
+def test_what_is_hatched_is_what_the_program_borrows(layer):
+    plan = tiles_of("2x3")
+    exchange = exchange_of(plan, layer, 4)
+    _, _, zoom = show_slicing(TISSUE, plan, RECIPE, layer, 4).axes
+    assert hatched(zoom, HALO) == {corners(move.tile) for move in exchange.receives}
+
+
+@pytest.mark.parametrize("layer", READS)
+def test_what_is_outlined_is_what_the_ranks_own(layer):
+    plan = tiles_of("2x3")
+    main, *_ = show_slicing(TISSUE, plan, RECIPE, layer).axes
+    outlines = [patch for patch in main.patches if isinstance(patch, Rectangle) and not patch.get_fill()]
+    for rank in range(plan.ranks):
+        col, row, width, height = corners(exchange_of(plan, layer, rank).own)
+        gap = 0.005 * max(exchange_of(plan, layer, rank).shape[-2:])
+        expected = (col + gap, row + gap, width - 2 * gap, height - 2 * gap)
+        drawn = [(*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in outlines]
+        assert drawn.count(pytest.approx(expected)) == 2, "a white casing, and the colour on it"
+
+
+def test_the_bytes_are_those_that_the_ranks_sent():
+    plan = tiles_of("2x2")
+    inputs = {"images": torch.rand(1, 3, *TISSUE.shape[:2]), "labels": torch.tensor([1])}
+
+    def step(world: LoopbackWorld) -> tuple[Event, ...]:
+        training = RankTraining(world, RECIPE)
+        return training.step(training.cut(inputs)).events
+
+    per_rank = run_ranks(plan.ranks, step)
+    points = halo_points(RECIPE.graph, plan)
+    for rank, events in enumerate(per_rank):
+        sent = [event.bytes for event in events if event.kind == "halo" and event.phase == "forward"]
+        assert sent == [point.bytes(point.exchanges[rank].sends) for point in points]
+
+
+@pytest.mark.parametrize(("grid", "layer"), CASES)
+def test_no_text_lies_on_another(grid, layer):
+    assert unreadable(show_slicing(TISSUE, tiles_of(grid), RECIPE, layer)) == []
+    assert unreadable(show_slicing(TISSUE, tiles_of(grid))) == []
+
+
+@pytest.mark.parametrize("shape", [(40, 120), (96, 24), (18, 18)], ids=str)
+def test_pictures_of_any_shape_stay_legible(shape):
+    part = TISSUE[: shape[0], : shape[1]]
+    assert unreadable(show_slicing(part, tiles_of("2x2"), Net(), "deep")) == []
+
+
+@pytest.mark.parametrize(("grid", "most_lenders"), [("2x2", 0), ("1x3", 1), ("2x3", 1), ("3x3", 4)])
+def test_the_tile_with_most_lenders_is_shown(grid, most_lenders):
+    figure = show_slicing(TISSUE, tiles_of(grid), RECIPE)
+    assert f"Tile {most_lenders} (rank {most_lenders}) owns" in alt_text(figure)
+
+
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [(None, "stem.0"), ("deep", "deep.0"), ("deep.0", "deep.0"), (1, "pool"), ("conv2d_1", "deep.0")],
+)
+def test_a_layer_is_found_by_module_number_or_operator(layer, name):
+    assert find_point(halo_points(RECIPE.graph, tiles_of("2x2")), layer).name == name
+
+
+def test_deep_layers_are_in_their_own_pixels():
+    main, _, zoom = show_slicing(TISSUE, tiles_of("2x2"), RECIPE, "deep").axes
+    assert (main.get_xlim(), main.get_ylim()) == ((0, 60), (48, 0))
+    assert main.get_xlabel() == "column, px of this layer"
+    assert "2 px" in [text.get_text() for text in zoom.texts]
+
+
+def test_what_lies_beyond_the_edge_is_told_as_it_is_filled():
+    """MPI4DL pads max-pools with 0, which is wrong for negative activations; the figure shows what we do."""
+    plan = tiles_of("3x3")
+    assert "reads 0, which nobody lends" in alt_text(show_slicing(TISSUE, plan, RECIPE, "stem", 0))
+    assert "nobody lends" not in alt_text(show_slicing(TISSUE, plan, RECIPE, "stem", 4))
+    assert "reads -inf, which nobody lends" in alt_text(show_slicing(TISSUE, plan, RECIPE, "pool", 1))
+
+
+def test_wide_halos_are_hatched_in_the_picture_too():
+    """Those of the other tiles are only dotted: hatched alike, nobody could tell whose halo is whose."""
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 2))
+    plan, wide = tiles_of("1x2"), nn.Sequential(nn.Conv2d(3, 2, 31, padding=15), *head)
+    figure = show_slicing(TISSUE, plan, wide)
+    assert hatched(figure.axes[0], HALO) == {(60, 0, 15, 96)}
+    assert hatched(figure.axes[0], OTHER_HALO) == {(45, 0, 15, 96)}
+    assert "halos of the other tiles" in read(figure)
+    assert unreadable(figure) == []
+
+
+def test_the_tiles_of_a_later_stage_have_that_stages_ranks():
+    plan = Plan(split_size=2, spatial_size=2, slice_method=("2x2", "1x3"), balance=(1, 3))
+    figure = show_slicing(TISSUE, plan, RECIPE, "deep")
+    assert "in 1x3 tiles on ranks 4 to 6" in read(figure)
+    assert "Tile 1 (rank 5) owns 48 × 20 px" in read(figure)
+
+
+def test_without_a_model_there_are_only_tiles():
+    figure = show_slicing(TISSUE, Plan(slice_method="2x3"))
+    assert [f"tile {tile}, rank {tile}" in read(figure) for tile in range(6)] == [True] * 6
+    assert "picture, 96 × 120 px, in 2x3 tiles on ranks 0 to 5: tile 0, rank 0: 48 × 40" in alt_text(figure)
+    assert "in 1x1 tile on rank 0" in read(show_slicing(TISSUE, Plan(spatial_size=0)))
+
+
+def test_a_notebook_shows_the_figure_once_and_says_what_it_shows():
+    """A bare matplotlib Figure would show as its name only."""
+    figure = show_slicing(TISSUE, tiles_of("2x2"), RECIPE)
+    shown, _ = DisplayFormatter().format(figure)
+    assert set(shown) == {"text/plain", "text/html"}
+    assert shown["text/html"].count("<img") == 1
+    assert f'alt="{alt_text(figure)}"' in unescape(shown["text/html"])
+    assert "from rank 1: 48 × 1 px, 576 bytes" in alt_text(figure)
+
+
+@pytest.mark.parametrize(
+    ("choices", "reason"),
+    [
+        (
+            {"layer": "point"},
+            "'point' borrows no halo.*3 layers do; the first are stem.0, pool, deep.0",
+        ),
+        ({"layer": "ste"}, "'ste' borrows no halo"),
+        ({"layer": 3}, "layer=3, but 3 layers borrow halos: use 0 to 2"),
+        ({"tile": 4}, "tile=4, but stage 0 has tiles 0 to 3"),
+    ],
+    ids=str,
+)
+def test_what_is_not_there_is_refused(choices, reason):
+    with pytest.raises(PlanError, match=reason):
+        show_slicing(TISSUE, tiles_of("2x2"), RECIPE, **choices)
+
+
+def test_a_plan_without_tiles_has_no_halos():
+    with pytest.raises(PlanError, match="No layer borrows a halo"):
+        show_slicing(TISSUE, Plan(split_size=1, spatial_size=0), RECIPE)
+
+
+def test_a_model_traced_at_another_size_is_refused():
+    with pytest.raises(ImageError, match=r"images of 96 x 120 px, but picture has 96 x 96"):
+        show_slicing(TISSUE[:, :96], tiles_of("2x2"), RECIPE)
+
+
+def test_the_examples_run():
+    assert doctest.testmod(drawings).failed == 0
+    assert doctest.testmod(slicing).failed == 0

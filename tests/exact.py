@@ -1,0 +1,109 @@
+"""A module on tiles, held bit for bit against the same module on the whole image in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from engines.comm.loopback import LoopbackWorld, run_ranks
+from engines.layer.graph import TensorSpec
+from engines.layer.trace import MODEL
+from engines.plan import Plan
+from engines.program.compile import Compiler
+from engines.program.worker import Worker
+from engines.spatial.tiles import Tile
+from engines.training import Loss, cut_inputs, prepare
+
+Same = Callable[[Tensor, Tensor], bool]
+close: Same = partial(torch.allclose, rtol=1e-12, atol=1e-12)
+
+
+def whole_numbers(*shape: int, seed: int = 0, low: int = -3, high: int = 3, step: int = 1) -> Tensor:
+    """Multiples of `step` from low * step to high * step as float64, which add without rounding."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high + 1, shape, generator=random).double() * step
+
+
+def with_whole_weights(model: nn.Module, seed: int = 0) -> nn.Module:
+    """The same model in float64, every parameter made of whole numbers."""
+    for index, parameter in enumerate(model.double().parameters()):
+        parameter.data = whole_numbers(*parameter.shape, seed=seed + index)
+    return model
+
+
+def weighted_sum(prediction: Tensor, labels: Tensor) -> Tensor:
+    """A loss that gives every output a gradient of its own."""
+    return (prediction * labels).sum()
+
+
+def tiled(grid: object) -> Plan:
+    """One stage, spatial to the end, in float64."""
+    return Plan(split_size=1, spatial_size=1, slice_method=str(grid), precision="float64")
+
+
+def ready(
+    model: nn.Module, images: Tensor, labels: Tensor, plan: Plan, loss: Loss = weighted_sum
+) -> Callable[[LoopbackWorld], Worker]:
+    """From a rank's world to its worker, at the start of a step that leads back to the images."""
+    dtype = str(labels.dtype).removeprefix("torch.")
+    recipe = prepare(model, plan, images.shape, loss, labels=TensorSpec(tuple(labels.shape), dtype))
+    compiler = Compiler(recipe.graph, plan, input_gradient=True)
+    programs = [compiler.program(rank) for rank in range(plan.ranks)]
+
+    def start(world: LoopbackWorld) -> Worker:
+        program, trainable = programs[world.rank], recipe.graph.trainable
+        weights = {n: recipe.state[n].clone().requires_grad_(n in trainable) for n in program.weights}
+        buffers = {n: recipe.state[n].clone() for n in program.buffers}
+        parts = cut_inputs(program.feeds, {"images": images, "labels": labels})
+        worker = Worker(program, world, weights, buffers)
+        worker.restart({n: part.clone().requires_grad_(n == "images") for n, part in parts.items()})
+        return worker
+
+    return start
+
+
+def finish(worker: Worker) -> Worker:
+    """Every instruction that is left."""
+    while not worker.done:
+        worker.step()
+    return worker
+
+
+def assert_exact(
+    model: nn.Module, images: Tensor, plan: Plan, labels: Tensor | None = None, loss: Loss = weighted_sum,
+    same: Same = torch.equal,
+) -> None:  # fmt: skip
+    """Output, loss, gradients of image and weights, and buffers of every rank are those of one process."""
+    oracle, pixels = copy.deepcopy(model), images.clone().requires_grad_()
+    torch.manual_seed(0)
+    output = oracle(pixels)
+    labels = whole_numbers(*output.shape, seed=1) if labels is None else labels
+    value = loss(output, labels)
+    value.backward()
+    owned = {f"{MODEL}{name}": tensor for name, tensor in oracle.state_dict(keep_vars=True).items()}
+    start = ready(model, images, labels, plan, loss)
+    torch.manual_seed(0)
+    for rank, worker in enumerate(run_ranks(plan.ranks, lambda world: finish(start(world)))):
+        program, whose = worker.program, f"rank {rank} of {plan.summary}"
+        if "images" in program.feeds:
+            theirs = _part(pixels.grad, program.feeds["images"].tile)
+            assert same(worker.peek("images").grad, theirs), f"image gradient, {whose}"
+        if program.loss:
+            made, last = worker.peek(program.prediction), plan.grids[-1]
+            tile = None if made.shape == output.shape else last.cut(*output.shape[-2:])[rank - plan.ranks]
+            assert same(made, _part(output, tile)), f"output, {whose}"
+            assert same(worker.peek(program.loss), value), f"loss, {whose}"
+        for name, weight in worker.weights.items():
+            theirs = owned[name].grad
+            assert (weight.grad is None) == (theirs is None), f"whether {name} has a gradient, {whose}"
+            assert theirs is None or same(weight.grad, theirs), f"gradient of {name}, {whose}"
+        for name in worker.buffers.keys() & owned.keys():
+            assert same(worker.buffers[name], owned[name]), f"{name}, {whose}"
+
+
+def _part(whole: Tensor, tile: Tile | None) -> Tensor:
+    return whole if tile is None else whole[..., *tile.within(Tile.whole(0, 0))]

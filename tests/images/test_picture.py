@@ -1,0 +1,216 @@
+"""Pictures from files, arrays and tensors; and what is refused, by name and reason."""
+
+from __future__ import annotations
+
+import doctest
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from engines.errors import ImageError
+from engines.images import picture
+from engines.images.picture import ArrayPicture, Picture, Pixels, open_image
+from engines.images.samples import immunohistochemistry
+
+COLOURS = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
+GREY = COLOURS[..., 0]
+
+
+def whole(source: object) -> Pixels:
+    opened = open_image(source)
+    return opened.read(0, 0, *opened.shape)
+
+
+def saved(path: Path, image: Image.Image, **options: object) -> Path:
+    image.save(path, **options)
+    return path
+
+
+def png_16_bit_colour(path: Path) -> Path:
+    """Pillow reads such a file but cannot write one."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 2, 2, 16, 2, 0, 0, 0)
+    pixels = zlib.compress((b"\0" + bytes(12)) * 2)
+    path.write_bytes(
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    )
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.tif", "a.tiff"])
+def test_a_lossless_file_gives_its_pixels(tmp_path, name):
+    path = saved(tmp_path / name, Image.fromarray(COLOURS))
+    opened = open_image(str(path))
+    assert (opened.name, opened.shape) == (name, (6, 9))
+    assert np.array_equal(whole(path), COLOURS)
+
+
+def test_a_jpeg_file_gives_nearly_its_pixels(tmp_path):
+    tissue = immunohistochemistry()[:64, :48]
+    pixels = whole(saved(tmp_path / "a.jpg", Image.fromarray(tissue), quality=95))
+    assert pixels.shape == tissue.shape
+    assert np.abs(pixels.astype(int) - tissue).mean() < 8
+
+
+def test_grey_becomes_three_equal_channels(tmp_path):
+    grey = np.repeat(GREY[..., None], 3, axis=2)
+    assert np.array_equal(whole(saved(tmp_path / "a.png", Image.fromarray(GREY))), grey)
+    assert np.array_equal(whole(GREY), grey)
+    assert np.array_equal(whole(GREY[..., None]), grey)
+    assert np.array_equal(whole(torch.from_numpy(GREY[None])), grey)
+
+
+def test_black_and_white_and_palettes_are_colours(tmp_path):
+    two = Image.fromarray(GREY > 127)
+    assert set(np.unique(whole(saved(tmp_path / "two.png", two)))) == {0, 255}
+    few = Image.fromarray(COLOURS).quantize(8)
+    assert np.array_equal(whole(saved(tmp_path / "few.png", few)), np.array(few.convert("RGB")))
+
+
+@pytest.mark.parametrize(("alpha", "expected"), [(0, 255), (255, 0), (102, 153)])
+def test_what_is_transparent_is_laid_on_white(tmp_path, alpha, expected):
+    black = np.zeros((2, 3, 4), np.uint8)
+    black[..., 3] = alpha
+    file, tensor = saved(tmp_path / "a.png", Image.fromarray(black)), torch.from_numpy(black).permute(2, 0, 1)
+    for source in (black, file, tensor):
+        assert np.array_equal(whole(source), np.full((2, 3, 3), expected))
+
+
+def test_a_transparent_colour_of_a_palette_is_laid_on_white(tmp_path):
+    path = saved(tmp_path / "a.png", Image.fromarray(np.zeros((2, 2), np.uint8)).convert("P"), transparency=0)
+    assert np.array_equal(whole(path), np.full((2, 2, 3), 255))
+
+
+def test_a_photograph_stands_upright(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: the first row of the file is the right-hand column
+    path = saved(tmp_path / "a.tif", Image.fromarray(COLOURS), exif=exif)
+    assert np.array_equal(whole(path), np.rot90(COLOURS, -1))
+
+
+def test_floats_from_0_to_1_are_scaled():
+    assert np.array_equal(whole(COLOURS / 255), COLOURS)
+    assert np.array_equal(whole(torch.from_numpy(COLOURS / 255).permute(2, 0, 1)), COLOURS)
+
+
+def test_a_picture_passes_through():
+    opened = open_image(COLOURS)
+    assert isinstance(opened, Picture)
+    assert open_image(opened) is opened
+
+
+def test_pictures_larger_than_pillow_expects_are_read(tmp_path, monkeypatch):
+    """Pillow warns above 90 million pixels and refuses above 180: a 16384 x 16384 picture has 268."""
+    path = saved(tmp_path / "a.png", Image.fromarray(COLOURS))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    assert np.array_equal(whole(path), COLOURS)
+    assert Image.MAX_IMAGE_PIXELS == 10
+
+
+def test_a_rectangle_is_read():
+    rectangle = open_image(COLOURS).read(1, 2, 4, 5)
+    assert np.array_equal(rectangle, COLOURS[1:5, 2:7])
+    rectangle[:] = 0
+    assert np.array_equal(whole(COLOURS), COLOURS), "a rectangle is a copy"
+
+
+@pytest.mark.parametrize("corner", [(-1, 0), (0, -1), (5, 0), (0, 8)], ids=str)
+def test_a_rectangle_outside_is_refused(corner):
+    with pytest.raises(ImageError, match=r"picture has 6 x 9 pixels.*do not lie inside it"):
+        open_image(COLOURS).read(*corner, 2, 2)
+
+
+def test_a_thumbnail_shrinks_and_keeps_the_sides_ratio():
+    wide = ArrayPicture("wide", np.full((100, 400, 3), 7, np.uint8))
+    assert wide.thumbnail(200).shape == (50, 200, 3)
+    assert wide.thumbnail(1000).shape == (100, 400, 3)
+
+
+def broken(path: Path) -> Path:
+    saved(path, Image.fromarray(immunohistochemistry()[:64, :64]))
+    path.write_bytes(path.read_bytes()[:1500])
+    return path
+
+
+def empty(path: Path) -> Path:
+    path.write_bytes(b"")
+    return path
+
+
+def folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def boasting(path: Path) -> Path:
+    """A damaged TIFF header: it ended the process, by the memory that its size asks for."""
+    saved(path, Image.fromarray(GREY), tiffinfo={})
+    directory = path.read_bytes()
+    width = struct.pack("<HHII", 256, 4, 1, 9)
+    assert width in directory
+    path.write_bytes(directory.replace(width, struct.pack("<HHII", 256, 4, 1, 1 << 30)))
+    return path
+
+
+BAD_FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "missing.png": (lambda path: path, "does not exist"),
+    "folder.png": (folder, "is a folder"),
+    "empty.png": (empty, "is not a PNG, JPEG or TIFF picture"),
+    "text.tif": (lambda path: path.write_text("no picture") and path, "is not a PNG, JPEG or TIFF picture"),
+    "bitmap.bmp": (lambda path: saved(path, Image.fromarray(GREY)), "is not a PNG, JPEG or TIFF picture"),
+    "cut.png": (broken, "is damaged"),
+    "cut.jpg": (broken, "is damaged"),
+    "cut.tif": (broken, "is not a PNG, JPEG or TIFF picture|is damaged"),
+    "boast.tif": (boasting, r"is damaged: it says that it holds 6 x 1073741824 pixels"),
+    "grey16.png": (lambda path: saved(path, Image.fromarray(GREY.astype(np.uint16))), "16 bits per channel"),
+    "grey16.tif": (lambda path: saved(path, Image.fromarray(GREY.astype(np.uint16))), "16 bits per channel"),
+    "colour16.png": (png_16_bit_colour, "16 bits per channel"),
+    "float.tif": (
+        lambda path: saved(path, Image.fromarray(GREY.astype(np.float32))),
+        "mode F .floating-point",
+    ),
+    "print.jpg": (lambda path: saved(path, Image.new("CMYK", (4, 4))), "mode CMYK .printing inks"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Truncated File Read:UserWarning", "ignore:Corrupt EXIF:UserWarning")
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_file_that_is_no_picture_of_ours_is_refused_by_name_and_reason(tmp_path, name):
+    make, reason = BAD_FILES[name]
+    path = make(tmp_path / name)
+    with pytest.raises(ImageError, match=reason) as caught:
+        open_image(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (COLOURS.astype(np.uint16), "holds uint16 numbers"),
+        (COLOURS.astype(np.float64), "from 0 to 25"),
+        (GREY > 127, "holds bool numbers"),
+        (COLOURS.transpose(2, 0, 1), r"shape \(3, 6, 9\).*\(H, W, C\) as an array"),
+        (np.zeros((0, 4, 3), np.uint8), r"shape \(0, 4, 3\)"),
+        (np.full((4, 4, 3), np.nan), "floats from 0 to 1"),
+        (torch.zeros(1, 3, 4, 4), r"shape \(1, 3, 4, 4\), but a picture is \(C, H, W\)"),
+        (torch.from_numpy(COLOURS), r"1, 3 or 4 channels"),
+        (42, "a value of type int"),
+    ],
+    ids=str,
+)
+def test_numbers_that_are_no_picture_are_refused(source, reason):
+    with pytest.raises(ImageError, match=reason):
+        open_image(source)
+
+
+def test_the_examples_run():
+    assert doctest.testmod(picture).failed == 0

@@ -1,0 +1,386 @@
+"""What a trace says of a model, and that it leaves the model alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engines.errors import TraceError
+from engines.layer.graph import ModelGraph, Ref, TensorSpec
+from engines.layer.trace import trace
+from engines.models import resnet_v1
+from engines.spatial.ops import operator_of
+from tests.exact import assert_exact, tiled, weighted_sum, whole_numbers
+
+Forward = Callable[[Tensor], Tensor]
+
+
+class Calls(nn.Module):
+    """A plain function as a module."""
+
+    def __init__(self, function: Forward) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def traced(model: nn.Module | Forward, shape: tuple[int, ...] = (1, 2, 6, 6)) -> ModelGraph:
+    """The graph of the model with the sum of its outputs as its loss."""
+    module = model if isinstance(model, nn.Module) else Calls(model)
+    images, labels = TensorSpec(shape, "float64"), TensorSpec((1,), "float64")
+    return trace(module, lambda prediction, labels: prediction.sum() + 0 * labels.sum(), images, labels)
+
+
+def operators(graph: ModelGraph) -> list[str]:
+    """The model's own; the loss has four."""
+    return [node.operator.removeprefix("aten.") for node in graph.nodes[:-4]]
+
+
+# ---- operators that write to their inputs
+
+
+def add_to_itself(x: Tensor) -> Tensor:
+    y = x * 2
+    y += x
+    return y * y
+
+
+def relu_then_twice_the_result(x: Tensor) -> Tensor:
+    y = x * 2
+    z = y.relu_()
+    return y + z
+
+
+def write_then_look_again(x: Tensor) -> Tensor:
+    y = x * 2
+    y.view(-1)  # a view that nobody reads
+    y.mul_(3)
+    return y.permute(0, 2, 3, 1)
+
+
+def write_through_a_view_that_goes_on(x: Tensor) -> Tensor:
+    y = (x * 2).permute(0, 2, 3, 1)
+    y.add_(1)
+    return y.permute(0, 3, 1, 2)
+
+
+def write_to_what_may_be_a_copy(x: Tensor) -> Tensor:
+    """All of these return the tensor itself here."""
+    y = x * 2
+    y.contiguous().type_as(x).to(torch.float64).mul_(3)
+    return y + 1
+
+
+IN_PLACE: dict[str, nn.Module | Forward] = {
+    "nn.ReLU(inplace=True)": nn.Sequential(nn.ReLU(inplace=True)),
+    "y += x": add_to_itself,
+    "the written value and the result": relu_then_twice_the_result,
+    "a view made behind the write": write_then_look_again,
+    "a view that is written and goes on": write_through_a_view_that_goes_on,
+    "what may be a copy and is none": write_to_what_may_be_a_copy,
+    "several in a row": lambda x: (x + 0).clamp_(-1, 1).neg_().add_(2),
+    "dropout switched off, in place": nn.Sequential(nn.Dropout(0.5, inplace=True)).eval(),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place_operators_become_out_of_place(name: str):
+    graph = traced(IN_PLACE[name])
+    assert not any(operator_of(node.operator)._schema.is_mutable for node in graph.nodes)
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_written_name_means_the_result_from_then_on(name: str):
+    """Run by our own worker on one rank, against PyTorch that did write in place."""
+    model = IN_PLACE[name]
+    after_a_layer = nn.Sequential(
+        Calls(lambda x: x * 1), model if isinstance(model, nn.Module) else Calls(model)
+    )
+    assert_exact(after_a_layer.eval(), whole_numbers(1, 2, 4, 6), tiled("1x1"))
+
+
+def read_the_base(view: Callable[[Tensor], Tensor]) -> Forward:
+    def forward(x: Tensor) -> Tensor:
+        y = x * 2
+        view(y).mul_(3)
+        return y + 1
+
+    return forward
+
+
+def read_the_view(view: Callable[[Tensor], Tensor]) -> Forward:
+    def forward(x: Tensor) -> Tensor:
+        y = x * 2
+        seen = view(y)
+        y.mul_(3)
+        return seen + 1
+
+    return forward
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda y: y.view(1, -1),
+    "reshape": lambda y: y.reshape(2, -1),
+    "flatten": lambda y: y.flatten(1),
+    "permute": lambda y: y.permute(0, 2, 3, 1),
+    "transpose": lambda y: y.transpose(2, 3),
+    "slice": lambda y: y[:, :1],
+    "select": lambda y: y[:, 0],
+    "chunk": lambda y: y.chunk(2, dim=1)[0],
+    "split": lambda y: y.split(1, dim=1)[1],
+    "unbind": lambda y: y.unbind(1)[0],
+    "unsqueeze": lambda y: y.unsqueeze(0),
+    "detach": lambda y: y.detach(),
+    "dropout switched off": lambda y: F.dropout(y, training=False),
+    "view of a view": lambda y: y.view(-1)[3:],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("read", [read_the_base, read_the_view])
+def test_a_write_through_a_view_that_is_read_is_an_error(name: str, read: Callable[..., Forward]):
+    with pytest.raises(
+        TraceError, match=r"aten\.add\.Tensor in .* reads memory that aten\.mul\.Tensor in .*"
+    ):
+        traced(read(VIEWS[name]))
+
+
+def test_that_error_names_both_lines():
+    with pytest.raises(TraceError) as caught:
+        traced(read_the_base(VIEWS["view"]))
+    told = str(caught.value)
+    assert "return y + 1" in told
+    assert "view(y).mul_(3)" in told
+    assert "Make that operator out-of-place" in told
+
+
+# ---- where an operator comes from
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.conv(x))
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(Block(), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * 7
+
+
+def line_of(text: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return 1 + next(index for index, line in enumerate(lines) if line.strip() == text)
+
+
+def test_module_path_and_source_line_are_the_users():
+    graph = traced(Nested())
+    found = {node.operator: node for node in graph.nodes[:-4]}
+    assert {operator.split(".")[1]: node.module for operator, node in found.items()} == {
+        "conv2d": "body.0.conv", "tanh": "body.0", "relu": "body.1", "mul": "",
+    }  # fmt: skip
+    for operator, text in (
+        ("aten.conv2d.default", "return torch.tanh(self.conv(x))"),
+        ("aten.tanh.default", "return torch.tanh(self.conv(x))"),
+        ("aten.relu.default", "return self.body(x) * 7"),
+        ("aten.mul.Tensor", "return self.body(x) * 7"),
+    ):
+        source = found[operator].source
+        assert source.endswith(f": {text}")
+        assert f'"{__file__}", line {line_of(text)}:' in source
+    assert found["aten.mul.Tensor"].where.startswith("the model itself, ")
+
+
+def test_a_plain_function_as_loss_is_not_called_the_model():
+    graph = trace(
+        Nested(), weighted_sum, TensorSpec((1, 2, 6, 6), "float64"), TensorSpec((1, 2, 4, 4), "float64")
+    )
+    assert all("loss" in node.where for node in graph.nodes[-2:])
+
+
+def test_a_loss_module_keeps_its_name():
+    judge = nn.CrossEntropyLoss(torch.ones(2).double())
+    graph = trace(Nested(), judge, TensorSpec((1, 2, 6, 6), "float64"), TensorSpec((1, 4, 4), "int64"))
+    assert graph.nodes[-1].module == "loss"
+    assert list(graph.buffers) == ["loss.weight"]
+
+
+# ---- what is in a graph
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    kernel=st.tuples(*[st.integers(1, 3)] * 2), groups=st.integers(1, 3), out=st.integers(1, 3),
+    stride=st.integers(1, 2), batch=st.integers(1, 3),
+)  # fmt: skip
+def test_flops_of_convolutions(kernel: tuple[int, int], groups: int, out: int, stride: int, batch: int):
+    """Each output is a dot product over kernel x channels of its group; transposed, each input is spread."""
+    channels, size_px = 2 * groups, 7
+    conv = nn.Conv2d(channels, out * groups, kernel, stride, groups=groups)
+    high, wide = ((size_px - k) // stride + 1 for k in kernel)
+    expected = 2 * batch * out * groups * high * wide * kernel[0] * kernel[1] * 2
+    assert traced(conv, (batch, channels, size_px, size_px)).nodes[0].flops == expected
+    spread = nn.ConvTranspose2d(channels, out * groups, kernel, stride, groups=groups)
+    expected = 2 * batch * channels * size_px**2 * kernel[0] * kernel[1] * out
+    assert traced(spread, (batch, channels, size_px, size_px)).nodes[0].flops == expected
+
+
+def test_flops_of_a_linear_layer_and_of_the_rest():
+    model = nn.Sequential(nn.ReLU(), nn.Flatten(), nn.Linear(2 * 6 * 6, 10))
+    graph = traced(model, (3, 2, 6, 6))
+    assert [node.flops for node in graph.nodes[:3]] == [3 * 72, 3 * 72, 2 * 3 * 72 * 10]
+    assert graph.flops == sum(node.flops for node in graph.nodes)
+
+
+def test_arguments_are_named_and_complete():
+    (node,) = traced(nn.Conv2d(2, 2, 3, padding=1, bias=False)).nodes[:-4]
+    plain = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in node.arguments.items()
+    }
+    assert plain == {
+        "input": Ref("images"), "weight": Ref("model.weight"), "bias": None, "stride": (1, 1),
+        "padding": (1, 1), "dilation": (1, 1), "groups": 1,
+    }  # fmt: skip
+    assert node.reads == ("images", "model.weight")
+
+
+def test_picks_stand_right_behind_what_they_pick_from():
+    def forward(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=1)
+        y = first * 3
+        return y + second
+
+    names = operators(traced(forward))
+    assert names == ["chunk.default", "getitem", "getitem", "mul.Tensor", "add.Tensor"]
+
+
+def test_weights_buffers_and_frozen_parameters():
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3))
+    model[0].weight.requires_grad_(False)
+    graph = traced(model)
+    assert set(graph.weights) == {f"model.{name}" for name, _ in model.named_parameters()}
+    assert graph.trainable == set(graph.weights) - {"model.0.weight"}
+    assert set(graph.buffers) == {
+        f"model.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
+    }
+    assert graph.weights["model.0.weight"] == TensorSpec((3, 2, 1, 1), "float64")
+    assert graph.specs[graph.prediction] == TensorSpec((1, 3, 6, 6), "float64")
+    assert graph.specs[graph.loss].shape == ()
+
+
+def test_only_plain_chains_are_chains():
+    class NotPlain(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1
+
+    graph = traced(nn.Sequential(nn.Sequential(nn.ReLU()), NotPlain(nn.ReLU())))
+    assert graph.chains == {"", "0"}
+
+
+# ---- the model is left alone
+
+
+def test_the_users_model_is_neither_changed_nor_moved():
+    model = resnet_v1(8).eval()
+    model.stem.requires_grad_(False)
+    before = {name: (id(tensor), tensor.device, tensor.dtype, tensor.requires_grad, tensor.clone())
+              for name, tensor in model.state_dict(keep_vars=True).items()}  # fmt: skip
+    modes = [module.training for module in model.modules()]
+    trace(model, nn.CrossEntropyLoss(), TensorSpec((1, 3, 32, 32), "float64"), TensorSpec((1,), "int64"))
+    after = model.state_dict(keep_vars=True)
+    assert list(after) == list(before)
+    for name, (identity, *facts, values) in before.items():
+        tensor = after[name]
+        assert (id(tensor), [tensor.device, tensor.dtype, tensor.requires_grad]) == (identity, facts)
+        assert torch.equal(tensor, values)
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+BIG = """
+import resource
+from torch import nn
+from engines.layer.graph import TensorSpec
+from engines.layer.trace import trace
+from engines.plan import Plan
+from engines.program.compile import compile_plan
+
+def peak_mib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+model = nn.Sequential(
+    nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2),
+    nn.Upsample(scale_factor=2), nn.Conv2d(64, 2, 1),
+)
+peaks = []
+for size_px in (64, 8192):
+    graph = trace(
+        model, nn.CrossEntropyLoss(),
+        TensorSpec((1, 3, size_px, size_px), "float32"), TensorSpec((1, size_px, size_px), "int64"),
+    )
+    peaks.append(peak_mib())
+    compile_plan(graph, Plan(split_size=1, spatial_size=1))
+    peaks.append(peak_mib())
+print(peaks[2] - peaks[1], peaks[3] - peaks[2])
+"""
+
+
+def test_tracing_and_compiling_8192_x_8192_take_no_memory_to_speak_of():
+    """Of the image alone there are 768 MiB, and 16 GiB behind the first convolution."""
+    told = subprocess.run(
+        [sys.executable, "-c", BIG], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
+    trace_mib, compile_mib = map(float, told.stdout.split())
+    assert trace_mib < 50
+    assert compile_mib < 50
+
+
+# ---- models that cannot be traced
+
+
+def branches_on_a_value(x: Tensor) -> Tensor:
+    return x * 2 if x.sum() > 0 else x
+
+
+def asks_for_an_item(x: Tensor) -> Tensor:
+    return x * x.max().item() if x.max().item() > 1 else x
+
+
+@pytest.mark.parametrize("forward", [branches_on_a_value, asks_for_an_item])
+def test_a_model_that_decides_by_values_is_told_so(forward: Forward):
+    with pytest.raises(TraceError, match="its forward takes no decision from the values of a tensor"):
+        traced(forward)
+
+
+def test_a_model_that_cannot_take_the_image_is_told_its_shape():
+    with pytest.raises(TraceError, match=r"Conv2d cannot be traced with images of shape \(1, 2, 6, 6\)"):
+        traced(nn.Conv2d(3, 1, 1))
+
+
+def test_a_shape_that_depends_on_values_is_an_error_of_ours():
+    with pytest.raises(TraceError, match="values of a tensor"):
+        traced(lambda x: x[x > 0])
+
+
+def test_a_loss_that_is_no_number_is_an_error():
+    with pytest.raises(TraceError, match=r"must be one number, but its shape is \(1, 2, 6, 6\)"):
+        trace(Calls(torch.relu), lambda prediction, labels: prediction + labels,
+              TensorSpec((1, 2, 6, 6), "float64"), TensorSpec((1,), "float64"))  # fmt: skip

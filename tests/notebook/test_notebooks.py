@@ -1,0 +1,42 @@
+"""The tutorials: stored without outputs, cells of a few lines, and they run from top to bottom."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
+
+
+def code_cells(book):
+    return [cell for cell in book.cells if cell.cell_type == "code"]
+
+
+def test_there_are_tutorials():
+    assert PATHS
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_tutorial_is_clean(path: Path):
+    code = code_cells(nbformat.read(path, as_version=4))
+    assert not any(cell.outputs or cell.execution_count for cell in code), (
+        "clear the outputs before committing"
+    )
+    assert max(len(cell.source.splitlines()) for cell in code) <= 12, "move code into mpi4dl_nb"
+    assert ".stop()" in code[-1].source, "the last cell stops the cluster"
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_tutorial_runs(path: Path):
+    book = nbformat.read(path, as_version=4)
+    NotebookClient(book, timeout=300, kernel_name="python3").execute()
+    shown = [output for cell in code_cells(book) for output in cell.outputs]
+    assert not any(output.output_type == "error" for output in shown)
+    pictures = [html for output in shown if "<img" in (html := output.get("data", {}).get("text/html", ""))]
+    assert pictures, "no figure was shown"
+    assert all(re.search(r'alt="[^"]{40,}"', html) for html in pictures), "a figure has no alt text"

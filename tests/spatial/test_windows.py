@@ -1,0 +1,92 @@
+"""Windows, from the outputs backwards: held against which pixels each output reads, pixel by pixel."""
+
+from __future__ import annotations
+
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from engines.spatial.tiles import Span, Tile
+from engines.spatial.windows import Reach, Shift, SlidingWindow, TransposedWindow, halo_widths, window
+
+settings = {
+    "kernel": st.integers(1, 6), "stride": st.integers(1, 5), "padding": st.integers(0, 6),
+    "dilation": st.integers(1, 4),
+}  # fmt: skip
+outputs = st.builds(lambda start, length: Span(start, start + length), st.integers(0, 12), st.integers(1, 9))
+
+
+def indices(span: Span) -> list[int]:
+    return list(range(span.start, span.stop))
+
+
+def hull(pixels: set[int]) -> Span:
+    return Span(min(pixels), max(pixels) + 1)
+
+
+def read_by(output: int, rule: SlidingWindow) -> set[int]:
+    """The definition of a convolution: output o reads o * stride - padding + dilation * k."""
+    return {output * rule.stride - rule.padding + rule.dilation * k for k in range(rule.kernel)}
+
+
+def written_by(pixel: int, rule: TransposedWindow) -> set[int]:
+    """The definition of a transposed convolution: input i writes i * stride - padding + dilation * k."""
+    return {pixel * rule.stride - rule.padding + rule.dilation * k for k in range(rule.kernel)}
+
+
+@given(rule=st.builds(SlidingWindow, **settings), out=outputs)
+def test_a_sliding_window_is_what_its_outputs_read(rule: SlidingWindow, out: Span):
+    """No pixel too few and none too many: its ends are read, and all between them where none is skipped."""
+    read = set().union(*(read_by(output, rule) for output in indices(out)))
+    assert rule(out) == hull(read)
+    if rule.dilation == 1 and rule.stride <= rule.kernel:
+        assert set(indices(rule(out))) == read
+
+
+@given(rule=st.builds(TransposedWindow, **settings), out=outputs)
+@example(rule=TransposedWindow(kernel=1, stride=5), out=Span(2, 4))
+def test_a_transposed_window_is_what_writes_to_its_outputs(rule: TransposedWindow, out: Span):
+    """Where no pixel writes to the outputs it is one pixel all the same, for a kernel needs one."""
+    near = {pixel: written_by(pixel, rule) for pixel in range(-60, 60)}
+    writers = {pixel for pixel, written in near.items() if written & set(indices(out))}
+    around = {
+        pixel for pixel, written in near.items() if min(written) < out.stop and max(written) >= out.start
+    }
+    found = rule(out)
+    assert writers <= set(indices(found))
+    assert found == hull(around) if around else len(found) == 1
+    if rule.dilation == 1:
+        assert around == writers
+
+
+@given(by=st.integers(-9, 9), out=outputs)
+def test_a_shift_reads_one_pixel_for_each_output(by: int, out: Span):
+    assert indices(Shift(by)(out)) == [output + by for output in indices(out)]
+
+
+@given(size_px=st.integers(1, 30), count=st.integers(1, 30), data=st.data())
+def test_reach_is_what_adaptive_cells_read(size_px: int, count: int, data: st.DataObject):
+    start = data.draw(st.integers(0, count - 1))
+    out = Span(start, data.draw(st.integers(start + 1, count)))
+    cells = [range(i * size_px // count, -(-(i + 1) * size_px // count)) for i in range(count)]
+    found = Reach(lambda i: cells[i][0], lambda i: cells[i][-1])(out)
+    assert set(indices(found)) == {pixel for i in indices(out) for pixel in cells[i]}
+
+
+@given(
+    rows=st.builds(SlidingWindow, **settings),
+    cols=st.builds(TransposedWindow, **settings),
+    a=outputs,
+    b=outputs,
+)
+def test_a_window_has_a_rule_for_each_axis(rows: SlidingWindow, cols: TransposedWindow, a: Span, b: Span):
+    assert window(Tile(a, b), rows, cols) == Tile(rows(a), cols(b))
+
+
+@given(image_px=st.integers(1, 20), own=outputs, reads=st.builds(
+    lambda start, length: Span(start, start + length), st.integers(-6, 20), st.integers(1, 20)))  # fmt: skip
+def test_halo_widths_count_the_borrowed_pixels(image_px: int, own: Span, reads: Span):
+    """Where the window touches the tile. (One that does not is no halo, but a whole tile from elsewhere.)"""
+    assume(own.stop <= image_px and own & reads)
+    borrowed = set(indices(reads)) & set(range(image_px)) - set(indices(own))
+    before = {pixel for pixel in borrowed if pixel < own.start}
+    assert halo_widths(own, reads, image_px) == (len(before), len(borrowed - before))

@@ -1,0 +1,373 @@
+"""Models that tiles cannot run: refused with operator, module, line and mend. Never a silent wrong answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engines.errors import TraceError
+from engines.plan import Plan
+from engines.training import prepare
+from tests.exact import assert_exact, close, tiled, weighted_sum, whole_numbers, with_whole_weights
+
+Function = Callable[[Tensor], Tensor]
+
+
+class Op(nn.Module):
+    """A plain function as a module."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Net(nn.Module):
+    """Two layers, the second of which ends in the operator: (1, 2, H, W) -> what it makes of (1, 4, H, W)."""
+
+    def __init__(self, op: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.second, self.op = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), op
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(self.second(self.stem(x)))
+
+
+# ---- operators without a rule
+
+
+class RunningSum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(2)
+
+
+class MirroredBorder(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x, (1, 1, 1, 1), mode="reflect")
+
+
+class RandomMask(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5)
+
+
+class OneRowOfAll(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(2)
+
+
+class OneRowByView(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], -1)
+
+
+class UpsideDown(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flip(2)
+
+
+class SumOfRows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(2)
+
+
+class ItselfBelowItself(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x], dim=2)
+
+
+class RightHalf(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.chunk(2, dim=-1)[1]
+
+
+class Product(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x.permute(0, 1, 3, 2)
+
+
+class ShareOfTheRow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.softmax(-1)
+
+
+# Whoever writes an entry for one of these strikes it here.
+BAD: dict[type[nn.Module], str] = {
+    RunningSum: "aten.cumsum.default",
+    MirroredBorder: "aten.pad.default",
+    RandomMask: "aten.dropout.default",
+    OneRowOfAll: "aten.flatten.using_ints",
+    OneRowByView: "aten.view.default",
+    UpsideDown: "aten.flip.default",
+    SumOfRows: "aten.sum.dim_IntList",
+    ItselfBelowItself: "aten.cat.default",
+    RightHalf: "aten.chunk.default",
+    Product: "aten.matmul.default",
+    ShareOfTheRow: "aten.softmax.int",
+}
+every_bad_operator = pytest.mark.parametrize(("op", "operator"), BAD.items(), ids=[op.__name__ for op in BAD])
+
+
+def its_line(op: type[nn.Module]) -> tuple[int, str]:
+    """Number and text of the line in its forward."""
+    first = op.forward.__code__.co_firstlineno
+    return first + 1, Path(__file__).read_text().splitlines()[first].strip()
+
+
+@every_bad_operator
+@pytest.mark.parametrize("grid", ["1x2", "2x1", "2x2"])
+def test_an_operator_without_a_rule_is_refused_with_the_mend(op: type[nn.Module], operator: str, grid: str):
+    with pytest.raises(TraceError) as caught:
+        prepare(Net(op()), tiled(grid), (1, 2, 8, 8), lambda prediction, labels: prediction.sum())
+    told, (line, text) = str(caught.value), its_line(op)
+    assert told.startswith(f"{operator} (reads ")
+    assert f'It is in op, "{__file__}", line {line}: {text}. ' in told
+    assert "Either end the spatial stages before it (a smaller spatial_size, or another balance)" in told
+    assert (
+        f'write an entry: a function like those in engines/spatial/entries, under @entry("{operator}").'
+        in told
+    )
+
+
+@every_bad_operator
+@pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
+def test_the_mend_mends(op: type[nn.Module], operator: str, grid: str):
+    """Behind the joint, on one rank, any operator runs, and is exact."""
+    plan = Plan(split_size=2, spatial_size=1, slice_method=grid, balance=(1, 1), precision="float64")
+    same = close if op is ShareOfTheRow else torch.equal
+    assert_exact(with_whole_weights(Net(op())), whole_numbers(1, 2, 8, 8), plan, same=same)
+
+
+def test_the_error_comes_before_anything_runs():
+    """A plan with an operator that it cannot run is refused by prepare, on the machine of the user."""
+    with pytest.raises(TraceError, match=r"^aten\.flip\.default "):
+        prepare(nn.Sequential(nn.Conv2d(2, 2, 1), UpsideDown()), tiled("2x2"), (1, 2, 8, 8))
+
+
+class Position(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(whole_numbers(1, 2, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.code
+
+
+def test_pixels_that_the_model_owns_are_refused():
+    with pytest.raises(TraceError) as caught:
+        prepare(nn.Sequential(Position()), tiled("2x2"), (1, 2, 8, 8), weighted_sum)
+    told = str(caught.value)
+    assert told.startswith("aten.add.Tensor in 0, ")
+    assert "joins a tiled value of (8, 8) pixels with model.0.code of shape (1, 2, 8, 8)" in told
+    assert "return x + self.code" in told
+    assert "end the spatial stages before this layer (spatial_size, balance)" in told
+
+
+# ---- either exact or refused
+
+
+def verdict(model: nn.Module | Function, grid: str, **how: object) -> str:
+    """`exact`, or why it was refused. Anything else fails: wrong numbers, or an error that is not ours."""
+    module = model if isinstance(model, nn.Module) else Op(model)
+    try:
+        assert_exact(module.double(), whole_numbers(1, 4, 8, 8, seed=3), tiled(grid), **how)
+    except TraceError as error:
+        return str(error)
+    return "exact"
+
+
+class WithConv(nn.Module):
+    """A kernel that tells rows from columns, before or behind which axes are exchanged."""
+
+    def __init__(self, order: tuple[int, ...], conv: nn.Module) -> None:
+        super().__init__()
+        self.order, self.conv = order, with_whole_weights(conv)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.permute(self.order))
+
+
+ACROSS, LAST = (0, 1, 3, 2), (0, 2, 3, 1)
+OTHER_AXES: dict[str, Callable[[], nn.Module | Function]] = {
+    "conv": lambda: WithConv(ACROSS, nn.Conv2d(4, 4, (3, 1), padding=(1, 0))),
+    "conv over channels last": lambda: WithConv(LAST, nn.Conv2d(8, 4, (3, 1), padding=(1, 0))),
+    "transposed conv": lambda: WithConv(ACROSS, nn.ConvTranspose2d(4, 4, (3, 2), stride=(1, 2))),
+    "max pool": lambda: lambda x: F.max_pool2d(x.permute(ACROSS), (3, 1), 1, (1, 0)),
+    "average pool": lambda: lambda x: F.avg_pool2d(x.permute(ACROSS), (2, 1), divisor_override=1),
+    "adaptive pool": lambda: lambda x: F.adaptive_avg_pool2d(8 * x.permute(ACROSS), (4, 8)),
+    "global pool over channels last": lambda: (
+        lambda x: F.adaptive_avg_pool2d(32 * x.permute(LAST), 1).flatten(1)
+    ),
+    "max pool over channels last": lambda: lambda x: F.max_pool2d(x.permute(LAST), (2, 1)),
+    "upsample": lambda: lambda x: F.interpolate(x.permute(ACROSS), scale_factor=(2, 1)),
+    "pad": lambda: lambda x: F.pad(x.permute(ACROSS), (1, 2, 0, 0)),
+    "pad of channels last": lambda: lambda x: F.pad(x.permute(LAST), (1, 1)),
+    "slice": lambda: lambda x: x.permute(ACROSS)[:, :, 1:],
+    "sum with itself": lambda: lambda x: x.permute(ACROSS) + x,
+    "as it is": lambda: lambda x: x.permute(ACROSS) * 2,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_AXES)
+@pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
+def test_rows_and_columns_on_other_axes(name: str, grid: str):
+    """A model may exchange rows and columns, or keep channels last. One rank runs whatever PyTorch runs."""
+    told = verdict(OTHER_AXES[name](), grid)
+    assert told == "exact" or grid != "1x1", told
+
+
+@pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
+def test_batch_norm_over_channels_last(grid: str):
+    told = verdict(lambda x: F.batch_norm(x.permute(LAST), None, None, training=True), grid, same=close)
+    assert told == "exact" or grid != "1x1", told
+
+
+def cross_entropy_across(prediction: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(prediction.permute(ACROSS), labels)
+
+
+@pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
+def test_cross_entropy_across(grid: str):
+    labels = whole_numbers(1, 8, 8, low=0, high=3).long()
+    told = verdict(nn.Conv2d(4, 4, 1), grid, labels=labels, loss=cross_entropy_across, same=close)
+    assert told == "exact" or grid != "1x1", told
+
+
+TWO_TILED: dict[str, Function] = {
+    "conv by pixels of the image": lambda x: F.conv2d(x, x[:, :, :4, :4], padding=1),
+    "conv by the image": lambda x: F.conv2d(x, x, padding=4),
+    "transposed conv by the image": lambda x: F.conv_transpose2d(x, x.permute(1, 0, 2, 3)),
+    "slope by pixel": lambda x: F.prelu(x.permute(LAST), x.sum((0, 1, 3))),
+}
+
+
+@pytest.mark.parametrize("name", TWO_TILED)
+@pytest.mark.parametrize("grid", ["1x1", "2x2"])
+def test_weights_that_are_pixels(name: str, grid: str):
+    told = verdict(TWO_TILED[name], grid)
+    assert told == "exact" or grid != "1x1", told
+
+
+@pytest.mark.parametrize("grid", ["1x1", "2x1", "2x2"])
+def test_a_loss_with_a_weight_for_each_pixel(grid: str):
+    judge = nn.BCEWithLogitsLoss(weight=whole_numbers(8, 8, low=1, high=3))
+    told = verdict(nn.Conv2d(4, 4, 1), grid, loss=judge, same=close)
+    assert told == "exact" or grid != "1x1", told
+
+
+class Remembers(nn.Module):
+    """Changes a buffer of its own in its forward."""
+
+    def __init__(self, change: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4).double())
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self, x)
+
+
+def counts(module: nn.Module, x: Tensor) -> Tensor:
+    module.seen.add_(1)
+    return x * 2
+
+
+def counts_in_threes(module: nn.Module, x: Tensor) -> Tensor:
+    module.seen.add_(1, alpha=3)
+    return x * 2
+
+
+def counts_and_uses(module: nn.Module, x: Tensor) -> Tensor:
+    module.seen += 2
+    return x * module.seen[None, :, None, None]
+
+
+def sums(module: nn.Module, x: Tensor) -> Tensor:
+    module.seen += x.detach().sum((0, 2, 3))
+    return x * 2
+
+
+def fades(module: nn.Module, x: Tensor) -> Tensor:
+    module.seen.mul_(0.5).add_(x.detach().sum((0, 2, 3)))
+    return x * 2
+
+
+def copies(module: nn.Module, x: Tensor) -> Tensor:
+    module.seen.copy_(x.detach().sum((0, 2, 3)))
+    return x * 2
+
+
+def replaces(module: nn.Module, x: Tensor) -> Tensor:
+    module.seen = module.seen * 0.5 + x.detach().sum((0, 2, 3))
+    return x * 2
+
+
+@pytest.mark.parametrize("change", [counts, counts_in_threes, counts_and_uses, sums, fades, copies, replaces])
+@pytest.mark.parametrize("grid", ["1x1", "2x2"])
+def test_buffers_that_a_model_changes_itself(change: Callable[[nn.Module, Tensor], Tensor], grid: str):
+    """Batch norm's are known. Others move as in one process, or the model is refused."""
+    told = verdict(Remembers(change), grid)
+    assert told == "exact" or "seen" in told, told
+
+
+def sums_without_gradient(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        total = x.sum((2, 3), keepdim=True)
+    return x * total
+
+
+def picks_by_value(x: Tensor) -> Tensor:
+    return x[x > 0]
+
+
+def nothing(x: Tensor) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize("function", [sums_without_gradient, picks_by_value, nothing])
+@pytest.mark.parametrize("grid", ["1x1", "2x2"])
+def test_a_model_is_run_or_refused_but_never_an_inner_error(function: Function, grid: str):
+    assert verdict(function, grid)
+
+
+def test_a_tensor_that_the_loss_keeps_to_itself():
+    """It is on no rank. The message speaks of the loss, not of the model."""
+    weight = torch.tensor([1.0, 2.0, 0.5, 3.0]).double()
+    labels = whole_numbers(1, 8, 8, low=0, high=3).long()
+    told = verdict(
+        nn.Conv2d(4, 4, 1), "2x2", labels=labels, same=close,
+        loss=lambda prediction, labels: F.cross_entropy(prediction, labels, weight),
+    )  # fmt: skip
+    assert "loss" in told
+    assert "buffer" in told
+
+
+SWITCHED_OFF = [nn.Dropout(0.5), nn.Dropout(0.5, inplace=True), nn.Dropout2d(0.5)]
+
+
+@pytest.mark.parametrize("dropout", SWITCHED_OFF, ids=["dropout", "in place", "of channels"])
+@pytest.mark.parametrize("grid", ["1x1", "2x2"])
+def test_dropout_that_is_switched_off_is_nothing(dropout: nn.Module, grid: str):
+    """Before the global pool and behind it, as classifiers have it."""
+    before = nn.Sequential(nn.Conv2d(4, 4, 1), dropout)
+    assert verdict(with_whole_weights(before).eval(), grid) == "exact"
+    behind = nn.Sequential(
+        nn.Conv2d(4, 4, 1), Op(lambda x: x.sum((2, 3), keepdim=True)), dropout, nn.Flatten()
+    )
+    assert verdict(with_whole_weights(behind).eval(), grid) == "exact"
+
+
+@pytest.mark.parametrize("grid", ["1x2", "2x2"])
+def test_dropout_behind_the_global_pool_is_refused_on_tiles(grid: str):
+    """All tiles hold the same value there; each would draw another mask."""
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), Op(lambda x: x.sum((2, 3))), nn.Dropout(0.5))
+    assert verdict(with_whole_weights(model), grid).startswith(
+        "aten.dropout.default (reads sum_1) draws random numbers"
+    )

@@ -1,0 +1,68 @@
+"""Layouts: which rank holds which tile of which stage."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.errors import PlanError
+from engines.layout import Layout, Role, check_fits
+from engines.plan import Plan
+from engines.spatial.tiles import Grid
+
+grids = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=3)
+
+
+def plan_of(spatial: list[tuple[int, int]], plain: int) -> Plan:
+    methods = tuple(f"{rows}x{cols}" for rows, cols in spatial)
+    return Plan(split_size=len(spatial) + plain, spatial_size=len(spatial), slice_method=methods)
+
+
+@pytest.mark.parametrize(
+    ("plan", "picture"),
+    [
+        (plan_of([(2, 2)], 1), ["0 1 2 3", "4"]),
+        (plan_of([(2, 3), (1, 2)], 2), ["0 1 2 3 4 5", "6 7", "8", "9"]),
+        (plan_of([], 3), ["0", "1", "2"]),
+        (plan_of([(1, 2), (2, 1)], 1), ["0 1", "2 3", "4"]),
+    ],
+    ids=["4 tiles, then one rank", "two repartitions", "stages alone", "strips the other way"],
+)
+def test_ranks_in_stage_order(plan: Plan, picture: list[str]):
+    assert [" ".join(map(str, stage.ranks)) for stage in Layout.of(plan).stages] == picture
+
+
+@given(spatial=grids, plain=st.integers(1, 3))
+def test_every_rank_has_one_role_and_every_role_one_rank(spatial: list[tuple[int, int]], plain: int):
+    layout = Layout.of(plan_of(spatial, plain))
+    sizes = [rows * cols for rows, cols in spatial] + [1] * plain
+    assert list(layout.roles) == [
+        Role(stage, tile) for stage, tiles in enumerate(sizes) for tile in range(tiles)
+    ]
+    assert layout.size == len(layout.roles) == sum(sizes)
+    assert [layout.role(rank) for rank in range(layout.size)] == list(layout.roles)
+
+
+@given(spatial=grids, plain=st.integers(1, 3))
+def test_the_ranks_of_a_stage_are_its_tiles_in_order(spatial: list[tuple[int, int]], plain: int):
+    layout = Layout.of(plan_of(spatial, plain))
+    assert [rank for stage in layout.stages for rank in stage.ranks] == list(range(layout.size))
+    for index, stage in enumerate(layout.stages):
+        assert len(stage.ranks) == stage.grid.tiles
+        assert stage.grid == (Grid(*spatial[index]) if index < len(spatial) else Grid(1, 1))
+        assert [layout.role(rank) for rank in stage.ranks] == [
+            Role(index, tile) for tile in range(len(stage.ranks))
+        ]
+
+
+def test_a_cluster_of_another_size_is_refused_with_both_numbers():
+    plan = plan_of([(2, 2), (1, 2)], 1)
+    check_fits(plan, 7)
+    for engines in (6, 8):
+        with pytest.raises(PlanError) as caught:
+            check_fits(plan, engines)
+        assert str(caught.value) == (
+            f"The plan needs 7 ranks (4 + 2 + 1 over 3 stages), but there are {engines}. "
+            "Start 7 ranks, or change split_size, spatial_size or num_spatial_parts."
+        )
