@@ -11,14 +11,14 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 # The rooms whose files import the standard library and numpy only: checked strictly, their examples run.
-PURE := $(wildcard engines/errors.py engines/plan.py engines/layout.py engines/spatial/tiles.py \
+PURE := $(wildcard engines/errors.py engines/plan.py engines/layout.py engines/layer/graph.py engines/spatial/tiles.py \
 	engines/spatial/windows.py engines/spatial/moves.py engines/pipeline/*.py engines/program/instructions.py)
 
 # Open MPI refuses more ranks than cores, and root, unless told before the launch; so does JupyterLab root.
 # Threads are shared out among the ranks, or they would fight for the cores.
 RANKS := 5
 CORES := $(shell getconf _NPROCESSORS_ONLN)
-MPI_ENV := PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe \
+MPI_ENV := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe \
 	OMP_NUM_THREADS=$(shell echo $$(( $(CORES) > $(RANKS) ? $(CORES) / $(RANKS) : 1 )))
 ifeq ($(shell id -u),0)
 MPI_ENV += OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

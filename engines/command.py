@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 from torch import nn
 
@@ -20,7 +19,7 @@ __all__ = ["main"]
 Command = Callable[[World, Sequence[str]], bool]
 
 
-def main(arguments: Sequence[str]) -> int | NoReturn:
+def main(arguments: Sequence[str]) -> int:
     """Run one command on this rank; rank 0 prints one line of JSON, or one line of what is wrong."""
     name, rest = _split(arguments)
     if name == "gpu-check":

@@ -54,9 +54,7 @@ class Layout:
     @property
     def roles(self) -> tuple[Role, ...]:
         """The role of each rank, in rank order."""
-        return tuple(
-            Role(index, tile) for index, stage in enumerate(self.stages) for tile in range(len(stage.ranks))
-        )
+        return tuple(Role(index, tile) for index, stage in enumerate(self.stages) for tile in range(len(stage.ranks)))
 
     def role(self, rank: int) -> Role:
         """What rank `rank` is."""

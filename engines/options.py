@@ -38,7 +38,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     """The flags that all commands share."""
     flags = _Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     flags.add_argument(
-        "--model", default="engines.models:resnet110_v2", help="PACKAGE.MODULE:CALLABLE that returns a plain module"
+        "--model",
+        default="engines.models:resnet110_v2",
+        help="PACKAGE.MODULE:CALLABLE that returns a plain module",
     )
     flags.add_argument("--model-args", default="{}", help="JSON: an object of keywords, or a list of arguments")
     flags.add_argument("--image-size", default="512", help="pixels: one number, or HEIGHTxWIDTH")

@@ -71,14 +71,8 @@ class Comparison:
 def compare(oracle: Record, ranks: Sequence[Record]) -> Comparison:
     """Hold each rank's record against the oracle's; every copy of a weight counts."""
     losses = [pair for rank in ranks for pair in zip(rank.losses, oracle.losses, strict=False)]
-    steps = [
-        (rank.gradients[step], oracle.gradients[step])
-        for rank in ranks
-        for step in range(len(oracle.gradients))
-    ]
-    worst_rel, worst = max(
-        (_one(mine[name], theirs[name], theirs), name) for mine, theirs in steps for name in mine
-    )
+    steps = [(rank.gradients[step], oracle.gradients[step]) for rank in ranks for step in range(len(oracle.gradients))]
+    worst_rel, worst = max((_one(mine[name], theirs[name], theirs), name) for mine, theirs in steps for name in mine)
     return Comparison(
         loss_rel=max(abs(mine - theirs) / max(abs(theirs), 1e-300) for mine, theirs in losses),
         grad_rel=max(_distance(mine, theirs) for mine, theirs in steps),

@@ -171,9 +171,7 @@ def _check_balance(balance: str | tuple[int, ...], stages: int) -> None:
     if balance == "auto":
         return
     if not isinstance(balance, tuple) or not all(type(n) is int and n > 0 for n in balance):
-        raise PlanError(
-            f"balance={balance!r} must be 'auto' or a tuple of layers per stage, such as (20, 19)."
-        )
+        raise PlanError(f"balance={balance!r} must be 'auto' or a tuple of layers per stage, such as (20, 19).")
     if len(balance) != stages:
         raise PlanError(
             f"balance={balance} names {len(balance)} stages but split_size={stages}. "
@@ -190,6 +188,4 @@ def _refuse_what_is_to_come(plan: Plan) -> None:
                 f"leave {field.name} at {_NOT_YET[field.name]!r}."
             )
     if plan.precision not in ("float32", "float64"):
-        raise PlanError(
-            f"precision={plan.precision!r} has no engine in this version yet: use float32 or float64."
-        )
+        raise PlanError(f"precision={plan.precision!r} has no engine in this version yet: use float32 or float64.")

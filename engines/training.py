@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.comm.device import choose_device, threads_of
+from engines.comm.device import choose_device, memory_format, threads_of
 from engines.comm.world import World
 from engines.errors import ImageError, LossError, TraceError
 from engines.layer.graph import ModelGraph, TensorSpec
-from engines.layer.trace import MODEL, trace
+from engines.layer.trace import MODEL, answer, trace
 from engines.layout import Layout
 from engines.plan import Plan
 from engines.program.compile import Compiler
@@ -76,8 +76,7 @@ def prepare(
 
 def label_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
     """Class numbers for whatever the model answers: one for each row of its output, or for each pixel."""
-    first = trace(model, lambda prediction, labels: prediction.sum(), images, TensorSpec((1,), "int64"))
-    shape = first.specs[first.prediction].shape
+    shape = answer(model, images).shape
     return TensorSpec((shape[0], *shape[2:]), "int64")
 
 
@@ -120,10 +119,11 @@ class RankTraining:
         self.worker = Worker(program, world, self.weights, self.buffers, optimiser, self.device)
 
     def _own(self, tensor: Tensor) -> Tensor:
-        dtype = (
-            getattr(torch, self.graph.inputs["images"].dtype) if tensor.is_floating_point() else tensor.dtype
-        )
-        return tensor.detach().to(device=self.device, dtype=dtype, copy=True)
+        """A copy on this rank's device, in the precision and memory format that it computes with."""
+        image = self.graph.inputs["images"]
+        dtype = getattr(torch, image.dtype) if tensor.is_floating_point() else tensor.dtype
+        layout = memory_format(tensor.dim())
+        return tensor.detach().to(device=self.device, dtype=dtype, copy=True, memory_format=layout)
 
     def step(self, inputs: Mapping[str, Tensor]) -> StepReport:
         """One training step on this rank's part of the inputs.
@@ -141,13 +141,14 @@ class RankTraining:
         torch.set_num_threads(self.threads)
         for weight in self.weights.values():
             weight.grad = None
-        self.worker.restart({name: tensor.to(self.device) for name, tensor in inputs.items()})
+        self.worker.restart({name: self._placed(tensor) for name, tensor in inputs.items()})
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, memory_format=memory_format(tensor.dim()))
 
     def _check_loss(self) -> None:
         step = self.program.steps[self.worker.position - 1].instruction
-        if self.program.loss in getattr(step, "outputs", ()) and not math.isfinite(
-            loss := self.worker.loss or 0.0
-        ):
+        if self.program.loss in getattr(step, "outputs", ()) and not math.isfinite(loss := self.worker.loss or 0.0):
             raise LossError(
                 f"The loss is {loss}. No weight was changed. Lower the learning rate, or look for "
                 "values in the images or labels that are not finite."

@@ -16,9 +16,7 @@ __all__ = ["DEATH", "Call", "Ranks"]
 _LOOK_S = 0.02  # a death is looked for this often; an answer is noticed at once
 _GRACE_S = 0.35  # after a failure the other ranks come back by themselves in this time, or are told to
 
-DEATH = Failure(
-    "Death", "its process has ended (killed, perhaps for lack of memory, or by the code that it ran)"
-)
+DEATH = Failure("Death", "its process has ended (killed, perhaps for lack of memory, or by the code that it ran)")
 _SILENCE = Failure("Silence", "it does not answer any more, and the others could not go on without it")
 _TYPED = {kind.__name__: kind for kind in (ImageError, LossError, PlanError, RankError, TraceError)}
 
@@ -94,9 +92,7 @@ class Call:
             return _error(min(self.waiting.values()), _SILENCE, "")
         rank, *others = own or failures
         also = sorted(each for each in others if failures[each].message == failures[rank].message)
-        return _error(
-            rank, failures[rank], f" (And so on ranks {', '.join(map(str, also))}.)" if also else ""
-        )
+        return _error(rank, failures[rank], f" (And so on ranks {', '.join(map(str, also))}.)" if also else "")
 
 
 def _read(future: Future[bytes], lost: bool) -> Answer:

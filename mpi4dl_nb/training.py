@@ -112,11 +112,7 @@ class Training:
         """
         start_s = time.perf_counter()
         recipe = self._prepare(replace(self.plan, precision="float64"))
-        whole = (
-            batches(recipe, seed)
-            if data is None
-            else [self._checked(*batch, recipe) for batch in data][:STEPS]
-        )
+        whole = batches(recipe, seed) if data is None else [self._checked(*batch, recipe) for batch in data][:STEPS]
         work = [
             (self._recipe_of(program, recipe), [cut_inputs(program.feeds, batch) for batch in whole])
             for program in self.programs

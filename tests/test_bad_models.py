@@ -130,10 +130,7 @@ def test_an_operator_without_a_rule_is_refused_with_the_mend(op: type[nn.Module]
     assert told.startswith(f"{operator} (reads ")
     assert f'It is in op, "{__file__}", line {line}: {text}. ' in told
     assert "Either end the spatial stages before it (a smaller spatial_size, or another balance)" in told
-    assert (
-        f'write an entry: a function like those in engines/spatial/entries, under @entry("{operator}").'
-        in told
-    )
+    assert f'write an entry: a function like those in engines/spatial/entries, under @entry("{operator}").' in told
 
 
 @every_bad_operator
@@ -202,9 +199,7 @@ OTHER_AXES: dict[str, Callable[[], nn.Module | Function]] = {
     "max pool": lambda: lambda x: F.max_pool2d(x.permute(ACROSS), (3, 1), 1, (1, 0)),
     "average pool": lambda: lambda x: F.avg_pool2d(x.permute(ACROSS), (2, 1), divisor_override=1),
     "adaptive pool": lambda: lambda x: F.adaptive_avg_pool2d(8 * x.permute(ACROSS), (4, 8)),
-    "global pool over channels last": lambda: (
-        lambda x: F.adaptive_avg_pool2d(32 * x.permute(LAST), 1).flatten(1)
-    ),
+    "global pool over channels last": lambda: lambda x: F.adaptive_avg_pool2d(32 * x.permute(LAST), 1).flatten(1),
     "max pool over channels last": lambda: lambda x: F.max_pool2d(x.permute(LAST), (2, 1)),
     "upsample": lambda: lambda x: F.interpolate(x.permute(ACROSS), scale_factor=(2, 1)),
     "pad": lambda: lambda x: F.pad(x.permute(ACROSS), (1, 2, 0, 0)),
@@ -314,7 +309,7 @@ def replaces(module: nn.Module, x: Tensor) -> Tensor:
 def test_buffers_that_a_model_changes_itself(change: Callable[[nn.Module, Tensor], Tensor], grid: str):
     """Batch norm's are known. Others move as in one process, or the model is refused."""
     told = verdict(Remembers(change), grid)
-    assert told == "exact" or "seen" in told, told
+    assert told == "exact" or "aten." in told or "buffer" in told, told
 
 
 def sums_without_gradient(x: Tensor) -> Tensor:
@@ -358,9 +353,7 @@ def test_dropout_that_is_switched_off_is_nothing(dropout: nn.Module, grid: str):
     """Before the global pool and behind it, as classifiers have it."""
     before = nn.Sequential(nn.Conv2d(4, 4, 1), dropout)
     assert verdict(with_whole_weights(before).eval(), grid) == "exact"
-    behind = nn.Sequential(
-        nn.Conv2d(4, 4, 1), Op(lambda x: x.sum((2, 3), keepdim=True)), dropout, nn.Flatten()
-    )
+    behind = nn.Sequential(nn.Conv2d(4, 4, 1), Op(lambda x: x.sum((2, 3), keepdim=True)), dropout, nn.Flatten())
     assert verdict(with_whole_weights(behind).eval(), grid) == "exact"
 
 

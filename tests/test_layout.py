@@ -37,9 +37,7 @@ def test_ranks_in_stage_order(plan: Plan, picture: list[str]):
 def test_every_rank_has_one_role_and_every_role_one_rank(spatial: list[tuple[int, int]], plain: int):
     layout = Layout.of(plan_of(spatial, plain))
     sizes = [rows * cols for rows, cols in spatial] + [1] * plain
-    assert list(layout.roles) == [
-        Role(stage, tile) for stage, tiles in enumerate(sizes) for tile in range(tiles)
-    ]
+    assert list(layout.roles) == [Role(stage, tile) for stage, tiles in enumerate(sizes) for tile in range(tiles)]
     assert layout.size == len(layout.roles) == sum(sizes)
     assert [layout.role(rank) for rank in range(layout.size)] == list(layout.roles)
 
@@ -51,9 +49,7 @@ def test_the_ranks_of_a_stage_are_its_tiles_in_order(spatial: list[tuple[int, in
     for index, stage in enumerate(layout.stages):
         assert len(stage.ranks) == stage.grid.tiles
         assert stage.grid == (Grid(*spatial[index]) if index < len(spatial) else Grid(1, 1))
-        assert [layout.role(rank) for rank in stage.ranks] == [
-            Role(index, tile) for tile in range(len(stage.ranks))
-        ]
+        assert [layout.role(rank) for rank in stage.ranks] == [Role(index, tile) for tile in range(len(stage.ranks))]
 
 
 def test_a_cluster_of_another_size_is_refused_with_both_numbers():

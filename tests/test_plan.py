@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from engines.errors import Mpi4dlError, PlanError
@@ -18,7 +20,7 @@ from engines.plan import Plan
     ("choices", "summary"),
     [
         ({}, "2 stages: 2x2 tiles -> 1 rank; 5 ranks"),
-        ({"split_size": 1, "spatial_size": 0}, "1 stage: 1 rank; 1 ranks"),
+        ({"split_size": 1, "spatial_size": 0}, "1 stage: 1 rank; 1 rank"),
         ({"split_size": 1, "spatial_size": 1}, "1 stage: 2x2 tiles; 4 ranks"),
         ({"split_size": 3, "spatial_size": 0}, "3 stages: 1 rank -> 1 rank -> 1 rank; 3 ranks"),
         ({"num_spatial_parts": 9}, "2 stages: 3x3 tiles -> 1 rank; 10 ranks"),
@@ -48,13 +50,17 @@ def test_plans_and_their_ranks(choices: dict[str, Any], summary: str):
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "more spatial stages than stages": (
         {"spatial_size": 3},
-        "spatial_size=3 asks for more spatial stages than the split_size=2 stages there are. "
-        "Use spatial_size <= 2, or a larger split_size.",
+        (
+            "spatial_size=3 asks for more spatial stages than the split_size=2 stages there are. "
+            "Use spatial_size <= 2, or a larger split_size."
+        ),
     ),
     "no square number": (
         {"num_spatial_parts": 6},
-        "num_spatial_parts=6 is no square number, which slice_method='square' needs. "
-        "Use 4 or 9, or another slice_method, such as '2x3'.",
+        (
+            "num_spatial_parts=6 is no square number, which slice_method='square' needs. "
+            "Use 4 or 9, or another slice_method, such as '2x3'."
+        ),
     ),
     "a grid of another number of tiles": (
         {"slice_method": "2x3", "num_spatial_parts": 4},
@@ -74,8 +80,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "too few entries": (
         {"split_size": 4, "spatial_size": 3, "slice_method": ("square", "2x3")},
-        "slice_method=('square', '2x3') has 2 entries but spatial_size=3. "
-        "Give one value for all, or exactly 3.",
+        "slice_method=('square', '2x3') has 2 entries but spatial_size=3. Give one value for all, or exactly 3.",
     ),
     "an unknown schedule": (
         {"schedule": "gpipe"},
@@ -159,9 +164,7 @@ def test_a_knob_without_an_engine_is_refused_and_says_what_runs(name: str):
     with pytest.raises(PlanError) as caught:
         Plan(**{name: value})
     default = getattr(Plan(), name)
-    assert str(caught.value) == (
-        f"{name}={value!r} has no engine in this version yet: leave {name} at {default!r}."
-    )
+    assert str(caught.value) == (f"{name}={value!r} has no engine in this version yet: leave {name} at {default!r}.")
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
@@ -205,3 +208,12 @@ def test_squares_and_no_others_are_square(side: int, more: int):
     between = side**2 + 1 + more % (2 * side)  # up to the next square, left out
     with pytest.raises(PlanError, match=f"Use {side**2} or {(side + 1) ** 2}, "):
         Plan(num_spatial_parts=between)
+
+
+@given(count=st.integers(2, 200))
+def test_the_mend_for_a_number_that_is_no_square_mends(count: int):
+    assume(math.isqrt(count) ** 2 != count)
+    with pytest.raises(PlanError) as caught:
+        Plan(num_spatial_parts=count)
+    mend = re.search(r"another slice_method, such as '(.+)'", str(caught.value))[1]
+    assert Plan(num_spatial_parts=count, slice_method=mend).ranks == count + 1

@@ -56,6 +56,4 @@ def launch(ranks: int, arguments: Sequence[str], timeout_s: float = 600) -> subp
     if os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = [mpiexec, "-n", str(ranks), sys.executable, "-m", "mpi4py", *arguments]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)

@@ -35,9 +35,7 @@ class OneProcess:
         return float(loss.item())
 
 
-def bench_step(
-    world: World, recipe: Recipe, model: nn.Module, iterations: int, seed: int
-) -> dict[str, object]:
+def bench_step(world: World, recipe: Recipe, model: nn.Module, iterations: int, seed: int) -> dict[str, object]:
     """Medians over `iterations` interleaved steps, after one of each to warm up; the same line on every rank.
 
     `spread` is (largest - smallest) / median of the ranks' seconds per step.

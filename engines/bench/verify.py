@@ -20,9 +20,7 @@ STEPS = 3
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
 
 
-def batches(
-    recipe: Recipe, seed: int, steps: int = STEPS, classes: int | None = None
-) -> list[dict[str, Tensor]]:
+def batches(recipe: Recipe, seed: int, steps: int = STEPS, classes: int | None = None) -> list[dict[str, Tensor]]:
     """Whole random batches, the same for a seed on every rank."""
     random = torch.Generator().manual_seed(seed)
     graph = recipe.graph

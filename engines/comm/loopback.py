@@ -105,9 +105,7 @@ class LoopbackWorld:
 
 def _copy(into: Tensor, letter: Tensor) -> None:
     if into.shape != letter.shape:
-        raise RankError(
-            f"a message of shape {tuple(letter.shape)} came where {tuple(into.shape)} was expected"
-        )
+        raise RankError(f"a message of shape {tuple(letter.shape)} came where {tuple(into.shape)} was expected")
     into.copy_(letter)
 
 

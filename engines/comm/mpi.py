@@ -28,9 +28,7 @@ _BY_OTHERS = (MPI.ERR_REVOKED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 class _Requests:
     """MPI requests; results that passed through the host are copied back to their device at the end."""
 
-    def __init__(
-        self, requests: Sequence[MPI.Request], staged: Sequence[tuple[Tensor, Tensor]], world: MpiWorld
-    ):
+    def __init__(self, requests: Sequence[MPI.Request], staged: Sequence[tuple[Tensor, Tensor]], world: MpiWorld):
         self.requests, self.staged, self.world = list(requests), staged, world
 
     def wait(self, nap_s: float = _NAP_S) -> None:
@@ -63,10 +61,13 @@ class MpiWorld:
         try:
             yield
         except MPI.Exception as error:
+            reason = "released: another rank has failed" if self._others_failed(error) else "MPI failed"
             self.fail()
-            others = error.Get_error_class() in _BY_OTHERS
-            reason = "released: another rank has failed" if others else "MPI failed"
             raise RankError(f"{reason} ({error.Get_error_string()})") from error
+
+    def _others_failed(self, error: MPI.Exception) -> bool:
+        """Of several requests MPI says only that one has failed; the communicator knows why."""
+        return error.Get_error_class() in _BY_OTHERS or self._comm.Is_revoked() or self._comm.Get_failed().size > 0
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start messages. CUDA tensors pass through the host."""
@@ -84,7 +85,9 @@ class MpiWorld:
 
     def rest(self) -> None:
         """Return when every rank is here; sleeps meanwhile."""
-        _Requests([self._comm.Ibarrier()], [], self).wait(nap_s=_REST_S)
+        with self.noticing():
+            barrier = self._comm.Ibarrier()
+        _Requests([barrier], [], self).wait(nap_s=_REST_S)
 
     def leave(self, code: int) -> NoReturn:
         """End this process in order, whatever the code; collective. (An exit by exception would abort the job.)"""

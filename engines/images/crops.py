@@ -52,9 +52,7 @@ class StainCrops:
         Raises ImageError where there are fewer crops than one batch.
         """
         if not 1 <= batch_size <= len(self):
-            raise ImageError(
-                f"batch_size={batch_size}, but there are {len(self)} crops: use 1 to {len(self)}."
-            )
+            raise ImageError(f"batch_size={batch_size}, but there are {len(self)} crops: use 1 to {len(self)}.")
         for start in range(0, len(self) - batch_size + 1, batch_size):
             members = slice(start, start + batch_size)
             yield self._images(self.corners[members]), self.labels[members]

@@ -52,8 +52,7 @@ def cut(graph: ModelGraph, plan: Plan) -> tuple[Span, ...]:
     found = layers(graph)
     if plan.split_size > len(found):
         raise PlanError(
-            f"split_size={plan.split_size} but the model has only {len(found)} layers. "
-            f"Use split_size <= {len(found)}."
+            f"split_size={plan.split_size} but the model has only {len(found)} layers. Use split_size <= {len(found)}."
         )
     balance = _auto(found, plan) if isinstance(plan.balance, str) else plan.balance
     if sum(balance) != len(found):

@@ -6,9 +6,11 @@ The model is exported by `torch.export` on the meta device, never run, and never
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +21,7 @@ from engines.errors import TraceError
 from engines.layer.flops import flops
 from engines.layer.graph import ModelGraph, Node, Ref, TensorSpec, references
 
-__all__ = ["MODEL", "plain_name", "trace"]
+__all__ = ["MODEL", "answer", "plain_name", "trace"]
 
 MODEL = "model."
 _ONE_AT_A_TIME = threading.Lock()  # torch.export keeps global state; ranks may be threads
@@ -57,15 +59,26 @@ def trace(
     dtype = getattr(torch, images.dtype)
     judge = _on_meta(loss).to(dtype) if isinstance(loss, nn.Module) else loss
     whole = _WithLoss(_on_meta(model).to(dtype), judge)
-    inputs = [
-        torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in (images, labels)
-    ]
+    inputs = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in (images, labels)]
+    with _following(model, images):
+        module = torch.export.export(whole, tuple(inputs), strict=False).module()
+    return replace(_Reader(module).graph(), chains=frozenset(_chains(model)))
+
+
+def answer(model: nn.Module, images: TensorSpec) -> TensorSpec:
+    """What the model answers to images of that shape, found without running it on real ones."""
+    dtype = getattr(torch, images.dtype)
+    with _following(model, images), torch.no_grad():
+        return _spec(_on_meta(model).to(dtype)(torch.empty(images.shape, dtype=dtype)))
+
+
+@contextmanager
+def _following(model: nn.Module, images: TensorSpec) -> Iterator[None]:
     try:
         with _ONE_AT_A_TIME, torch.device("meta"):
-            module = torch.export.export(whole, tuple(inputs), strict=False).module()
+            yield
     except Exception as error:
         raise TraceError(_untraceable(model, images, error)) from error
-    return replace(_Reader(module).graph(), chains=frozenset(_chains(model)))
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
@@ -77,9 +90,7 @@ def _on_meta(module: nn.Module) -> nn.Module:
 
 def _meta_like(tensor: Tensor) -> Tensor:
     twin = torch.empty_like(tensor, device="meta")
-    return (
-        nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
-    )
+    return nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
 
 
 def _chains(model: nn.Module) -> Iterator[str]:
@@ -137,9 +148,7 @@ class _Reader:
             loss=loss,
         )
         if graph.specs[loss].shape != ():
-            raise TraceError(
-                f"The loss must be one number, but its shape is {graph.specs[loss].shape}. Reduce it."
-            )
+            raise TraceError(f"The loss must be one number, but its shape is {graph.specs[loss].shape}. Reduce it.")
         return graph
 
     def _ordered(self) -> Iterator[fx.Node]:
@@ -183,10 +192,7 @@ class _Reader:
         """By name, in the schema's order, with defaults filled in."""
         if not isinstance(node.target, torch._ops.OpOverload):
             return {str(position): self._refs(value) for position, value in enumerate(node.args)}
-        given = {
-            schema.name: value
-            for schema, value in zip(node.target._schema.arguments, node.args, strict=False)
-        }
+        given = {schema.name: value for schema, value in zip(node.target._schema.arguments, node.args, strict=False)}
         given.update(node.kwargs)
         return {
             schema.name: self._refs(given.get(schema.name, schema.default_value))
@@ -232,9 +238,7 @@ def _out_of_place(target: Any, node: fx.Node) -> Any:
     packet, overload = str(target).removeprefix("aten.").split(".")
     plain = getattr(torch.ops.aten, packet.removesuffix("_"), None) if packet.endswith("_") else None
     if plain is None or not hasattr(plain, overload):
-        raise TraceError(
-            f"{target} in {_source(node)} writes to its input and has no out-of-place form. Replace it."
-        )
+        raise TraceError(f"{target} in {_source(node)} writes to its input and has no out-of-place form. Replace it.")
     return getattr(plain, overload)
 
 
@@ -259,7 +263,7 @@ def _source(node: fx.Node) -> str:
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
     frames = [
         (head.strip(), text.strip())
-        for head, text in zip(lines, lines[1:], strict=False)
+        for head, text in itertools.pairwise(lines)
         if head.strip().startswith("File ") and not any(ours in head for ours in ("/torch/", __file__))
     ]
     if not frames:

@@ -49,9 +49,7 @@ class AmoebaNetD(nn.Module):
         super().__init__()
         channels = num_filters // 4
         cells, out_channels = stack(channels, repeats=num_layers // 3)
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, channels, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(channels)
-        )
+        self.stem = nn.Sequential(nn.Conv2d(3, channels, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(channels))
         self.blocks = nn.Sequential(*cells)
         self.head = nn.Sequential(
             nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(out_channels, num_classes)

@@ -108,9 +108,7 @@ class Builder:
     ) -> Ref:
         """Run a kernel on what this rank holds; `like` is the spec of the result for the whole image."""
         self._open.append(LocalOp(out, kernel, arguments, keywords, self._module))
-        differentiable = like.is_floating and any(
-            self._carries(name) for name in references((arguments, keywords))
-        )
+        differentiable = like.is_floating and any(self._carries(name) for name in references((arguments, keywords)))
         self.values[out] = Value(out, like, axes, differentiable)
         return Ref(out)
 
@@ -130,9 +128,7 @@ class Builder:
         self.values[target] = Value(target, value.spec, None, value.differentiable)
         return Ref(target)
 
-    def window(
-        self, ref: Ref, out_px: tuple[int, int], rows: SpanRule, cols: SpanRule, fill: float = 0.0
-    ) -> Window:
+    def window(self, ref: Ref, out_px: tuple[int, int], rows: SpanRule, cols: SpanRule, fill: float = 0.0) -> Window:
         """Borrow what the outputs of this rank's tile of an `out_px` image read of a tiled value."""
         value = self.value(ref)
         wanted = {rank: window(tile, rows, cols) for rank, tile in self.tiles(out_px).items()}
@@ -184,7 +180,7 @@ class Builder:
                 receives,
                 tag,
                 value.differentiable,
-            )  # fmt: skip
+            )
         )
         if wanted is not None:
             self.values[target] = Value(target, value.spec, value.axes, value.differentiable)

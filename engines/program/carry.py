@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from engines.comm.device import memory_format
 from engines.comm.world import Message, World
 from engines.program.instructions import Exchange
 from engines.spatial.moves import Move
@@ -22,9 +23,7 @@ def carry_there(
 ) -> tuple[Tensor | None, int]:
     """This rank's window (None where it wants none) and the bytes that it sent."""
     with torch.no_grad():
-        sends = _packed(
-            exchange, source, exchange.own, exchange.sends, lambda move: move.target, exchange.tag
-        )
+        sends = _packed(exchange, source, exchange.own, exchange.sends, lambda move: move.target, exchange.tag)
         window, receives = None, []
         if exchange.window is not None:
             window = _empty(exchange, exchange.window, device)
@@ -33,13 +32,11 @@ def carry_there(
         if window is not None:
             _fill_outside(exchange, window)
             if source is not None and (kept := exchange.own & exchange.window):
-                _region(exchange, window, kept, exchange.window).copy_(
-                    _region(exchange, source, kept, exchange.own)
-                )
+                _region(exchange, window, kept, exchange.window).copy_(_region(exchange, source, kept, exchange.own))
         pending.wait()
         for move, message in zip(exchange.receives, receives, strict=True):
             _region(exchange, window, move.tile, exchange.window).copy_(message.tensor)
-    return window, sum(message.tensor.nbytes for message in sends)
+    return window, exchange.bytes_of(exchange.sends)
 
 
 def carry_back(
@@ -67,7 +64,7 @@ def carry_back(
         pending.wait()
         for move, message in zip(exchange.sends, receives, strict=True):
             _region(exchange, source.grad, move.tile, exchange.own).add_(message.tensor)
-    return sum(message.tensor.nbytes for message in sends)
+    return exchange.bytes_of(exchange.receives)
 
 
 def _start_from_own(exchange: Exchange, grad: Tensor | None, source: Tensor, alone: bool) -> None:
@@ -79,9 +76,7 @@ def _start_from_own(exchange: Exchange, grad: Tensor | None, source: Tensor, alo
     if source.grad is None:
         source.grad = torch.zeros_like(source)
     if kept:
-        _region(exchange, source.grad, kept, exchange.own).add_(
-            _region(exchange, grad, kept, exchange.window)
-        )
+        _region(exchange, source.grad, kept, exchange.own).add_(_region(exchange, grad, kept, exchange.window))
 
 
 def _region(exchange: Exchange, tensor: Tensor, tile: Tile, frame: Tile) -> Tensor:
@@ -94,15 +89,10 @@ def _region(exchange: Exchange, tensor: Tensor, tile: Tile, frame: Tile) -> Tens
     )
 
 
-def _shape(exchange: Exchange, tile: Tile) -> list[int]:
-    shape = list(exchange.shape)
-    if exchange.axes is not None:
-        shape[exchange.axes[0]], shape[exchange.axes[1]] = tile.shape
-    return shape
-
-
 def _empty(exchange: Exchange, tile: Tile, device: torch.device) -> Tensor:
-    return torch.empty(_shape(exchange, tile), dtype=getattr(torch, exchange.dtype), device=device)
+    shape = exchange.shape_of(tile)
+    layout = memory_format(len(shape))
+    return torch.empty(shape, dtype=getattr(torch, exchange.dtype), device=device, memory_format=layout)
 
 
 def _packed(
@@ -117,7 +107,7 @@ def _packed(
 def _slots(
     exchange: Exchange, like: Tensor, coming: Sequence[Move], peer: Callable[[Move], int], tag: int
 ) -> list[Message]:
-    return [Message(peer(move), tag, like.new_empty(_shape(exchange, move.tile))) for move in coming]
+    return [Message(peer(move), tag, like.new_empty(exchange.shape_of(move.tile))) for move in coming]
 
 
 def _fill_outside(exchange: Exchange, window: Tensor) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import engines.spatial.entries  # noqa: F401  (fills the operator table)
 from engines.errors import PlanError
-from engines.layer.graph import ModelGraph, Node, references
+from engines.layer.graph import ModelGraph, Node
 from engines.layer.stages import cut
 from engines.layout import Layout, Role, StageRanks
 from engines.plan import Plan
@@ -64,9 +64,8 @@ class Compiler:
         self.layout = Layout.of(plan)
         self.input_gradient = input_gradient
         self.spans = cut(graph, plan)
-        self.stage_of = {
-            node.name: index for index, span in enumerate(self.spans) for node in self._nodes(span)
-        }
+        self.stage_of = {node.name: index for index, span in enumerate(self.spans) for node in self._nodes(span)}
+        self.reads = [{name for node in self._nodes(span) for name in node.reads} for span in self.spans]
         self.crossings = tuple(self._crossings())
         self.crossing_values: dict[str, Value] = {}
         self._builders: dict[Role, Builder] = {}
@@ -123,9 +122,7 @@ class Compiler:
                 try:
                     lower(builder, node)
                 except PlanError as error:
-                    raise PlanError(
-                        f"{node.operator} in {node.where}, stage {role.stage}: {error}"
-                    ) from error
+                    raise PlanError(f"{node.operator} in {node.where}, stage {role.stage}: {error}") from error
             self._send(builder, role.stage)
             self._builders[role] = builder
         return self._builders[role]
@@ -146,9 +143,7 @@ class Compiler:
 
     def _cross(self, builder: Builder, crossing: _Crossing, value: Value) -> None:
         """Carry a value between two stages: the joint, a repartition or a copy, by their tiles alone."""
-        owned, wanted = (
-            _parts(self.layout.stages[stage], value) for stage in (crossing.source, crossing.target)
-        )
+        owned, wanted = (_parts(self.layout.stages[stage], value) for stage in (crossing.source, crossing.target))
         if value.axes is None:
             owned = dict(list(owned.items())[:1])  # all source tiles hold the same: the first one sends
         travelling = moves(owned, wanted)
@@ -165,18 +160,16 @@ class Compiler:
         )
 
     def _feeds(self, builder: Builder, role: Role) -> dict[str, Feed]:
-        read = {name for node in self._nodes(self.spans[role.stage]) for name in node.reads}
         feeds = {}
         for name in self.graph.inputs:
-            if name in read:
+            if name in self.reads[role.stage]:
                 value = builder.values[name]
                 tile = builder.tiles(value.size_px)[builder.rank] if value.axes else None
                 feeds[name] = Feed(tile, value.axes)
         return feeds
 
     def _owned(self, stage: int, names: Iterable[str]) -> tuple[str, ...]:
-        read = {name for node in self._nodes(self.spans[stage]) for name in references(node.arguments)}
-        return tuple(name for name in names if name in read)
+        return tuple(name for name in names if name in self.reads[stage])
 
     def _updates(self, builder: Builder, role: Role) -> Iterable[Instruction]:
         """Gradients of weights that several ranks hold are summed over all of them; then the optimiser steps."""
@@ -190,9 +183,7 @@ class Compiler:
         yield Update("update", tuple(builder.statistics), dict(builder.counters))
 
     def _holders(self, weight: str) -> tuple[int, ...]:
-        stages = [
-            stage for stage in range(len(self.spans)) if weight in self._owned(stage, self.graph.weights)
-        ]
+        stages = [stage for stage in range(len(self.spans)) if weight in self._owned(stage, self.graph.weights)]
         return tuple(rank for stage in stages for rank in self.layout.stages[stage].ranks)
 
 

@@ -5,12 +5,13 @@ Values are named; a name means the same value on every rank, and each rank holds
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import Any
 
+from engines.layer.graph import TensorSpec
 from engines.spatial.moves import Move
 from engines.spatial.tiles import Tile
 
@@ -93,6 +94,17 @@ class Exchange:
     receives: tuple[Move, ...]
     tag: int
     differentiable: bool
+
+    def shape_of(self, tile: Tile) -> tuple[int, ...]:
+        """The shape of the pixels of `tile`: all channels, the whole batch."""
+        shape = list(self.shape)
+        if self.axes is not None:
+            shape[self.axes[0]], shape[self.axes[1]] = tile.shape
+        return tuple(shape)
+
+    def bytes_of(self, moves: Iterable[Move]) -> int:
+        """What travels with these moves."""
+        return sum(TensorSpec(self.shape_of(move.tile), self.dtype).bytes for move in moves)
 
     @property
     def kind(self) -> str:

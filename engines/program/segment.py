@@ -22,8 +22,7 @@ class Segment:
     def __init__(self, segment: Compute, owned: Mapping[str, Tensor]) -> None:
         self.inputs, self.outputs, self.owned = segment.inputs, segment.outputs, owned
         self.calls = [
-            (op.out, kernel(op.kernel), _lookup(op.arguments), _lookup(dict(op.keywords)))
-            for op in segment.ops
+            (op.out, kernel(op.kernel), _lookup(op.arguments), _lookup(dict(op.keywords))) for op in segment.ops
         ]
 
     def __call__(self, values: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -53,6 +52,4 @@ def _lookup(value: Any) -> Lookup:
 
 
 def _holds_ref(value: Any) -> bool:
-    return isinstance(value, Ref) or (
-        isinstance(value, list | tuple) and any(_holds_ref(item) for item in value)
-    )
+    return isinstance(value, Ref) or (isinstance(value, list | tuple) and any(_holds_ref(item) for item in value))

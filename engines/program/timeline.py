@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 from engines.program.instructions import Step
@@ -48,12 +49,12 @@ class Timeline:
         """The ranks, ascending."""
         return tuple(sorted({event.rank for event in self.events}))
 
-    @property
+    @cached_property
     def start_s(self) -> float:
         """When the first rank began."""
         return min(event.start_s for event in self.events)
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """From the first start to the last end."""
         return max(event.end_s for event in self.events) - self.start_s

@@ -123,9 +123,7 @@ class Worker:
 
     def _keep(self, name: str, value: Tensor, differentiable: bool) -> None:
         leaf = value.detach()
-        self._leaves[name] = self._values[name] = leaf.requires_grad_(
-            differentiable and leaf.is_floating_point()
-        )
+        self._leaves[name] = self._values[name] = leaf.requires_grad_(differentiable and leaf.is_floating_point())
 
     def _release(self, instruction: Any, names: tuple[str, ...]) -> None:
         """Forget what is not read again going forward; backward keeps its own hold on it."""

@@ -120,9 +120,7 @@ def _average_pool(
     return sums / (x.new_tensor(rows)[:, None] * x.new_tensor(cols))
 
 
-def _adaptive_average(
-    x: Tensor, rows: tuple[tuple[int, int], ...], cols: tuple[tuple[int, int], ...]
-) -> Tensor:
+def _adaptive_average(x: Tensor, rows: tuple[tuple[int, int], ...], cols: tuple[tuple[int, int], ...]) -> Tensor:
     """The mean of each cell; cells are (start, stop) ranges of the window."""
     return torch.stack(
         [torch.stack([x[..., r0:r1, c0:c1].mean((-2, -1)) for c0, c1 in cols], -1) for r0, r1 in rows], -2

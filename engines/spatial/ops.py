@@ -91,9 +91,7 @@ def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dic
     schema = operator_of(node.operator)._schema.arguments
     keyword_only = {argument.name for argument in schema if argument.kwarg_only}
     positional = [value for name, value in arguments.items() if name not in keyword_only]
-    keywords = {
-        name: value for name, value in arguments.items() if name in keyword_only and value is not None
-    }
+    keywords = {name: value for name, value in arguments.items() if name in keyword_only and value is not None}
     keywords.pop("device", None)
     return positional, keywords
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -95,7 +96,7 @@ class Grid:
     def spans(size_px: int, parts: int) -> tuple[Span, ...]:
         """`size_px` pixels cut at the same fractions whatever the size, so that layers of all sizes line up."""
         cuts = [size_px * part // parts for part in range(parts + 1)]
-        return tuple(Span(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False))
+        return tuple(Span(start, stop) for start, stop in itertools.pairwise(cuts))
 
     def cut(self, height_px: int, width_px: int) -> tuple[Tile, ...]:
         """The tiles of an image, in order.

@@ -84,13 +84,7 @@ class HaloPoint:
 
     def bytes(self, moves: Sequence[Move]) -> int:
         """What travels with these moves, for the whole batch and all channels."""
-        return sum(TensorSpec(self._cut(move.tile), self.spec.dtype).bytes for move in moves)
-
-    def _cut(self, tile: Tile) -> tuple[int, ...]:
-        shape = list(self.spec.shape)
-        for axis, size in zip(self._axes, tile.shape, strict=True):
-            shape[axis] = size
-        return tuple(shape)
+        return next(iter(self.exchanges.values())).bytes_of(moves)
 
     def piece_text(self, move: Move, end: str = " ") -> str:
         """`from rank 1: 256 × 1 px, 3.0 KB`."""
@@ -134,9 +128,7 @@ def halo_points(graph: ModelGraph, plan: Plan) -> tuple[HaloPoint, ...]:
     )
 
 
-def _of_stage(
-    graph: ModelGraph, stage: int, ranks: StageRanks, programs: Sequence[Program]
-) -> Iterator[HaloPoint]:
+def _of_stage(graph: ModelGraph, stage: int, ranks: StageRanks, programs: Sequence[Program]) -> Iterator[HaloPoint]:
     nodes = {node.name: node for node in graph.nodes}
     met: dict[int, dict[int, Exchange]] = {}
     readers: dict[int, dict[str, Node]] = {}

@@ -91,9 +91,7 @@ def draw_slicing(picture: Picture, point: HaloPoint, tile: int | None = None) ->
     return figure
 
 
-def _draw_panels(
-    figure: Drawing, main: Axes, zoom: Axes | None, picture: Picture, point: HaloPoint, rank: int
-) -> bool:
+def _draw_panels(figure: Drawing, main: Axes, zoom: Axes | None, picture: Picture, point: HaloPoint, rank: int) -> bool:
     """The large panel and the zoomed one; whether there was room to label the arrows."""
     tiles, avoid = point.tiles, []
     draw_picture(main, picture, point.size_px, unit="px of this layer")
@@ -160,11 +158,7 @@ def _summary(point: HaloPoint, rank: int) -> list[str]:
         f"Its halo in px: {halo}",
     ]
     fill = point.fill(rank)
-    return (
-        lines
-        if fill is None
-        else [*lines, f"Beyond the picture's edge it reads {fill:g}, which nobody lends"]
-    )
+    return lines if fill is None else [*lines, f"Beyond the picture's edge it reads {fill:g}, which nobody lends"]
 
 
 def _at_most(count: int, lines: list[str]) -> list[str]:

@@ -50,9 +50,7 @@ def draw_picture(axes: Axes, picture: Picture, size_px: tuple[int, int], unit: s
     axes.set(xlim=(0, width), ylim=(height, 0), xlabel=f"column, {unit}", ylabel=f"row, {unit}")
 
 
-def draw_tiles(
-    axes: Axes, ranks: StageRanks, tiles: Mapping[int, Tile], gap: float, chosen: int | None = None
-) -> None:
+def draw_tiles(axes: Axes, ranks: StageRanks, tiles: Mapping[int, Tile], gap: float, chosen: int | None = None) -> None:
     """Outlines `gap` px inside of what each rank owns; neighbours differ in colour and in line."""
     for (row, col), (rank, tile) in zip(ranks.grid, tiles.items(), strict=True):
         colour, line = LOOKS[(row + col) % 2]

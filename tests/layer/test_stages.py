@@ -85,10 +85,7 @@ def test_layers_hold_every_node_once_and_in_order(make: Callable[[], nn.Module],
         inside = graph.nodes[layer.nodes.start : layer.nodes.stop]
         assert layer.flops == sum(node.flops for node in inside)
         assert any(
-            len(graph.weights[name].shape) > 1
-            for node in inside
-            for name in node.reads
-            if name in graph.weights
+            len(graph.weights[name].shape) > 1 for node in inside for name in node.reads if name in graph.weights
         )
 
 
@@ -171,14 +168,10 @@ def test_a_given_balance_is_kept():
 
 
 def test_a_balance_that_does_not_add_up():
-    with pytest.raises(
-        PlanError, match=r"balance=\(5, 5\) adds up to 10 layers but the model has 11\. Make it add up"
-    ):
+    with pytest.raises(PlanError, match=r"balance=\(5, 5\) adds up to 10 layers but the model has 11\. Make it add up"):
         cut(graph_of(resnet20_v1), Plan(split_size=2, spatial_size=1, balance=(5, 5)))
 
 
 def test_more_stages_than_layers():
-    with pytest.raises(
-        PlanError, match=r"split_size=6 but the model has only 5 layers\. Use split_size <= 5"
-    ):
+    with pytest.raises(PlanError, match=r"split_size=6 but the model has only 5 layers\. Use split_size <= 5"):
         cut(graph_of(UNet), Plan(split_size=6, spatial_size=1))

@@ -104,9 +104,7 @@ def test_in_place_operators_become_out_of_place(name: str):
 def test_a_written_name_means_the_result_from_then_on(name: str):
     """Run by our own worker on one rank, against PyTorch that did write in place."""
     model = IN_PLACE[name]
-    after_a_layer = nn.Sequential(
-        Calls(lambda x: x * 1), model if isinstance(model, nn.Module) else Calls(model)
-    )
+    after_a_layer = nn.Sequential(Calls(lambda x: x * 1), model if isinstance(model, nn.Module) else Calls(model))
     assert_exact(after_a_layer.eval(), whole_numbers(1, 2, 4, 6), tiled("1x1"))
 
 
@@ -150,9 +148,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("read", [read_the_base, read_the_view])
 def test_a_write_through_a_view_that_is_read_is_an_error(name: str, read: Callable[..., Forward]):
-    with pytest.raises(
-        TraceError, match=r"aten\.add\.Tensor in .* reads memory that aten\.mul\.Tensor in .*"
-    ):
+    with pytest.raises(TraceError, match=r"aten\.add\.Tensor in .* reads memory that aten\.mul\.Tensor in .*"):
         traced(read(VIEWS[name]))
 
 
@@ -210,9 +206,7 @@ def test_module_path_and_source_line_are_the_users():
 
 
 def test_a_plain_function_as_loss_is_not_called_the_model():
-    graph = trace(
-        Nested(), weighted_sum, TensorSpec((1, 2, 6, 6), "float64"), TensorSpec((1, 2, 4, 4), "float64")
-    )
+    graph = trace(Nested(), weighted_sum, TensorSpec((1, 2, 6, 6), "float64"), TensorSpec((1, 2, 4, 4), "float64"))
     assert all("loss" in node.where for node in graph.nodes[-2:])
 
 
@@ -252,9 +246,7 @@ def test_flops_of_a_linear_layer_and_of_the_rest():
 
 def test_arguments_are_named_and_complete():
     (node,) = traced(nn.Conv2d(2, 2, 3, padding=1, bias=False)).nodes[:-4]
-    plain = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in node.arguments.items()
-    }
+    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in node.arguments.items()}
     assert plain == {
         "input": Ref("images"), "weight": Ref("model.weight"), "bias": None, "stride": (1, 1),
         "padding": (1, 1), "dilation": (1, 1), "groups": 1,
@@ -278,9 +270,7 @@ def test_weights_buffers_and_frozen_parameters():
     graph = traced(model)
     assert set(graph.weights) == {f"model.{name}" for name, _ in model.named_parameters()}
     assert graph.trainable == set(graph.weights) - {"model.0.weight"}
-    assert set(graph.buffers) == {
-        f"model.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
-    }
+    assert set(graph.buffers) == {f"model.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
     assert graph.weights["model.0.weight"] == TensorSpec((3, 2, 1, 1), "float64")
     assert graph.specs[graph.prediction] == TensorSpec((1, 3, 6, 6), "float64")
     assert graph.specs[graph.loss].shape == ()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from itertools import groupby
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +55,12 @@ def recipe(plan: Plan) -> Recipe:
     return prepare(Net().double(), plan, BATCH["images"].shape)
 
 
+def on_ranks(plan: Plan, work: Callable[[LoopbackWorld], Any]) -> list[Any]:
+    """What `work` gives on each rank. The recipe is made first, by one thread, so that all have the same weights."""
+    recipe(plan)
+    return run_ranks(plan.ranks, work)
+
+
 def make(world: LoopbackWorld, plan: Plan, learning: bool = True) -> Worker:
     """A rank's worker with its own weights, at the start of a step."""
     plain = recipe(plan)
@@ -91,9 +99,7 @@ def test_stepping_equals_running(plan: Plan):
         assert worker.done
         return worker.loss, last(worker)
 
-    for (loss, ran), (walked_loss, walked) in zip(
-        run_ranks(plan.ranks, run), run_ranks(plan.ranks, walk), strict=True
-    ):
+    for (loss, ran), (walked_loss, walked) in zip(on_ranks(plan, run), on_ranks(plan, walk), strict=True):
         assert loss == walked_loss
         assert ran.keys() == walked.keys()
         assert all(torch.equal(ran[name], walked[name]) for name in ran)
@@ -113,7 +119,7 @@ def test_a_step_can_be_taken_again(plan: Plan):
         first = worker.run(inputs)
         return first, worker.run(inputs)
 
-    losses = run_ranks(plan.ranks, twice)
+    losses = on_ranks(plan, twice)
     assert all(first == second for first, second in losses)
     assert any(first is not None for first, _ in losses)
 
@@ -125,11 +131,10 @@ def test_every_instruction_is_an_event(plan: Plan):
         worker.run(cut_inputs(worker.program.feeds, BATCH))
         return worker
 
-    for rank, worker in enumerate(run_ranks(plan.ranks, events)):
+    for rank, worker in enumerate(on_ranks(plan, events)):
         told = [(event.rank, event.name, event.kind, event.phase) for event in worker.events]
         assert told == [
-            (rank, step.instruction.name, step.instruction.kind, step.phase.value)
-            for step in worker.program.steps
+            (rank, step.instruction.name, step.instruction.kind, step.phase.value) for step in worker.program.steps
         ]
         times = [time for event in worker.events for time in (event.start_s, event.end_s)]
         assert times == sorted(times)
@@ -145,11 +150,9 @@ def test_the_loss_is_known_where_it_is_made_and_not_before(plan: Plan):
         return [*seen, worker.loss]
 
     first_of_last_stage = plan.ranks - plan.grids[-1].tiles
-    ran = run_ranks(plan.ranks, losses)
+    ran = on_ranks(plan, losses)
     assert all(seen[0] is None for seen in ran)
-    assert [seen[-1] is not None for seen in ran] == [
-        rank >= first_of_last_stage for rank in range(plan.ranks)
-    ]
+    assert [seen[-1] is not None for seen in ran] == [rank >= first_of_last_stage for rank in range(plan.ranks)]
     assert len({seen[-1] for seen in ran[first_of_last_stage:]}) == 1
 
 
@@ -173,7 +176,7 @@ def seen_by(plan: Plan, look: str, rank: int = 0) -> list[tuple[int, tuple[int, 
             found.append((worker.position, shape(worker)))
         return found
 
-    return run_ranks(plan.ranks, watch)[rank]
+    return on_ranks(plan, watch)[rank]
 
 
 def programs(plan: Plan) -> tuple[Program, ...]:
@@ -193,11 +196,9 @@ def test_peek_shows_weights_inputs_and_the_prediction():
 @every_plan
 def test_peek_shows_what_a_segment_hands_on_from_the_moment_it_is_made(plan: Plan):
     steps = programs(plan)[0].steps
-    made = [
-        (position, step.instruction) for position, step in enumerate(steps) if step.phase is Phase.FORWARD
-    ]
-    names = [(position, name) for position, item in made for name in
-             (item.outputs if isinstance(item, Compute) else (item.target,) if isinstance(item, AllReduce) else ())]  # fmt: skip
+    forward = [(position, step.instruction) for position, step in enumerate(steps) if step.phase is Phase.FORWARD]
+    names = [(position, name) for position, item in forward if isinstance(item, Compute) for name in item.outputs]
+    names += [(position, item.target) for position, item in forward if isinstance(item, AllReduce)]
     assert names
     for made_at, name in names:
         shapes = [shape for _, shape in seen_by(plan, name)]
@@ -214,7 +215,7 @@ def test_peek_refuses_what_the_rank_does_not_hold():
         return str(caught.value)
 
     for name in ("no such thing", "model.head.weight", recipe(plan).graph.prediction):
-        told = run_ranks(plan.ranks, lambda world, name=name: ask(world, name) if world.rank == 1 else "")[1]
+        told = on_ranks(plan, lambda world, name=name: ask(world, name) if world.rank == 1 else "")[1]
         assert told.startswith(f"rank 1 holds no value {name!r} now.")
         assert "images" in told
 
@@ -240,9 +241,7 @@ def test_forward_then_its_mirror_then_the_update(plan: Plan):
     for program in programs(plan):
         phases = [phase for phase, _ in groupby(program.steps, key=lambda step: step.phase)]
         assert phases == [Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE]
-        walked = {
-            phase: [step.instruction for step in program.steps if step.phase is phase] for phase in Phase
-        }
+        walked = {phase: [step.instruction for step in program.steps if step.phase is phase] for phase in Phase}
         assert walked[Phase.BACKWARD] == [i for i in reversed(walked[Phase.FORWARD]) if i.differentiable]
         assert isinstance(walked[Phase.UPDATE][-1], Update)
         assert all(isinstance(item, SumGradients) for item in walked[Phase.UPDATE][:-1])

@@ -142,9 +142,7 @@ def unet_whose_skips_cross_the_joint(world: World) -> None:
 
 @case
 def unet_tiled_to_the_loss_with_a_repartition(world: World) -> None:
-    plan = Plan(
-        split_size=2, spatial_size=2, num_spatial_parts=(1, 3), slice_method="vertical", precision="float64"
-    )
+    plan = Plan(split_size=2, spatial_size=2, num_spatial_parts=(1, 3), slice_method="vertical", precision="float64")
     _verified(world, lambda: UNet(num_classes=3, width=4), plan, (36, 44))
 
 
@@ -158,7 +156,10 @@ def float32_is_close_to_one_process(world: World) -> None:
 @case
 def stepping_is_running(world: World) -> None:
     recipe = prepare(_seeded(resnet20_v1), Plan(split_size=1), (1, 3, 32, 32), device="cpu")
-    batch = {"images": torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)), "labels": torch.tensor([3])}
+    batch = {
+        "images": torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
+        "labels": torch.tensor([3]),
+    }
     ran, stepped = RankTraining(world, recipe), RankTraining(world, recipe)
     loss = ran.step(ran.cut(batch)).loss
     stepped.start(stepped.cut(batch))

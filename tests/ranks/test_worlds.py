@@ -40,5 +40,3 @@ def test_a_failing_case_is_reported(mpiexec, tmp_path: Path) -> None:
     done = mpiexec(RANKS, tmp_path / "run.py")
     (trouble,) = json.loads(done.stdout.splitlines()[-1])["bad"]
     assert "assert world.rank != 2" in trouble
-
-

@@ -55,14 +55,9 @@ def test_every_wanted_pixel_arrives_once_from_its_owner(case: Case):
     (height_px, width_px), owned, wanted = case
     owner = {pixel: rank for rank, tile in owned.items() for pixel in pixels(tile)}
     assert owner.keys() == pixels(Tile.whole(height_px, width_px))
-    painted = [
-        (move.target, pixel, move.source) for move in moves(owned, wanted) for pixel in pixels(move.tile)
-    ]
+    painted = [(move.target, pixel, move.source) for move in moves(owned, wanted) for pixel in pixels(move.tile)]
     expected = [
-        (target, pixel, owner[pixel])
-        for target, want in wanted.items()
-        for pixel in pixels(want)
-        if pixel in owner
+        (target, pixel, owner[pixel]) for target, want in wanted.items() for pixel in pixels(want) if pixel in owner
     ]
     assert sorted(painted) == sorted(expected)
 

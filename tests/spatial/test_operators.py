@@ -162,9 +162,7 @@ def test_transposed_convolution(g: Geometry, groups: int, bias: bool, seed: int,
     """The geometry read backwards: what were outputs is the image."""
     largest = [max(s, d) - 1 for s, d in zip(g.stride, g.dilation, strict=True)]
     extra = tuple(data.draw(st.integers(*axis)) for axis in zip(g.spare_px, largest, strict=True))
-    conv = nn.ConvTranspose2d(
-        2 * groups, groups, g.kernel, g.stride, g.padding, extra, groups, bias, g.dilation
-    )
+    conv = nn.ConvTranspose2d(2 * groups, groups, g.kernel, g.stride, g.padding, extra, groups, bias, g.dilation)
     check(with_whole_weights(conv, seed), whole_numbers(2, 2 * groups, *g.out_px, seed=seed), g.grid)
 
 
@@ -228,9 +226,7 @@ def test_adaptive_average_pool(case: tuple[Grid, Pair], fraction: tuple[float, f
 def test_global_average_pool_and_a_classifier(case: tuple[Grid, Pair], seed: int):
     """Weights behind the pool are shared by all tiles: their gradients are counted once."""
     grid, size_px = case
-    model = nn.Sequential(
-        nn.Conv2d(1, 3, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 4)
-    )
+    model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 4))
     pixels = math.prod(size_px)
     image = whole_numbers(2, 1, *size_px, seed=seed, step=pixels)
     with_whole_weights(model, seed)
@@ -261,9 +257,7 @@ def test_nearest_upsample_by_fractions(
 
 
 @trials(60)
-@given(
-    case=images_on_grids(), pads=st.tuples(*[st.integers(-3, 5)] * 4), value=st.integers(-2, 2), seed=seeds
-)
+@given(case=images_on_grids(), pads=st.tuples(*[st.integers(-3, 5)] * 4), value=st.integers(-2, 2), seed=seeds)
 def test_constant_pad(case: tuple[Grid, Pair], pads: tuple[int, int, int, int], value: int, seed: int):
     """A tile of outputs may lie wholly in the border; a negative pad cuts off."""
     grid, (height, width) = case
@@ -500,9 +494,7 @@ def test_pixel_losses(judge: type[nn.Module], case: tuple[Grid, Pair], reduction
 
 
 @trials(25)
-@given(
-    case=images_on_grids(), affine=st.booleans(), tracked=st.booleans(), training=st.booleans(), seed=seeds
-)
+@given(case=images_on_grids(), affine=st.booleans(), tracked=st.booleans(), training=st.booleans(), seed=seeds)
 def test_batch_norm(case: tuple[Grid, Pair], affine: bool, tracked: bool, training: bool, seed: int):
     """Also its running statistics, after the update."""
     grid, size_px = case
@@ -643,8 +635,9 @@ def test_every_entry_of_the_table_is_held_here():
         "avg_pool2d.default", "adaptive_avg_pool2d.default", "upsample_nearest2d.vec", "pad.default",
         "constant_pad_nd.default", "slice.Tensor", "cat.default", "chunk.default", "split.Tensor",
         "split_with_sizes.default", "unbind.int", "permute.default", "mean.default", "mean.dim",
-        "sum.default", "sum.dim_IntList", "softmax.int", "log_softmax.int", "cross_entropy_loss.default", "mse_loss.default",
-        "l1_loss.default", "binary_cross_entropy_with_logits.default", "batch_norm.default", "add_.Tensor",
+        "sum.default", "sum.dim_IntList", "softmax.int", "log_softmax.int", "cross_entropy_loss.default",
+        "mse_loss.default", "l1_loss.default",
+        "binary_cross_entropy_with_logits.default", "batch_norm.default", "add_.Tensor",
         "dropout.default", "prelu.default",
     }  # fmt: skip
     assert {name.removeprefix("aten.") for name in _TABLE} - {"getitem"} <= held

@@ -48,9 +48,7 @@ def test_a_transposed_window_is_what_writes_to_its_outputs(rule: TransposedWindo
     """Where no pixel writes to the outputs it is one pixel all the same, for a kernel needs one."""
     near = {pixel: written_by(pixel, rule) for pixel in range(-60, 60)}
     writers = {pixel for pixel, written in near.items() if written & set(indices(out))}
-    around = {
-        pixel for pixel, written in near.items() if min(written) < out.stop and max(written) >= out.start
-    }
+    around = {pixel for pixel, written in near.items() if min(written) < out.stop and max(written) >= out.start}
     found = rule(out)
     assert writers <= set(indices(found))
     assert found == hull(around) if around else len(found) == 1

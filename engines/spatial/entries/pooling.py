@@ -92,9 +92,7 @@ def upsample_nearest(b: Builder, node: Node) -> None:
     out = b.tiles(_out_px(node))[b.rank]
     rows, cols = (
         tuple(pick - held.start for pick in axis[span.start : span.stop])
-        for axis, span, held in zip(
-            picks, (out.rows, out.cols), (window.held.rows, window.held.cols), strict=True
-        )
+        for axis, span, held in zip(picks, (out.rows, out.cols), (window.held.rows, window.held.cols), strict=True)
     )
     b.local(node.name, "tile.gather", Ref(window.name), rows, cols, like=node.spec, axes=(-2, -1))
 

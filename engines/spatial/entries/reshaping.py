@@ -16,9 +16,7 @@ def pad(b: Builder, node: Node) -> None:
     a = node.arguments
     before = list(a["pad"]) + [0] * (4 - len(a["pad"]))
     if a.get("mode", "constant") != "constant" or any(before[4:]):
-        raise no_rule(
-            node, f"pads with mode={a.get('mode')!r} by {tuple(a['pad'])}, for which there is no rule"
-        )
+        raise no_rule(node, f"pads with mode={a.get('mode')!r} by {tuple(a['pad'])}, for which there is no rule")
     out_px = (node.spec.shape[-2], node.spec.shape[-1])
     fill = float(a.get("value") or 0.0)
     _copied(b, node, b.padded(b.window(a["self"], out_px, Shift(-before[2]), Shift(-before[0]), fill)))
