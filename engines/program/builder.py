@@ -13,7 +13,10 @@ from engines.spatial.moves import moves
 from engines.spatial.tiles import Tile
 from engines.spatial.windows import SpanRule, window
 
-__all__ = ["Builder", "Value", "Window"]
+__all__ = ["POINT", "Builder", "Value", "Window"]
+
+POINT = Tile.whole(1, 1)
+"""What a rank holds of a value that has no pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,52 +141,39 @@ class Builder:
 
     def _exchange(self, value: Value, wanted: Mapping[int, Tile], fill: float) -> str:
         key = (value.name, tuple(wanted.values()), fill)
-        if key in self._windows:
-            return self._windows[key]
-        owned, whole = self.tiles(value.size_px), Tile.whole(*value.size_px)
-        borrowed = [
+        if key not in self._windows:
+            self.tag += 1
+            target = f"{value.name}.window{self.tag}"
+            owned = self.tiles(value.size_px)
+            self._windows[key] = self.transfer(value, "halo", target, target, self.tag, owned, wanted, fill)
+        return self._windows[key]
+
+    def transfer(
+        self, value: Value, purpose: str, name: str, target: str, tag: int,
+        owned: Mapping[int, Tile], wanted: Mapping[int, Tile], fill: float = 0.0,
+    ) -> str:  # fmt: skip
+        """Fill each rank's `wanted` tile; the name under which this rank has its own, if it had to borrow for it."""
+        whole = Tile.whole(*value.size_px) if value.axes else POINT
+        travelling = [
             move
             for move in moves(owned, {rank: tile & whole for rank, tile in wanted.items()})
             if move.source != move.target
         ]
-        self.tag += 1
-        target = f"{value.name}.window{self.tag}"
-        sends = tuple(move for move in borrowed if move.source == self.rank)
-        receives = tuple(move for move in borrowed if move.target == self.rank)
-        if sends or receives:
-            self.transfer(
-                value, "halo", target, self.tag, owned[self.rank], wanted[self.rank] if receives else None,
-                sends, receives, fill,
-            )  # fmt: skip
-        self._windows[key] = target if receives else value.name
-        return self._windows[key]
-
-    def transfer(
-        self, value: Value, purpose: str, target: str, tag: int, own: Tile | None, wanted: Tile | None,
-        sends: tuple[Any, ...], receives: tuple[Any, ...], fill: float = 0.0,
-    ) -> None:  # fmt: skip
-        """Add an exchange; afterwards `target` is what this rank wanted."""
+        sends = tuple(move for move in travelling if move.source == self.rank)
+        receives = tuple(move for move in travelling if move.target == self.rank)
+        if not (sends or receives):
+            return value.name
         self.flush()
+        window = wanted[self.rank] if receives else None
         self.instructions.append(
             Exchange(
-                target,
-                purpose,
-                value.name,
-                target,
-                value.axes,
-                value.spec.shape,
-                value.spec.dtype,
-                own,
-                wanted,
-                fill,
-                sends,
-                receives,
-                tag,
-                value.differentiable,
+                name, purpose, value.name, target, value.axes, value.spec.shape, value.spec.dtype,
+                owned.get(self.rank), window, fill, sends, receives, tag, value.differentiable,
             )
-        )
-        if wanted is not None:
+        )  # fmt: skip
+        if receives:
             self.values[target] = Value(target, value.spec, value.axes, value.differentiable)
+        return target if receives else value.name
 
     def padded(self, window: Window) -> Ref:
         """The window as one tensor, with what lies outside the image filled in."""

@@ -12,7 +12,7 @@ from engines.layer.graph import ModelGraph, Node
 from engines.layer.stages import cut
 from engines.layout import Layout, Role, StageRanks
 from engines.plan import Plan
-from engines.program.builder import Builder, Value
+from engines.program.builder import POINT, Builder, Value
 from engines.program.instructions import (
     AllReduce,
     Compute,
@@ -25,7 +25,6 @@ from engines.program.instructions import (
     SumGradients,
     Update,
 )
-from engines.spatial.moves import moves
 from engines.spatial.ops import lower
 from engines.spatial.tiles import Span, Tile
 
@@ -33,7 +32,6 @@ __all__ = ["Compiler", "compile_plan"]
 
 # Tags of one stage's exchanges lie in one such block; transfers between stages lie in block 0.
 _TAGS = 1 << 16
-_POINT = Tile.whole(1, 1)
 
 
 def compile_plan(graph: ModelGraph, plan: Plan, input_gradient: bool = False) -> tuple[Program, ...]:
@@ -146,18 +144,8 @@ class Compiler:
         owned, wanted = (_parts(self.layout.stages[stage], value) for stage in (crossing.source, crossing.target))
         if value.axes is None:
             owned = dict(list(owned.items())[:1])  # all source tiles hold the same: the first one sends
-        travelling = moves(owned, wanted)
-        me = builder.rank
-        builder.transfer(
-            value,
-            purpose="stage",
-            target=value.name,
-            tag=crossing.tag,
-            own=owned.get(me),
-            wanted=wanted.get(me),
-            sends=tuple(move for move in travelling if move.source == me),
-            receives=tuple(move for move in travelling if move.target == me),
-        )
+        name = f"{value.name}.stage{crossing.source}to{crossing.target}"
+        builder.transfer(value, "stage", name, value.name, crossing.tag, owned, wanted)
 
     def _feeds(self, builder: Builder, role: Role) -> dict[str, Feed]:
         feeds = {}
@@ -190,5 +178,5 @@ class Compiler:
 def _parts(stage: StageRanks, value: Value) -> dict[int, Tile]:
     """What each rank of a stage holds of a value; a value without pixels is one point that all hold."""
     if value.axes is None:
-        return dict.fromkeys(stage.ranks, _POINT)
+        return dict.fromkeys(stage.ranks, POINT)
     return dict(zip(stage.ranks, stage.grid.cut(*value.size_px), strict=True))

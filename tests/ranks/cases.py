@@ -140,6 +140,27 @@ def unet_whose_skips_cross_the_joint(world: World) -> None:
     _verified(world, lambda: UNet(num_classes=3, width=4), plan, (36, 44))
 
 
+class Dense(nn.Module):
+    """Every layer reads all that came before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.third = nn.Conv2d(8, 3, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.first(x)
+        second = self.second(first.relu())
+        return self.third(torch.cat([first, second], dim=1)).mean((2, 3))
+
+
+@case
+def a_value_that_two_later_stages_read(world: World) -> None:
+    """A skip to two stages was let go of after the first had been sent (AmoebaNet on three stages)."""
+    plan = Plan(split_size=3, num_spatial_parts=2, slice_method="vertical", precision="float64")
+    _verified(world, Dense, plan, (9, 14))
+
+
 @case
 def unet_tiled_to_the_loss_with_a_repartition(world: World) -> None:
     plan = Plan(split_size=2, spatial_size=2, num_spatial_parts=(1, 3), slice_method="vertical", precision="float64")

@@ -348,6 +348,8 @@ POINTWISE = {
     "through another type": lambda x: x.to(torch.float32).double() * 2,
     "contiguous and clone": lambda x: x.contiguous().clone() - x.detach(),
     "switched off dropout": lambda x: F.dropout(x, 0.5, training=False) * 2,
+    "switched off dropout of channels": lambda x: F.dropout2d(x, 0.5, training=False) * 2,
+    "switched off alpha dropout": lambda x: F.alpha_dropout(x, 0.5, training=False) * 2,
 }
 
 
@@ -638,6 +640,6 @@ def test_every_entry_of_the_table_is_held_here():
         "sum.default", "sum.dim_IntList", "softmax.int", "log_softmax.int", "cross_entropy_loss.default",
         "mse_loss.default", "l1_loss.default",
         "binary_cross_entropy_with_logits.default", "batch_norm.default", "add_.Tensor",
-        "dropout.default", "prelu.default",
+        "dropout.default", "feature_dropout.default", "alpha_dropout.default", "prelu.default",
     }  # fmt: skip
     assert {name.removeprefix("aten.") for name in _TABLE} - {"getitem"} <= held

@@ -1,0 +1,368 @@
+"""A training as a notebook uses it, held against one process: mostly over threads, once over MPI.
+
+Models, losses and optimisers are defined inside the tests, as in a cell: the ranks can't import this file.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engines.errors import ImageError, LossError, PlanError, RankError, TraceError
+from engines.models import resnet20_v1
+from engines.models.unet import UNet
+from engines.oracle import Record, one_process
+from engines.training import Optimiser, sgd
+from mpi4dl_nb import Cluster, Plan, Training
+
+N = 4
+TILES = Plan(split_size=1, num_spatial_parts=4, precision="float64")  # every rank has a part of the loss
+STRIPS = Plan(split_size=2, num_spatial_parts=3, slice_method="vertical", precision="float64")  # only the last has it
+SHAPE = 2, 3, 12, 20
+
+Batch = tuple[Tensor, Tensor]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Cluster(N, backend="loopback") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def untouched():
+    """A cluster that is not started: whoever calls its ranks fails with another error."""
+    return Cluster(N, backend="loopback")
+
+
+def unet() -> UNet:
+    torch.manual_seed(0)
+    return UNet(num_classes=3, width=4)
+
+
+def resnet() -> nn.Module:
+    torch.manual_seed(0)
+    return resnet20_v1()
+
+
+def batches(steps: int, shape: tuple[int, ...] = SHAPE, classes: int = 3, per_pixel: bool = True) -> list[Batch]:
+    random = torch.Generator().manual_seed(1)
+    labels = (shape[0], *shape[2:]) if per_pixel else shape[:1]
+    return [
+        (torch.randn(shape, generator=random), torch.randint(classes, labels, generator=random)) for _ in range(steps)
+    ]
+
+
+def alone(model: nn.Module, data: list[Batch], optimiser: Optimiser = sgd, loss=None) -> Record:
+    whole = [{"images": images, "labels": labels} for images, labels in data]
+    return one_process(model, loss or nn.CrossEntropyLoss(), optimiser, whole, torch.float64)
+
+
+def same(value: float | tuple[float, ...]) -> object:
+    """Equal but for the order of sums in float64."""
+    return pytest.approx(value, rel=1e-10, abs=0)
+
+
+def equal(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+# ---- the same as one process
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Three steps of a training on the ranks, and of the plain model."""
+
+    model: nn.Module
+    losses: tuple[float, ...]
+    state: Mapping[str, Tensor]
+    oracle: Record
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        (unet, TILES, batches(3)),
+        (unet, STRIPS, batches(3)),
+        (resnet, STRIPS, batches(3, (2, 3, 32, 32), classes=10, per_pixel=False)),
+        (resnet, TILES, batches(3, (1, 3, 37, 32), classes=10, per_pixel=False)),
+    ],
+    ids=["unet-tiles", "unet-strips", "resnet-strips", "resnet-uneven-tiles"],
+)
+def trained(request, cluster) -> Trained:
+    make, plan, data = request.param
+    model = make()
+    training = Training(model, plan, cluster, data[0][0].shape)
+    losses = tuple(training.step(*batch) for batch in data)
+    return Trained(model, losses, training.state_dict(), alone(model, data))
+
+
+def test_the_losses_are_those_of_one_process(trained: Trained):
+    assert trained.losses == same(trained.oracle.losses)
+
+
+def test_the_trained_state_loads_into_the_plain_model(trained: Trained):
+    plain = copy.deepcopy(trained.model).double()
+    plain.load_state_dict(trained.state, strict=True)
+    oracle = {**trained.oracle.weights, **trained.oracle.buffers}
+    loaded = plain.state_dict()
+    assert loaded.keys() == oracle.keys()
+    for name, tensor in loaded.items():
+        torch.testing.assert_close(tensor, oracle[name], rtol=1e-8, atol=1e-12)
+
+
+def test_training_leaves_the_model_that_was_given_as_it_was(trained: Trained):
+    fresh = resnet() if isinstance(trained.model, nn.Sequential) else unet()
+    assert equal(trained.model.state_dict(), fresh.state_dict())
+    assert not equal(trained.state, fresh.double().state_dict())
+
+
+@pytest.mark.parametrize("backend", ["loopback", "mpi"])
+def test_what_a_cell_defines_trains(backend: str):
+    """Model, loss and optimiser; over MPI the ranks are other processes, that know nothing of this one."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 3, 1)
+
+        def forward(self, x):
+            return self.head(torch.relu(self.wide(x)))
+
+    def loss(prediction, labels):
+        return nn.functional.cross_entropy(prediction, labels) + prediction.square().mean()
+
+    rate = 1e-2
+    adam = lambda parameters: torch.optim.AdamW(parameters, lr=rate)  # noqa: E731
+    net, data = Net(), batches(3)
+    plan = Plan(split_size=1, slice_method="2x1", precision="float64")
+    with Cluster(2, backend=backend) as cluster:
+        training = Training(net, plan, cluster, SHAPE, loss=loss, optimiser=adam)
+        losses = tuple(training.step(*batch) for batch in data)
+        assert training.verify(data)["ok"]
+    assert losses == same(alone(net, data, adam, loss).losses)
+
+
+def test_two_trainings_on_one_cluster_do_not_mix(cluster):
+    data = batches(4)
+    one, other = (Training(unet(), plan, cluster, SHAPE) for plan in (TILES, STRIPS))
+    losses = [(one.step(*data[0]), other.step(*data[2])), (one.step(*data[1]), other.step(*data[3]))]
+    assert tuple(a for a, _ in losses) == same(alone(unet(), data[:2]).losses)
+    assert tuple(b for _, b in losses) == same(alone(unet(), data[2:]).losses)
+
+
+def test_images_may_be_arrays(cluster):
+    (images, labels), *_ = batches(1)
+    training = Training(unet(), TILES, cluster, SHAPE)
+    assert training.step(images.numpy(), labels.numpy()) == same(alone(unet(), [(images, labels)]).losses[0])
+
+
+# ---- fit
+
+
+def test_fit_learns_a_batch_that_it_sees_again(cluster):
+    batch = batches(1)
+    history = Training(unet(), TILES, cluster, SHAPE).fit(batch * 3, epochs=4, progress=False)
+    assert history.losses == same(alone(unet(), batch * 12).losses)
+    assert history.losses[-1] < 0.9 * history.losses[0]
+    assert history.images_per_s > 0
+
+
+def test_fit_sees_a_generator_in_every_epoch(cluster):
+    data = batches(2)
+    history = Training(unet(), TILES, cluster, SHAPE).fit((batch for batch in data), epochs=2, progress=False)
+    assert history.losses == same(alone(unet(), data * 2).losses)
+
+
+def test_fit_goes_on_where_the_last_one_ended(cluster):
+    data = batches(2)
+    training = Training(unet(), TILES, cluster, SHAPE)
+    losses = [training.fit(data, progress=False).losses for _ in range(2)]
+    assert losses[0] + losses[1] == same(alone(unet(), data * 2).losses)
+
+
+# ---- verify
+
+
+@pytest.mark.parametrize("plan", [TILES, replace(STRIPS, precision="float32")], ids=["tiles", "strips in float32"])
+def test_verify_compares_in_float64(cluster, plan: Plan):
+    proof = Training(unet(), plan, cluster, SHAPE).verify()
+    assert proof["ok"], proof
+    assert proof["dtype"] == "float64"
+    assert proof["ranks"] == N
+    assert 0 < proof["grad_rel"] < 1e-10
+
+
+def test_verify_leaves_the_training_untouched(cluster):
+    """Weights, buffers and the optimiser's momentum."""
+    first, second, *others = batches(5)
+    training = Training(unet(), TILES, cluster, SHAPE)
+    before = training.step(*first)
+    state = training.state_dict()
+    assert training.verify()["ok"]
+    assert training.verify(others)["ok"]
+    assert equal(training.state_dict(), state)
+    assert (before, training.step(*second)) == same(alone(unet(), [first, second]).losses)
+
+
+def test_verify_tells_a_difference(cluster):
+    """It cannot pass by saying nothing: the plain model's loss is made another one, by a millionth."""
+    training = Training(unet(), TILES, cluster, SHAPE)
+    training.loss = lambda prediction, labels: nn.functional.cross_entropy(prediction, labels) * (1 + 1e-6)
+    prepared = training.recipe
+    training._prepare = lambda plan: prepared
+    proof = training.verify()
+    assert not proof["ok"]
+    assert proof["loss_rel"] == pytest.approx(1e-6, rel=1e-3)
+    assert proof["grad_rel"] == pytest.approx(1e-6, rel=1e-3)
+
+
+# ---- timeline
+
+
+@pytest.mark.parametrize("plan", [TILES, STRIPS], ids=["tiles", "strips"])
+def test_the_timeline_has_every_instruction_of_every_rank_once(cluster, plan: Plan):
+    """Of the last step only."""
+    training = Training(unet(), plan, cluster, SHAPE)
+    training.fit(batches(2), progress=False)
+    timeline = training.timeline()
+    assert timeline.ranks == tuple(range(N))
+    for program in training.programs:
+        done = [event for event in timeline.events if event.rank == program.rank]
+        steps = [(step.instruction.name, step.phase.value) for step in program.steps]
+        assert [(event.name, event.phase) for event in done] == steps
+        assert len(set(steps)) == len(steps)
+        assert all(before.end_s <= after.start_s for before, after in zip(done, done[1:], strict=False))
+
+
+def test_close_frees_the_ranks(cluster):
+    held = cluster.call(lambda host: len(host.trainings))
+    training = Training(unet(), TILES, cluster, SHAPE)
+    assert cluster.call(lambda host: len(host.trainings)) == [count + 1 for count in held]
+    training.close()
+    training.close()
+    assert cluster.call(lambda host: len(host.trainings)) == held
+
+
+# ---- said before a rank is touched
+
+
+def test_a_plan_for_more_ranks_than_there_are(untouched):
+    with pytest.raises(PlanError, match=r"needs 5 ranks \(4 \+ 1 over 2 stages\), but there are 4. Start 5 ranks"):
+        Training(unet(), Plan(), untouched, SHAPE)
+
+
+def test_more_tiles_than_rows(untouched):
+    four_rows = replace(TILES, slice_method="horizontal")
+    with pytest.raises(PlanError, match=r"stage 0: 3 rows of pixels cannot be cut into 4 tiles. Use a grid with"):
+        Training(resnet(), four_rows, untouched, (1, 3, 3, 32))
+    with pytest.raises(PlanError, match=r"max_pool2d.* in pool, .*: 2 rows of pixels cannot be cut into 4 tiles"):
+        Training(unet(), four_rows, untouched, (1, 3, 4, 32))
+
+
+@pytest.mark.parametrize("shape", [(3, 12, 20), (2, 3, 0, 20), (2, 3, 12, -1), ()])
+def test_a_shape_that_is_no_batch_of_images(untouched, shape: tuple[int, ...]):
+    with pytest.raises(ImageError, match=r"must be \(N, C, H, W\), four positive numbers"):
+        Training(unet(), TILES, untouched, shape)
+
+
+def test_a_model_that_decides_by_values(untouched):
+    class Moody(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 3, padding=1)
+
+        def forward(self, x):
+            return self.one(x) if x.mean() > 0 else self.other(x)
+
+    with pytest.raises(TraceError, match=r"Moody cannot be traced with images of shape \(2, 3, 12, 20\): "):
+        Training(Moody(), TILES, untouched, SHAPE)
+
+
+def test_images_that_the_model_cannot_take(untouched):
+    with pytest.raises(TraceError, match=r"UNet cannot be traced with images of shape \(2, 4, 12, 20\): "):
+        Training(unet(), TILES, untouched, (2, 4, 12, 20))
+
+
+def test_an_operator_without_an_entry(untouched):
+    class RunningSum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Conv2d(3, 3, 3, padding=1)
+
+        def forward(self, x):
+            return self.stem(x).cumsum(2)
+
+    with pytest.raises(
+        TraceError, match=r"(?s)^aten.cumsum.default .*return self.stem\(x\).cumsum\(2\).*write an entry"
+    ):
+        Training(RunningSum(), TILES, untouched, SHAPE)
+
+
+def test_a_cluster_that_is_not_started(untouched):
+    with pytest.raises(RankError, match="not started"):
+        Training(unet(), TILES, untouched, SHAPE)
+
+
+# ---- batches that do not fit
+
+
+Change = Callable[[Batch], Batch]
+
+BAD_BATCHES: dict[str, tuple[Change, str]] = {
+    "size": (lambda b: (b[0][..., :16], b[1]), r"images have shape \(2, 3, 12, 16\) .* made for \(2, 3, 12, 20\)"),
+    "channels": (lambda b: (b[0][:, :1], b[1]), r"images have shape \(2, 1, 12, 20\) .* made for \(2, 3, 12, 20\)"),
+    "batch": (lambda b: (b[0][:1], b[1][:1]), r"images have shape \(1, 3, 12, 20\) .* made for \(2, 3, 12, 20\)"),
+    "one image": (lambda b: (b[0][0], b[1][0]), r"images have shape \(3, 12, 20\) .* made for \(2, 3, 12, 20\)"),
+    "labels": (lambda b: (b[0], b[1][..., :16]), r"labels have shape \(2, 12, 16\) .* made for \(2, 12, 20\)"),
+    "class": (lambda b: (b[0], b[1] + 7), r"A label is 9, but the model answers for 3 classes \(0 to 2\)"),
+}
+
+
+@pytest.fixture(scope="module")
+def training(cluster) -> Training:
+    return Training(unet(), TILES, cluster, SHAPE)
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_BATCHES.values(), ids=BAD_BATCHES)
+@pytest.mark.parametrize("verb", ["step", "fit", "verify"])
+def test_a_batch_that_does_not_fit(training: Training, monkeypatch, change: Change, message: str, verb: str):
+    """Is refused with both numbers, before a rank is asked."""
+    monkeypatch.setattr(training.cluster, "call", lambda *arguments, **more: pytest.fail("a rank was asked"))
+    bad = change(batches(1)[0])
+    with pytest.raises(ImageError, match=message):
+        training.step(*bad) if verb == "step" else getattr(training, verb)([bad])
+
+
+@pytest.mark.parametrize("plan", [TILES, STRIPS], ids=["tiles", "strips"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_changes_nothing(cluster, plan: Plan, value: float):
+    """Not the weights, the buffers or the momentum; the next good batch goes as if the bad one had never come."""
+    first, second = batches(2)
+    spoiled = first[0].clone()
+    spoiled[1, 0, 0, 0] = value
+    training = Training(unet(), plan, cluster, SHAPE)
+    before = training.step(*first)
+    state = training.state_dict()
+    for _ in range(2):
+        with pytest.raises(LossError, match=r"The loss is nan. No weight was changed. Lower the learning rate"):
+            training.step(spoiled, first[1])
+    assert equal(training.state_dict(), state)
+    assert (before, training.step(*second)) == same(alone(unet(), [first, second]).losses)
+
+
+def test_a_label_that_the_loss_leaves_out(cluster):
+    images, labels = batches(1)[0]
+    labels[0, :3] = -100
+    training = Training(unet(), TILES, cluster, SHAPE)
+    assert training.step(images, labels) == same(alone(unet(), [(images, labels)]).losses[0])
+
+
+def test_it_says_what_it_is(training: Training):
+    assert repr(training) == "Training(UNet, images (2, 3, 12, 20), 1 stage: 2x2 tiles; 4 ranks)"

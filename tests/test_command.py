@@ -1,0 +1,295 @@
+"""The command line: its flags in this process, its commands as a shell starts them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+from torch import nn
+
+from engines import options
+from engines.errors import PlanError, TraceError
+from engines.models import resnet20_v1
+from engines.models.unet import UNet
+from engines.plan import Plan
+
+# ---- flags
+
+
+def chosen(*flags: str):
+    return options.parser("Test.").parse_args(flags)
+
+
+def test_without_flags_the_plan_is_the_plans_own_default():
+    assert options.plan(chosen()) == Plan()
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Plan)])
+def test_every_knob_is_a_flag_under_its_own_name(name: str):
+    (action,) = [a for a in options.parser("Test.")._actions if a.dest == name]
+    assert f"--{name.replace('_', '-')}" in action.option_strings
+
+
+FLAGS: dict[str, dict[str, object]] = {
+    "--split-size 3 --spatial-size 2": {"split_size": 3, "spatial_size": 2},
+    "--num-spatial-parts 9": {"num_spatial_parts": 9},
+    "--split-size 3 --spatial-size 2 --num-spatial-parts 4,1": {
+        "split_size": 3, "spatial_size": 2, "num_spatial_parts": (4, 1),
+    },
+    "--slice-method 2x3": {"slice_method": "2x3"},
+    "--split-size 3 --spatial-size 2 --slice-method 2x3,vertical": {
+        "split_size": 3, "spatial_size": 2, "slice_method": ("2x3", "vertical"),
+    },
+    "--spatial-size 0": {"spatial_size": 0},
+    "--balance 20,18": {"balance": (20, 18)},
+    "--balance auto": {"balance": "auto"},
+    "--precision float64": {"precision": "float64"},
+    "--dtype float64": {"precision": "float64"},
+    "--schedule fill_drain --parts 1 --times 1": {},
+    "--local-DP 1 --local-dp 1 --data-parallel 1": {},
+    "--sync-batchnorm": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "knobs"), FLAGS.items(), ids=FLAGS)
+def test_flags_make_a_plan(flags: str, knobs: dict[str, object]):
+    assert options.plan(chosen(*flags.split())) == Plan(**knobs)
+
+
+REFUSED = {
+    "--parts 4": "parts=4 has no engine",
+    "--bidirectional": "bidirectional=True has no engine",
+    "--times 2": "times=2 has no engine",
+    "--local-dp 2": "local_dp=2 has no engine",
+    "--local-DP 2": "local_dp=2 has no engine",
+    "--data-parallel 2": "data_parallel=2 has no engine",
+    "--halo-d2": "halo_d2=True has no engine",
+    "--halo-D2": "halo_d2=True has no engine",
+    "--fused-layers 2": "fused_layers=2 has no engine",
+    "--schedule 1f1b": "schedule='1f1b' has no engine",
+    "--checkpoint-activations": "checkpoint_activations=True has no engine",
+    "--no-sync-batchnorm": "sync_batchnorm=False has no engine",
+    "--dtype bfloat16": "precision='bfloat16' has no engine",
+    "--balance 20": "balance=20 must be 'auto' or a tuple",
+    "--balance 20,many": r"balance=\(20, 'many'\) must be 'auto' or a tuple",
+    "--split-size two": "split_size='two' must be a whole number",
+    "--split-size -1": "split_size=-1 must be a whole number",
+    "--num-spatial-parts 4,2": "has 2 entries but spatial_size=1",
+    "--slice-method diagonal": "slice_method='diagonal' is unknown",
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSED.items(), ids=REFUSED)
+def test_plans_that_cannot_be_run(flags: str, message: str):
+    with pytest.raises(PlanError, match=message):
+        options.plan(chosen(*flags.split()))
+
+
+WRONG_FLAGS = {
+    "--tiles 4": "Unrecognized arguments: --tiles 4. See --help.",
+    "--batch-size many": "Argument --batch-size: invalid int value: 'many'. See --help.",
+    "--optimiser lion": "Argument --optimiser: invalid choice: 'lion'",
+    "--seed": "Argument --seed: expected one argument. See --help.",
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), WRONG_FLAGS.items(), ids=WRONG_FLAGS)
+def test_wrong_flags_are_an_error_of_ours(flags: str, message: str, capsys):
+    """Raised, not printed: every rank parses, and one of them speaks."""
+    with pytest.raises(PlanError) as caught:
+        chosen(*flags.split())
+    assert str(caught.value).startswith(message)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("512", (512, 512)), ("512x768", (512, 768)), ("100X132", (100, 132)), ("1", (1, 1))]
+)
+def test_image_sizes(text: str, size: tuple[int, int]):
+    assert options.image_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "512x", "x512", "0", "0x4", "-512", "5.5", "512x512x3", "big", "512 px"])
+def test_what_is_no_image_size(text: str):
+    with pytest.raises(PlanError, match="must be one number of pixels, or HEIGHTxWIDTH such as 512x768"):
+        options.image_size(text)
+
+
+# ---- models and optimisers
+
+
+MODEL, UNET = "--model", "engines.models.unet:UNet"
+
+
+def test_a_model_is_built_from_its_name_and_arguments():
+    model = options.build_model(chosen(MODEL, UNET, "--model-args", '{"width": 4}', "--num-classes", "3"))
+    assert isinstance(model, UNet)
+    assert model.head.weight.shape == (3, 4, 1, 1)
+
+
+def test_what_the_model_is_told_itself_counts_more():
+    arguments = '{"width": 4, "num_classes": 5}'
+    assert options.build_model(chosen(MODEL, UNET, "--model-args", arguments)).head.out_channels == 5
+
+
+@pytest.mark.parametrize("arguments", ["[20]", "20"])
+def test_arguments_may_be_a_list_or_one_value(arguments: str):
+    model = options.build_model(chosen(MODEL, "engines.models:resnet_v1", "--model-args", arguments))
+    assert model.state_dict().keys() == resnet20_v1().state_dict().keys()
+
+
+def test_a_model_that_takes_no_classes_is_given_none():
+    built = options.build_model(chosen(MODEL, "torch.nn:ReLU"))
+    assert isinstance(built, nn.ReLU)
+
+
+def test_weights_follow_from_the_seed():
+    first, again, other = (
+        options.build_model(chosen(MODEL, UNET, "--seed", seed)).head.weight for seed in ("1", "1", "2")
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+BAD_MODELS = {
+    ("no.such.package:net",): (TraceError, "'no.such.package:net' cannot be imported .*Name it PACKAGE.MODULE:"),
+    ("engines.models:resnet21",): (TraceError, "'engines.models:resnet21' cannot be imported"),
+    ("engines.models",): (TraceError, "cannot be imported"),
+    (":resnet20_v1",): (TraceError, "cannot be imported"),
+    (UNET, "--model-args", "{width: 4}"): (PlanError, "'{width: 4}' is not JSON"),
+    (UNET, "--model-args", '{"depht": 4}'): (TraceError, "UNet failed with TypeError: .*depht.*Check --model-args"),
+    (UNET, "--model-args", "[4]"): (TraceError, "UNet failed with TypeError: .*positional.*Check --model-args"),
+    ("engines.plan:Plan",): (TraceError, "engines.plan:Plan returned Plan, not a torch.nn.Module"),
+}
+
+
+@pytest.mark.parametrize(("model", "expected"), BAD_MODELS.items(), ids=map(" ".join, BAD_MODELS))
+def test_models_that_cannot_be_built(model: tuple[str, ...], expected: tuple[type[Exception], str]):
+    kind, message = expected
+    with pytest.raises(kind, match=message):
+        options.build_model(chosen(MODEL, *model))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sgd", torch.optim.SGD), ("adam", torch.optim.Adam)])
+def test_optimisers(name: str, kind: type[torch.optim.Optimizer]):
+    make = options.optimiser(chosen("--optimiser", name, "--learning-rate", "0.25"))
+    optimiser = make([nn.Parameter(torch.zeros(2))])
+    assert type(optimiser) is kind
+    assert optimiser.defaults["lr"] == 0.25
+
+
+def test_a_recipe_is_checked_against_the_ranks():
+    flags = chosen(MODEL, UNET, "--image-size", "12x20", "--batch-size", "2", "--dtype", "float64")
+    with pytest.raises(PlanError, match="needs 5 ranks"):
+        options.recipe(flags, ranks=4)
+    model, recipe = options.recipe(flags, ranks=5)
+    assert recipe.graph.inputs["images"].shape == (2, 3, 12, 20)
+    assert recipe.graph.inputs["images"].dtype == "float64"
+    assert {f"model.{name}" for name, _ in model.named_parameters()} == set(recipe.graph.weights)
+
+
+# ---- commands
+
+
+Shell = Callable[..., CompletedProcess[str]]
+
+MODELS = """
+import os
+from torch import nn
+
+class Tiny(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.wide, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, num_classes, 1)
+
+    def forward(self, x):
+        return self.head(self.wide(x).relu())
+
+class RunningSum(Tiny):
+    def forward(self, x):
+        return super().forward(x).cumsum(2)
+
+class Another(Tiny):
+    "Its weights differ a little from rank to rank."
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        self.wide.weight.data *= 1 + 1e-6 * int(os.environ["OMPI_COMM_WORLD_RANK"])
+"""
+TWO = ("--split-size", 1, "--slice-method", "1x2", "--image-size", 16)
+
+
+@pytest.fixture
+def engines(mpiexec, tmp_path, monkeypatch) -> Shell:
+    """`engines(ranks, *arguments)` runs the command line in a folder that has the models above in `mine.py`."""
+    (tmp_path / "mine.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    return lambda ranks, *arguments: mpiexec(ranks, "-m", "engines", *arguments)
+
+
+def test_verify_says_ok_in_one_line(engines: Shell):
+    done = engines(
+        5, "verify", "--model", "engines.models:resnet20_v1", "--image-size", 32, "--batch-size", 2
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (text,) = done.stdout.splitlines()
+    line = json.loads(text)
+    assert set(line) == {
+        "ok", "ranks", "loss_rel", "grad_rel", "worst_parameter", "worst_parameter_rel", "buffers_rel",
+        "params_rel", "dtype", "seconds",
+    }  # fmt: skip
+    assert line["ok"] is True
+    assert line["ranks"] == 5
+    assert line["dtype"] == "float64"
+    assert line["worst_parameter"] in dict(resnet20_v1().named_parameters())
+    assert max(line[name] for name in ("loss_rel", "grad_rel", "buffers_rel", "params_rel")) < 1e-10
+    assert line["seconds"] > 0
+
+
+def test_verify_that_ran_and_is_wrong(engines: Shell):
+    """The ranks do not hold the same model: a difference of a millionth is told."""
+    done = engines(2, "verify", "--model", "mine:Another", *TWO)
+    assert done.returncode == 1, done.stderr
+    (text,) = done.stdout.splitlines()
+    line = json.loads(text)
+    assert line["ok"] is False
+    assert 1e-10 < line["grad_rel"] < 1e-4
+
+
+def test_bench_step_is_one_line(engines: Shell):
+    done = engines(2, "bench", "step", "--model", "mine:Tiny", "--batch-size", 2, "--iterations", 1, *TWO)
+    assert done.returncode == 0, done.stderr
+    (text,) = done.stdout.splitlines()
+    line = json.loads(text)
+    assert set(line) == {"images_per_s", "one_process_images_per_s", "ratio", "spread", "threads"}
+    assert line["ratio"] == pytest.approx(line["images_per_s"] / line["one_process_images_per_s"], abs=1e-3)
+    assert line["images_per_s"] > 0
+    assert line["spread"] == 0  # of one step
+    assert line["threads"] >= 1
+
+
+NOT_AS_ASKED = {
+    "ranks": (5, ("--slice-method", "1x5", "--image-size", 16), "PlanError: The plan needs 6 ranks (5 + 1 over 2 "),
+    "flag": (2, (*TWO, "--tiles", 4), "PlanError: Unrecognized arguments: --tiles 4"),
+    "knob": (2, (*TWO, "--parts", 4), "PlanError: parts=4 has no engine in this version yet"),
+    "import": (2, (*TWO, "--model", "mine:Huge"), "TraceError: --model 'mine:Huge' cannot be imported"),
+    "arguments": (
+        2,
+        (*TWO, "--model", "mine:Tiny", "--model-args", '{"wide": 4}'),
+        "TraceError: mine:Tiny failed with",
+    ),
+    "operator": (2, (*TWO, "--model", "mine:RunningSum"), "TraceError: aten.cumsum.default "),
+}
+
+
+@pytest.mark.parametrize(("ranks", "flags", "message"), NOT_AS_ASKED.values(), ids=NOT_AS_ASKED)
+def test_what_cannot_be_run_is_said_in_one_line(engines: Shell, ranks: int, flags: tuple[object, ...], message: str):
+    """Of all ranks one speaks, and no MPI noise around it."""
+    done = engines(ranks, "verify", *flags)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(message)
