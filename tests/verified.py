@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
+from engines import options
 from engines.bench.gpu_check import launch
 
 README = Path(__file__).parents[1] / "README.md"
@@ -36,22 +38,18 @@ def cases() -> list[str]:
 def main() -> int:
     rows, good = [], True
     for case in cases():
-        import shlex
-
         arguments = ["-m", "engines", "verify", *shlex.split(case)]
         ranks = _ranks(arguments)
         done = launch(ranks, arguments)
         line = json.loads(done.stdout.splitlines()[-1]) if done.stdout.strip() else {"ok": False, "grad_rel": 1.0}
         print(ranks, case, json.dumps(line), done.stderr[-300:] if not line["ok"] else "", flush=True)
         good &= bool(line["ok"])
-        rows.append(f"| `-n {ranks} ... verify {case.replace('engines.models', 'engines.models')}` | {line['grad_rel']:.0e} |\n")
+        rows.append(f"| `-n {ranks} ... verify {case}` | {line['grad_rel']:.0e} |\n")
     README.write_text(TABLE.sub(lambda match: match[1] + "".join(rows) + match[2], README.read_text()))
     return 0 if good else 1
 
 
 def _ranks(arguments: list[str]) -> int:
-    from engines import options
-
     return options.plan(options.parser("").parse_args(arguments[3:])).ranks
 
 
