@@ -18,7 +18,7 @@ PURE := $(wildcard engines/errors.py engines/plan.py engines/layout.py engines/l
 # Threads are shared out among the ranks, or they would fight for the cores.
 RANKS := 5
 CORES := $(shell getconf _NPROCESSORS_ONLN)
-MPI_ENV := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe \
+MPI_ENV := OMP_WAIT_POLICY=passive MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe \
 	OMP_NUM_THREADS=$(shell echo $$(( $(CORES) > $(RANKS) ? $(CORES) / $(RANKS) : 1 )))
 ifeq ($(shell id -u),0)
 MPI_ENV += OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

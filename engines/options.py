@@ -77,8 +77,8 @@ _HELP = {
 
 def _value(text: str) -> Any:
     """`4` is a number, `4,2` a tuple, anything else a word."""
-    parts = [int(part) if part.lstrip("-").isdigit() else part for part in text.split(",")]
-    return tuple(parts) if len(parts) > 1 else parts[0]
+    parts = [int(part) if part.lstrip("-").isdecimal() else part for part in text.removesuffix(",").split(",")]
+    return tuple(parts) if "," in text else parts[0]
 
 
 def plan(options: argparse.Namespace) -> Plan:
@@ -89,7 +89,7 @@ def plan(options: argparse.Namespace) -> Plan:
 def image_size(text: str) -> tuple[int, int]:
     """`512` or `512x768` as (height, width) in pixels."""
     parts = text.lower().split("x")
-    if len(parts) > 2 or not all(part.isdigit() and int(part) for part in parts):
+    if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
         raise PlanError(f"--image-size {text!r} must be one number of pixels, or HEIGHTxWIDTH such as 512x768.")
     return int(parts[0]), int(parts[-1])
 

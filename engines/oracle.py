@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,15 +39,18 @@ def one_process(
     """Train a copy of `model` as anyone would. The model given is not changed."""
     model = copy.deepcopy(model).to(dtype)
     judge = copy.deepcopy(loss).to(dtype) if isinstance(loss, nn.Module) else loss
-    optimise = optimiser([p for p in model.parameters() if p.requires_grad])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimise = optimiser(trained) if trained else None
     losses, gradients = [], []
     for batch in batches:
-        optimise.zero_grad()
+        model.zero_grad()
         value = judge(model(batch["images"].to(dtype)), batch["labels"])
-        value.backward()
+        if optimise:
+            value.backward()
         losses.append(value.item())
         gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-        optimise.step()
+        if optimise:
+            optimise.step()
     weights = {name: p.detach() for name, p in model.named_parameters()}
     return Record(tuple(losses), tuple(gradients), weights, dict(model.named_buffers()))
 
@@ -72,9 +76,10 @@ def compare(oracle: Record, ranks: Sequence[Record]) -> Comparison:
     """Hold each rank's record against the oracle's; every copy of a weight counts."""
     losses = [pair for rank in ranks for pair in zip(rank.losses, oracle.losses, strict=False)]
     steps = [(rank.gradients[step], oracle.gradients[step]) for rank in ranks for step in range(len(oracle.gradients))]
-    worst_rel, worst = max((_one(mine[name], theirs[name], theirs), name) for mine, theirs in steps for name in mine)
+    each = ((_one(mine[name], theirs[name], theirs), name) for mine, theirs in steps for name in mine)
+    worst_rel, worst = max(each, default=(0.0, ""))
     return Comparison(
-        loss_rel=max(abs(mine - theirs) / max(abs(theirs), 1e-300) for mine, theirs in losses),
+        loss_rel=max(_told(abs(mine - theirs) / max(abs(theirs), 1e-300)) for mine, theirs in losses),
         grad_rel=max(_distance(mine, theirs) for mine, theirs in steps),
         worst_parameter=worst,
         worst_parameter_rel=worst_rel,
@@ -88,14 +93,19 @@ def _distance(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float
     if not mine:
         return 0.0
     difference = _norm(mine[name].double() - theirs[name].double() for name in mine)
-    return difference / max(_norm(theirs[name].double() for name in mine), 1e-300) if difference else 0.0
+    return _told(difference / max(_norm(theirs[name].double() for name in mine), 1e-300)) if difference else 0.0
 
 
 def _one(mine: Tensor, theirs: Tensor, all_theirs: Mapping[str, Tensor]) -> float:
     """The same for one gradient; where it is zero but for rounding, against the size of all gradients."""
     scale, noise = _norm([theirs.double()]), 1e-12 * _norm(t.double() for t in all_theirs.values())
     difference = _norm([mine.double() - theirs.double()])
-    return difference / (scale if scale > noise else max(noise * 1e12, 1e-300))
+    return _told(difference / (scale if scale > noise else max(noise * 1e12, 1e-300)))
+
+
+def _told(error: float) -> float:
+    """What is not a number is infinitely wrong: `max` would drop it."""
+    return error if math.isfinite(error) else math.inf
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:

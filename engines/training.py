@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from engines.comm.device import choose_device, memory_format, threads_of
 from engines.comm.world import World
-from engines.errors import ImageError, LossError, TraceError
+from engines.errors import ImageError, LossError, PlanError, TraceError
 from engines.layer.graph import ModelGraph, TensorSpec
 from engines.layer.trace import MODEL, answer, trace
 from engines.layout import Layout
 from engines.plan import Plan
-from engines.program.compile import Compiler
+from engines.program.compile import Compiler, compile_plan
 from engines.program.timeline import Event
 from engines.program.worker import Worker
 
@@ -43,12 +43,6 @@ class Recipe:
     state: Mapping[str, Tensor]
     device: str = "auto"
 
-    def of_rank(self, rank: int) -> Recipe:
-        """The same recipe with only the weights of that rank's stage."""
-        program = Compiler(self.graph, self.plan).program(rank)
-        state = {name: self.state[name] for name in (*program.weights, *program.buffers)}
-        return Recipe(self.graph, self.plan, self.optimiser, state, self.device)
-
 
 def prepare(
     model: nn.Module,
@@ -70,8 +64,25 @@ def prepare(
     loss = loss or nn.CrossEntropyLoss()
     images = TensorSpec(tuple(image_shape), plan.precision)
     graph = trace(model, loss, images, labels or label_spec(model, images))
-    Compiler(graph, plan)
+    compile_plan(graph, plan)
+    _check_optimiser(optimiser)
     return Recipe(graph, plan, optimiser, _state(model, loss, graph), device)
+
+
+def _check_optimiser(optimiser: Optimiser) -> None:
+    try:
+        optimiser([nn.Parameter(torch.zeros(1))])
+    except Exception as error:
+        raise PlanError(f"The optimiser cannot be made: {type(error).__name__}: {error}") from error
+
+
+def _check_names(owner: nn.Module, kind: str) -> None:
+    first: dict[int, str] = {}
+    for name, tensor in getattr(owner, f"named_{kind}")(remove_duplicate=False):
+        if (other := first.setdefault(id(tensor), name)) != name:
+            raise TraceError(
+                f"{other} and {name} are one tensor, and ranks cannot share one between layers yet. Give each its own."
+            )
 
 
 def label_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
@@ -85,6 +96,8 @@ def _state(model: nn.Module, loss: Loss, graph: ModelGraph) -> dict[str, Tensor]
     found: dict[str, Tensor] = {}
     for prefix, owner in owners.items():
         if isinstance(owner, nn.Module):
+            _check_names(owner, "parameters")
+            _check_names(owner, "buffers")
             found |= {f"{prefix}{name}": tensor.detach() for name, tensor in owner.named_parameters()}
             found |= {f"{prefix}{name}": tensor for name, tensor in owner.named_buffers()}
     missing = [name for name in (*graph.weights, *graph.buffers) if name not in found]

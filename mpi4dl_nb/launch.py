@@ -105,6 +105,7 @@ def _mpi_environment(n: int) -> dict[str, str]:
     as_root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if os.getuid() == 0 else ()
     return {
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMP_WAIT_POLICY": "passive",  # ranks share cores: idle threads must not spin
         "OMP_NUM_THREADS": str(threads_per_rank(n)),
         # Page faults are most of what a fresh tensor costs: freed memory stays with the process.
         "MALLOC_MMAP_MAX_": "0",

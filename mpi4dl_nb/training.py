@@ -113,6 +113,8 @@ class Training:
         start_s = time.perf_counter()
         recipe = self._prepare(replace(self.plan, precision="float64"))
         whole = batches(recipe, seed) if data is None else [self._checked(*batch, recipe) for batch in data][:STEPS]
+        if not whole:
+            raise ImageError("verify was given no batch. Give it at least one, or leave data out.")
         work = [
             (self._recipe_of(program, recipe), [cut_inputs(program.feeds, batch) for batch in whole])
             for program in self.programs
@@ -147,7 +149,8 @@ class Training:
                     "Change the batch, or make a Training with this image_shape."
                 )
             whole[name] = tensor.detach().to(getattr(torch, spec.dtype))
-        _check_classes(whole["labels"], graph.specs[graph.prediction])
+        ignored = getattr(self.loss, "ignore_index", -100)
+        _check_classes(whole["labels"], graph.specs[graph.prediction], ignored)
         return whole
 
     def __repr__(self) -> str:
@@ -155,14 +158,15 @@ class Training:
         return f"Training({type(self.model).__name__}, images {spec.shape}, {self.plan.summary})"
 
 
-def _check_classes(labels: Tensor, prediction: TensorSpec) -> None:
+def _check_classes(labels: Tensor, prediction: TensorSpec, ignored: int) -> None:
     """Class numbers beyond the model's answers would fail in a rank."""
     if labels.is_floating_point() or len(prediction.shape) < 2:
         return
-    highest, classes = int(labels.max()), prediction.shape[1]
-    if highest >= classes:
+    classes = prediction.shape[1]
+    wrong = labels[((labels < 0) | (labels >= classes)) & (labels != ignored)]
+    if wrong.numel():
         raise ImageError(
-            f"A label is {highest}, but the model answers for {classes} classes (0 to {classes - 1}). "
+            f"A label is {int(wrong.max())}, but the model answers for {classes} classes (0 to {classes - 1}). "
             "Change the labels, or the model's num_classes."
         )
 

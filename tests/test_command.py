@@ -122,13 +122,11 @@ def test_what_is_no_image_size(text: str):
 # ---- known bugs: whoever mends one strikes its mark
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="str.isdigit() knows digits that int() does not")
 def test_a_digit_that_is_no_number():
     with pytest.raises(PlanError, match="must be one number of pixels"):
         options.image_size("5²")
 
 
-@pytest.mark.xfail(strict=True, raises=PlanError, reason="a tuple of one cannot be written down")
 def test_the_balance_of_one_stage():
     assert options.plan(chosen("--split-size", "1", "--balance", "39,")) == Plan(split_size=1, balance=(39,))
 

@@ -18,10 +18,9 @@ from engines.errors import RankError
 
 __all__ = ["MpiWorld"]
 
-# A rank that waits looks this often before it lets others run, and this often more before it sleeps:
-# where ranks share cores, the one that is waited for needs the core.
-_EAGER, _YIELDING, _NAP_S, _REST_S = 20, 200, 5e-5, 5e-3
-
+# A rank that waits looks this often before it lets others run, and this often more before it sleeps, each time
+# a little longer: where ranks share cores, the one that is waited for needs the core.
+_EAGER, _YIELDING, _NAP_S, _REST_S = 20, 60, 5e-5, 2e-3
 _BY_OTHERS = (MPI.ERR_REVOKED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 
 
@@ -37,7 +36,7 @@ class _Requests:
             while not MPI.Request.Testall(self.requests):
                 looks += 1
                 if looks > _YIELDING:
-                    time.sleep(nap_s)
+                    time.sleep(min(nap_s * (looks // _YIELDING), _REST_S))
                 elif looks > _EAGER:
                     os.sched_yield()
         for device_tensor, host_tensor in self.staged:
@@ -80,6 +79,7 @@ class MpiWorld:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, pickled."""
+        self.rest()
         with self.noticing():
             return self._comm.allgather(value)
 

@@ -15,6 +15,9 @@ from engines.spatial.windows import SpanRule, window
 
 __all__ = ["POINT", "Builder", "Value", "Window"]
 
+WITHOUT_GRADIENT = frozenset({"aten.detach.default", "aten.zeros_like.default", "aten.ones_like.default"})
+"""Operators whose result does not lead back to their arguments."""
+
 POINT = Tile.whole(1, 1)
 """What a rank holds of a value that has no pixels."""
 
@@ -64,7 +67,7 @@ class Window:
 class Builder:
     """Collects the instructions of tile `tile` of one stage, in graph order.
 
-    Tags count up from `tag`; every rank of the stage counts the same exchanges, so equal tags meet.
+    Tags count up from `tag`, which is even; every rank of the stage counts the same exchanges, so equal tags meet.
     """
 
     graph: ModelGraph
@@ -75,6 +78,7 @@ class Builder:
     instructions: list[Compute | Exchange | AllReduce] = field(default_factory=list)
     statistics: list[RunningStatistics] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
+    counted: dict[str, str] = field(default_factory=dict)
     _open: list[LocalOp] = field(default_factory=list)
     _windows: dict[tuple[Any, ...], str] = field(default_factory=dict)
     _module: str = ""
@@ -87,6 +91,10 @@ class Builder:
     def at(self, node: Node) -> None:
         """What follows belongs to this node."""
         self._module = node.module
+
+    def forget(self, node: Node) -> None:
+        """Take back what was begun for a node."""
+        self._open = [op for op in self._open if op.out.split(".")[0] != node.name]
 
     def is_tiled(self, ref: Any) -> bool:
         """Whether an argument is a value of which each rank holds a tile."""
@@ -111,7 +119,11 @@ class Builder:
     ) -> Ref:
         """Run a kernel on what this rank holds; `like` is the spec of the result for the whole image."""
         self._open.append(LocalOp(out, kernel, arguments, keywords, self._module))
-        differentiable = like.is_floating and any(self._carries(name) for name in references((arguments, keywords)))
+        differentiable = (
+            like.is_floating
+            and kernel not in WITHOUT_GRADIENT
+            and any(self._carries(name) for name in references((arguments, keywords)))
+        )
         self.values[out] = Value(out, like, axes, differentiable)
         return Ref(out)
 
@@ -142,7 +154,7 @@ class Builder:
     def _exchange(self, value: Value, wanted: Mapping[int, Tile], fill: float) -> str:
         key = (value.name, tuple(wanted.values()), fill)
         if key not in self._windows:
-            self.tag += 1
+            self.tag += 2
             target = f"{value.name}.window{self.tag}"
             owned = self.tiles(value.size_px)
             self._windows[key] = self.transfer(value, "halo", target, target, self.tag, owned, wanted, fill)

@@ -15,8 +15,6 @@ from engines.spatial.tiles import Tile
 
 __all__ = ["carry_back", "carry_there"]
 
-_BACK = 1 << 24  # tags of gradients going home
-
 
 def carry_there(
     exchange: Exchange, source: Tensor | None, world: World, device: torch.device
@@ -54,10 +52,8 @@ def carry_back(
     with torch.no_grad():
         if exchange.window is not None and grad is None:
             grad = _empty(exchange, exchange.window, device).zero_()
-        sends = _packed(
-            exchange, grad, exchange.window, exchange.receives, lambda move: move.source, exchange.tag + _BACK
-        )
-        receives = _slots(exchange, source, exchange.sends, lambda move: move.target, exchange.tag + _BACK)
+        sends = _packed(exchange, grad, exchange.window, exchange.receives, lambda move: move.source, exchange.tag + 1)
+        receives = _slots(exchange, source, exchange.sends, lambda move: move.target, exchange.tag + 1)
         pending = world.exchange(sends, receives)
         if source is not None:
             _start_from_own(exchange, grad, source, alone)

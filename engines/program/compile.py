@@ -30,8 +30,9 @@ from engines.spatial.tiles import Span, Tile
 
 __all__ = ["Compiler", "compile_plan"]
 
-# Tags of one stage's exchanges lie in one such block; transfers between stages lie in block 0.
-_TAGS = 1 << 16
+# Tags are even, the next odd one is for the gradient going home. Each stage's exchanges lie in one such block,
+# transfers between stages in the first; some transports allow no more than 2 ** 23.
+_TAGS = 1 << 14
 
 
 def compile_plan(graph: ModelGraph, plan: Plan, input_gradient: bool = False) -> tuple[Program, ...]:
@@ -109,7 +110,7 @@ class Compiler:
             for name in node.reads
             if name in self.stage_of and self.stage_of[name] != self.stage_of[node.name]
         )
-        return (_Crossing(*pair, tag=index) for index, pair in enumerate(pairs))
+        return (_Crossing(*pair, tag=2 + 2 * index) for index, pair in enumerate(pairs))
 
     def _builder(self, role: Role) -> Builder:
         """The stage as tile `role.tile` sees it: what arrives, its nodes, what leaves."""

@@ -56,9 +56,10 @@ class Worker:
             for step in program.steps
             if isinstance(step.instruction, Compute)
         }
-        self._lasting = {
-            e.moments for s in program.steps if isinstance(u := s.instruction, Update) for e in u.statistics
-        }
+        self._lasting = {program.loss, program.prediction}
+        for step in program.steps:
+            if isinstance(step.instruction, Update):
+                self._lasting.update(entry.moments for entry in step.instruction.statistics)
         self.restart({})
 
     def restart(self, inputs: Mapping[str, Tensor]) -> None:
@@ -135,7 +136,8 @@ class Worker:
         made = self._segments[segment.name](self._values)
         for name, value in zip(segment.outputs, made, strict=True):
             self._keep(name, value, value.requires_grad)
-        self._kept[segment.name] = made
+        if segment.differentiable:
+            self._kept[segment.name] = made
         self._release(segment, segment.inputs)
         if self.program.loss in segment.outputs:
             self._seed(self._leaves[self.program.loss])
@@ -147,13 +149,29 @@ class Worker:
     def _compute_back(self, segment: Compute) -> None:
         made = self._kept.pop(segment.name)
         grads = [self._taken(name) for name in segment.outputs]
-        roots = [(value, grad) for value, grad in zip(made, grads, strict=True) if grad is not None]
+        pairs = zip(made, grads, strict=True)
+        roots = [(value, grad) for value, grad in pairs if grad is not None and value.requires_grad]
         if roots:
             torch.autograd.backward(*zip(*roots, strict=True))
+            self._part_gradients(segment)
+
+    def _part_gradients(self, segment: Compute) -> None:
+        """Give each leaf a gradient of its own.
+
+        Autograd may leave two leaves with one buffer (where both reach a sum through views); whatever is added to
+        one of them later would be added to both.
+        """
+        seen: set[int] = set()
+        for name in segment.inputs:
+            leaf = self._leaves[name]
+            if leaf.grad is not None:
+                address = leaf.grad.untyped_storage().data_ptr()
+                leaf.grad = leaf.grad.clone() if address in seen else leaf.grad
+                seen.add(address)
 
     def _taken(self, name: str) -> Tensor | None:
         """The gradient that has gathered for a value, which is not needed any more."""
-        leaf = self._leaves[name]
+        leaf = self._leaves[name] if name in self._lasting else self._leaves.pop(name)
         grad, leaf.grad = leaf.grad, None
         return grad
 

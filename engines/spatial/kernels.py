@@ -32,7 +32,7 @@ class _Moments(torch.autograd.Function):
     """(N, C, ...) -> (slots, 2, C): mean and summed squared deviation of each channel, in slot `slot`.
 
     The other slots are zero, so that a sum over ranks gathers all tiles' moments without rounding.
-    Taken in float64 from the fused kernel. Deviations from the tile's own mean lose nothing to cancellation.
+    Held in float64, from the fused kernel's mean and variance. Deviations from the tile's own mean lose nothing to cancellation.
     """
 
     @staticmethod
@@ -84,7 +84,7 @@ class _Normalise(torch.autograd.Function):
         mean, variance = batch_statistics(moments, counts)
         low = mean.to(x.dtype), variance.to(x.dtype)
         ctx.save_for_backward(x, *low, moments, mean, variance, weight)
-        ctx.counts, ctx.eps = counts, eps
+        ctx.counts, ctx.eps, ctx.has_bias = counts, eps, bias is not None
         return functional.batch_norm(x, *low, weight, bias, training=False, eps=eps)
 
     @staticmethod
@@ -100,7 +100,11 @@ class _Normalise(torch.autograd.Function):
         counts = moments.new_tensor(ctx.counts)[:, None]
         to_means = counts * (to_mean + 2 * to_variance * (moments[:, 0] - mean))
         to_moments = torch.stack([to_means, to_variance.expand_as(to_means)], dim=1)
-        return grad_x, to_moments, None if weight is None else grad_weight, grad_bias, None, None
+        return grad_x, to_moments, *_where((weight is not None, ctx.has_bias), (grad_weight, grad_bias)), None, None
+
+
+def _where(wanted: Sequence[bool], grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    return tuple(grad if want else None for want, grad in zip(wanted, grads, strict=True))
 
 
 def _sum_pixels(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:

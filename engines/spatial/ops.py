@@ -60,6 +60,7 @@ def lower(b: Builder, node: Node) -> None:
     except TraceError:
         if len(b.stage.ranks) > 1:
             raise
+        b.forget(node)
         as_it_is(b, node, axes=None)  # one rank holds all of it, and needs no rule
 
 

@@ -372,7 +372,6 @@ def test_it_says_what_it_is(training: Training):
 # ---- known bugs: whoever mends one strikes its mark
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="max() drops what is not a number")
 def test_a_verdict_is_never_ok_where_something_is_not_a_number():
     """`verify --learning-rate 1e30` said ok, with params_rel NaN."""
     good, bad = {"weight": torch.ones(2)}, {"weight": torch.tensor([1.0, float("nan")])}
@@ -381,7 +380,6 @@ def test_a_verdict_is_never_ok_where_something_is_not_a_number():
         assert not compare(oracle, [oracle, wrong]).worst <= 1e-3
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="named_parameters() leaves out the second name")
 def test_one_weight_under_two_names_is_refused_as_what_it_is(untouched):
     class Tied(nn.Module):
         def __init__(self):
@@ -398,7 +396,6 @@ def test_one_weight_under_two_names_is_refused_as_what_it_is(untouched):
     assert "b.weight" in str(caught.value)
 
 
-@pytest.mark.xfail(strict=True, raises=ImageError, reason="_check_classes does not ask the loss")
 def test_a_label_that_the_loss_leaves_out_by_a_number_of_its_own(cluster):
     """255 is what many masks of pixels say where nobody has looked."""
     images, labels = batches(1)[0]
@@ -408,27 +405,23 @@ def test_a_label_that_the_loss_leaves_out_by_a_number_of_its_own(cluster):
     assert training.step(images, labels) == same(alone(unet(), [(images, labels)], loss=loss).losses[0])
 
 
-@pytest.mark.xfail(strict=True, raises=RankError, reason="_check_classes looks at the highest label only")
 def test_a_label_below_zero(training: Training):
     images, labels = batches(1)[0]
     with pytest.raises(ImageError, match="A label is -1"):
         training.step(images, labels - 1)
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="the oracle makes an optimiser of no parameters")
 def test_a_model_of_which_nothing_is_trained(cluster):
     training = Training(unet().requires_grad_(False), TILES, cluster, SHAPE)
     assert training.step(*batches(1)[0]) == same(alone(unet(), batches(1)).losses[0])
     assert training.verify()["ok"]
 
 
-@pytest.mark.xfail(strict=True, raises=RankError, reason="the optimiser is first made on the ranks")
 def test_an_optimiser_that_cannot_be_made(untouched):
     with pytest.raises(PlanError, match="Invalid learning rate: -1"):
         Training(unet(), TILES, untouched, SHAPE, optimiser=lambda parameters: torch.optim.SGD(parameters, lr=-1))
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="max() of nothing")
 def test_verify_without_a_batch(training: Training):
     with pytest.raises(ImageError):
         training.verify([])

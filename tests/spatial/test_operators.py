@@ -140,7 +140,7 @@ def test_the_search_space_holds(wish: Callable[[Geometry], bool]):
 # ---- convolutions
 
 
-@trials(80)
+@trials(70)
 @given(g=geometries(), groups=st.integers(1, 3), wide=st.integers(1, 2), bias=st.booleans(), seed=seeds)
 def test_convolution(g: Geometry, groups: int, wide: int, bias: bool, seed: int):
     conv = nn.Conv2d(groups * wide, groups, g.kernel, g.stride, g.padding, g.dilation, groups, bias)
@@ -156,7 +156,7 @@ def test_convolution_whose_padding_is_a_word(g: Geometry, padding: str, seed: in
     check(with_whole_weights(conv, seed), whole_numbers(1, 2, *g.image_px, seed=seed), g.grid)
 
 
-@trials(80)
+@trials(70)
 @given(g=geometries(), groups=st.integers(1, 2), bias=st.booleans(), seed=seeds, data=st.data())
 def test_transposed_convolution(g: Geometry, groups: int, bias: bool, seed: int, data: st.DataObject):
     """The geometry read backwards: what were outputs is the image."""
@@ -187,7 +187,7 @@ def test_convolution_by_a_computed_weight(case: tuple[Grid, Pair], seed: int):
 # ---- pools
 
 
-@trials(70)
+@trials(60)
 @given(g=geometries(pool=True), ceil=st.booleans(), high=st.sampled_from([-1, 9]), seed=seeds)
 def test_max_pool(g: Geometry, ceil: bool, high: int, seed: int):
     """Also over images that are negative everywhere, where a border of zeros would win."""
@@ -197,7 +197,7 @@ def test_max_pool(g: Geometry, ceil: bool, high: int, seed: int):
     check(pool, image, g.grid)
 
 
-@trials(70)
+@trials(60)
 @given(
     g=geometries(pool=True, dilated=False), ceil=st.booleans(), counted=st.booleans(),
     divisor=st.sampled_from([None, 1, 4]), seed=seeds,
@@ -448,7 +448,7 @@ class Judge(nn.Module):
         return self.each(prediction, labels).sum()
 
 
-@trials(40)
+@trials(30)
 @given(
     case=images_on_grids(), weighted=st.booleans(), ignored=st.sampled_from([-100, 2]), seed=seeds,
     reduction=st.sampled_from(["mean", "sum", "none"]), smoothing=st.sampled_from([0.0, 0.1]),
@@ -577,6 +577,25 @@ def test_stages_with_other_grids(
     grids = (str(grid), second, second)[:spatial]
     plan = Plan(split_size=3, spatial_size=spatial, slice_method=grids, precision="float64")
     assert_exact(model, whole_numbers(1, 2, *size_px, seed=seed), plan)
+
+
+class SharedAcrossStages(nn.Module):
+    """A value without pixels, made on tiles, is read in the next stage and in the one behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.second, self.third = nn.Conv2d(2, 3, 3, padding=1), nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = self.conv(x).sum((2, 3))
+        return self.third(self.second(pooled)) + pooled
+
+
+@pytest.mark.parametrize("grids", [("2x2",), ("2x2", "1x2"), ("1x3", "2x2", "1x2")], ids=" then ".join)
+def test_a_shared_value_crosses_from_stage_to_stage(grids: tuple[str, ...]):
+    """All tiles hold it, one of them sends it, and its gradient comes back once."""
+    plan = Plan(split_size=3, spatial_size=len(grids), slice_method=grids, balance=(1, 1, 1), precision="float64")
+    assert_exact(with_whole_weights(SharedAcrossStages()), whole_numbers(2, 2, 6, 6), plan)
 
 
 class InTurn(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engines.layer.graph import Node, TensorSpec
 from engines.program.builder import Builder
 from engines.program.instructions import RunningStatistics
-from engines.spatial.ops import as_it_is, entry
+from engines.spatial.ops import as_it_is, entry, no_rule
 from engines.spatial.tiles import Tile
 
 __all__: list[str] = []
@@ -39,5 +39,8 @@ def batch_norm(b: Builder, node: Node) -> None:
 @entry("aten.add_.Tensor", everywhere=True)
 def counter(b: Builder, node: Node) -> None:
     """The number of batches seen: a buffer that grows by a constant at the update."""
-    buffer = node.arguments["self"].name
+    buffer = b.counted.get(node.arguments["self"].name, node.arguments["self"].name)
+    if buffer not in b.graph.buffers:
+        raise no_rule(node, "writes to a value in a way for which there is no rule")
+    b.counted[node.name] = buffer
     b.counters[buffer] = b.counters.get(buffer, 0) + node.arguments["other"]

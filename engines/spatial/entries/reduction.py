@@ -46,7 +46,7 @@ def reduce_sum(b: Builder, node: Node) -> None:
         left = count if keepdim else count - len(dims)
         gone = [0 if keepdim else sum(dim < axis for dim in dims) for axis in (rows, cols)]
         as_it_is(b, node, (rows - gone[0] - left, cols - gone[1] - left))
-    elif ".mean." in f".{node.operator.removeprefix('aten.')}":
+    elif node.operator.startswith("aten.mean."):
         mean_over_space(b, node, source, dims, keepdim)
     else:
         total = _sum(b, f"{node.name}.sum", source, node.spec, dims, keepdim)
