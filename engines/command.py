@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torch import nn
 
@@ -12,7 +14,7 @@ from engines import options
 from engines.bench.step import bench_step
 from engines.bench.verify import verify
 from engines.comm.world import World
-from engines.errors import ImageError, PlanError, TraceError
+from engines.errors import ImageError, PlanError, RankError, TraceError
 
 __all__ = ["main"]
 
@@ -29,6 +31,8 @@ def main(arguments: Sequence[str]) -> int:
     from engines.comm.mpi import MpiWorld
 
     world = MpiWorld()
+    if world.rank:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (one voice, whatever is printed by the user's model too)
     if name not in _COMMANDS:
         _tell(world, f"Unknown command {name!r}. Commands: {', '.join(_COMMANDS)}, gpu-check.")
         world.leave(2)
@@ -37,6 +41,11 @@ def main(arguments: Sequence[str]) -> int:
     except (PlanError, TraceError, ImageError) as error:  # the same on every rank
         _tell(world, f"{type(error).__name__}: {error}")
         world.leave(2)
+    except RankError as error:  # on one rank; the others are released by it
+        if not str(error).startswith("released"):
+            print(f"rank {world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        world.fail()
+        os._exit(1)
 
 
 def _split(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
@@ -73,7 +82,7 @@ def _default(precision: str, arguments: Sequence[str]) -> list[str]:
 def _bench_step(world: World, arguments: Sequence[str]) -> bool:
     """Images per second of the ranks and of one process, interleaved."""
     flags = options.parser("Time training steps of a plan on the ranks, and of the plain model in one process.")
-    flags.add_argument("--iterations", type=int, default=5)
+    flags.add_argument("--iterations", type=options.positive, default=5)
     chosen = flags.parse_args(arguments)
     model, recipe = options.recipe(chosen, world.size)
     _print(world, bench_step(world, recipe, model, chosen.iterations, chosen.seed))

@@ -19,7 +19,7 @@ from engines.layout import check_fits
 from engines.plan import Plan
 from engines.training import Optimiser, Recipe, prepare
 
-__all__ = ["build_model", "image_size", "optimiser", "parser", "plan", "recipe"]
+__all__ = ["build_model", "image_size", "optimiser", "parser", "plan", "positive", "recipe"]
 
 _OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9),
@@ -44,8 +44,8 @@ def parser(description: str) -> argparse.ArgumentParser:
     )
     flags.add_argument("--model-args", default="{}", help="JSON: an object of keywords, or a list of arguments")
     flags.add_argument("--image-size", default="512", help="pixels: one number, or HEIGHTxWIDTH")
-    flags.add_argument("--batch-size", type=int, default=1)
-    flags.add_argument("--num-classes", type=int, default=10, help="given to the model if it takes num_classes")
+    flags.add_argument("--batch-size", type=positive, default=1)
+    flags.add_argument("--num-classes", type=positive, default=10, help="given to the model if it takes num_classes")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--optimiser", choices=sorted(_OPTIMISERS), default="sgd")
     flags.add_argument("--learning-rate", type=float, default=0.001)
@@ -79,6 +79,13 @@ def _value(text: str) -> Any:
     """`4` is a number, `4,2` a tuple, anything else a word."""
     parts = [int(part) if part.lstrip("-").isdecimal() else part for part in text.removesuffix(",").split(",")]
     return tuple(parts) if "," in text else parts[0]
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or not int(text):
+        raise PlanError(f"{text!r} must be a whole number of at least 1.")
+    return int(text)
 
 
 def plan(options: argparse.Namespace) -> Plan:
@@ -119,7 +126,7 @@ def _imported(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:
         raise TraceError(f"--model {path!r} cannot be imported ({error}). Name it PACKAGE.MODULE:CALLABLE.") from error
 
 

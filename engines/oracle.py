@@ -73,14 +73,21 @@ class Comparison:
 
 
 def compare(oracle: Record, ranks: Sequence[Record]) -> Comparison:
-    """Hold each rank's record against the oracle's; every copy of a weight counts."""
+    """Hold each rank's record against the oracle's; every copy of a weight counts, and what no rank has is wrong."""
     losses = [pair for rank in ranks for pair in zip(rank.losses, oracle.losses, strict=False)]
     steps = [(rank.gradients[step], oracle.gradients[step]) for rank in ranks for step in range(len(oracle.gradients))]
+    complete = all(
+        set().union(*(rank.gradients[step] for rank in ranks)) == set(theirs)
+        for step, theirs in enumerate(oracle.gradients)
+    )
+    told = max(len(rank.losses) for rank in ranks) == len(oracle.losses)
     each = ((_one(mine[name], theirs[name], theirs), name) for mine, theirs in steps for name in mine)
     worst_rel, worst = max(each, default=(0.0, ""))
     return Comparison(
-        loss_rel=max(_told(abs(mine - theirs) / max(abs(theirs), 1e-300)) for mine, theirs in losses),
-        grad_rel=max(_distance(mine, theirs) for mine, theirs in steps),
+        loss_rel=max(_told(abs(mine - theirs) / max(abs(theirs), 1e-300)) for mine, theirs in losses)
+        if told
+        else math.inf,
+        grad_rel=max(_distance(mine, theirs) for mine, theirs in steps) if complete else math.inf,
         worst_parameter=worst,
         worst_parameter_rel=worst_rel,
         buffers_rel=max(_distance(rank.buffers, oracle.buffers) for rank in ranks),

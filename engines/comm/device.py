@@ -23,7 +23,10 @@ def choose_device(wish: str, rank: int) -> torch.device:
         if not torch.cuda.is_available():
             raise PlanError("device='cuda', but torch sees no GPU here. Use device='auto' or 'cpu'.")
         return torch.device("cuda", rank % torch.cuda.device_count())
-    return torch.device(wish)
+    try:
+        return torch.device(wish)
+    except RuntimeError as error:
+        raise PlanError(f"device={wish!r} is unknown. Use auto, cpu, cuda or cuda:0.") from error
 
 
 def threads_of(layout: Layout, rank: int) -> int:

@@ -184,7 +184,7 @@ class _Reader:
             source=_source(node),
             flops=flops(node),
         )
-        self._check_memory(made)
+        self._check_memory(made, written)
         self.nodes.append(made)
         self._alias(node, made, written)
 
@@ -212,7 +212,10 @@ class _Reader:
     def _alias(self, node: fx.Node, made: Node, written: str | None) -> None:
         """From now on whoever says `written` means the result; whoever looked at its memory is wrong."""
         self.names[node.name] = made.name
-        if written and written not in self.owned:
+        if written in self.owned:  # the result is the buffer itself, which is written at the update
+            self.names[node.name] = written
+            self.spoiled[written] = made
+        elif written:
             memory = self.storage.get(written, written)
             self.spoiled.update({name: made for name, root in self.storage.items() if root == memory})
             self.spoiled[memory] = made
@@ -220,9 +223,9 @@ class _Reader:
         elif _is_view(node) and made.reads:
             self.storage[made.name] = self.storage.get(made.reads[0], made.reads[0])
 
-    def _check_memory(self, node: Node) -> None:
+    def _check_memory(self, node: Node, written: str | None) -> None:
         for name in node.reads:
-            if writer := self.spoiled.get(name):
+            if name != written and (writer := self.spoiled.get(name)):
                 raise TraceError(
                     f"{node.operator} in {node.where} reads memory that {writer.operator} in {writer.where} "
                     "has changed through another view. Make that operator out-of-place."

@@ -78,7 +78,6 @@ class Builder:
     instructions: list[Compute | Exchange | AllReduce] = field(default_factory=list)
     statistics: list[RunningStatistics] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
-    counted: dict[str, str] = field(default_factory=dict)
     _open: list[LocalOp] = field(default_factory=list)
     _windows: dict[tuple[Any, ...], str] = field(default_factory=dict)
     _module: str = ""

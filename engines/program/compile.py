@@ -14,6 +14,7 @@ from engines.layout import Layout, Role, StageRanks
 from engines.plan import Plan
 from engines.program.builder import POINT, Builder, Value
 from engines.program.instructions import (
+    Agree,
     AllReduce,
     Compute,
     Exchange,
@@ -169,6 +170,8 @@ class Compiler:
         for index, (group, names) in enumerate(sorted(groups.items())):
             if len(group) > 1:
                 yield SumGradients(f"gradients{index}", tuple(names), group)
+        if self.layout.size > 1:
+            yield Agree("agree", tuple(range(self.layout.size)))
         yield Update("update", tuple(builder.statistics), dict(builder.counters))
 
     def _holders(self, weight: str) -> tuple[int, ...]:

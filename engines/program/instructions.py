@@ -16,6 +16,7 @@ from engines.spatial.moves import Move
 from engines.spatial.tiles import Tile
 
 __all__ = [
+    "Agree",
     "AllReduce",
     "Compute",
     "Exchange",
@@ -145,6 +146,20 @@ class SumGradients:
 
 
 @dataclass(frozen=True, slots=True)
+class Agree:
+    """All ranks in `group` have come this far: none updates its weights if another one has failed before."""
+
+    name: str
+    group: tuple[int, ...]
+    differentiable: bool = False
+
+    @property
+    def kind(self) -> str:
+        """For figures."""
+        return "all-reduce"
+
+
+@dataclass(frozen=True, slots=True)
 class RunningStatistics:
     """Batch norm's buffers move at the update, by what the value `moments` says of all tiles' `counts` pixels."""
 
@@ -170,7 +185,7 @@ class Update:
         return "update"
 
 
-Instruction = Compute | Exchange | AllReduce | SumGradients | Update
+Instruction = Compute | Exchange | AllReduce | SumGradients | Agree | Update
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from engines.comm.world import World
 from engines.errors import PlanError
 from engines.program.carry import carry_back, carry_there
 from engines.program.instructions import (
+    Agree,
     AllReduce,
     Compute,
     Exchange,
@@ -119,6 +120,8 @@ class Worker:
                 return self._reduce(reduction) if forward else self._reduce_back(reduction)
             case SumGradients() as bucket:
                 return sum_gradients(self.weights, bucket, self.world)
+            case Agree(group=group):
+                return all_reduce(self.world, torch.ones(1), group).wait()
             case Update() as update:
                 return self._update(update)
 

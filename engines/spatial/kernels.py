@@ -32,7 +32,8 @@ class _Moments(torch.autograd.Function):
     """(N, C, ...) -> (slots, 2, C): mean and summed squared deviation of each channel, in slot `slot`.
 
     The other slots are zero, so that a sum over ranks gathers all tiles' moments without rounding.
-    Held in float64, from the fused kernel's mean and variance. Deviations from the tile's own mean lose nothing to cancellation.
+    Held in float64, from the fused kernel's mean and variance. Deviations from the tile's own mean lose
+    nothing to cancellation.
     """
 
     @staticmethod
@@ -100,7 +101,8 @@ class _Normalise(torch.autograd.Function):
         counts = moments.new_tensor(ctx.counts)[:, None]
         to_means = counts * (to_mean + 2 * to_variance * (moments[:, 0] - mean))
         to_moments = torch.stack([to_means, to_variance.expand_as(to_means)], dim=1)
-        return grad_x, to_moments, *_where((weight is not None, ctx.has_bias), (grad_weight, grad_bias)), None, None
+        affine = _where((weight is not None, ctx.has_bias), (grad_weight, grad_bias))
+        return grad_x, to_moments, *affine, None, None
 
 
 def _where(wanted: Sequence[bool], grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:

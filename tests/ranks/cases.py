@@ -188,3 +188,42 @@ def stepping_is_running(world: World) -> None:
     assert names == [step.instruction.name for step in ran.program.steps]
     assert stepped.worker.loss == loss
     assert torch.equal(stepped.worker.peek("model.stem.0.weight"), ran.worker.peek("model.stem.0.weight"))
+
+
+class TwoViewsAdded(nn.Module):
+    """Both terms reach the sum through a view, and a convolution each: autograd gives them one gradient buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 3, padding=1)
+        self.c, self.d = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.a(x), self.b(x)
+        both = (a.permute(0, 2, 3, 1) + b.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return (self.c(a) + self.d(b) * both).mean((2, 3))
+
+
+@case
+def gradients_that_share_a_buffer_are_parted(world: World) -> None:
+    """The adjoint of one term's halo was added to the other term's gradient as well: 29 % wrong."""
+    _verified(world, TwoViewsAdded, Plan(split_size=1, num_spatial_parts=4, precision="float64"), (8, 10))
+
+
+class Norms(nn.Module):
+    """Batch norms of every kind: twice in a row, without weights, without statistics; and a detached branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.twice, self.bare = nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False)
+        self.loose = nn.BatchNorm2d(4, track_running_stats=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.bare(self.twice(self.first(x)).relu())
+        return self.loose(self.twice(self.second(y)) + self.second(y.detach())).mean((2, 3))
+
+
+@case
+def batch_norms_of_every_kind(world: World) -> None:
+    _verified(world, Norms, Plan(split_size=1, num_spatial_parts=4, precision="float64"), (8, 10))

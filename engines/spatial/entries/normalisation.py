@@ -39,8 +39,7 @@ def batch_norm(b: Builder, node: Node) -> None:
 @entry("aten.add_.Tensor", everywhere=True)
 def counter(b: Builder, node: Node) -> None:
     """The number of batches seen: a buffer that grows by a constant at the update."""
-    buffer = b.counted.get(node.arguments["self"].name, node.arguments["self"].name)
+    buffer = node.arguments["self"].name
     if buffer not in b.graph.buffers:
         raise no_rule(node, "writes to a value in a way for which there is no rule")
-    b.counted[node.name] = buffer
     b.counters[buffer] = b.counters.get(buffer, 0) + node.arguments["other"]
