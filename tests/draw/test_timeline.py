@@ -121,9 +121,7 @@ def many(ranks: int, each: int) -> Timeline:
         now_s = 0.0
         for _ in range(each):
             length_s = draw.random() * 1e-3
-            events.append(
-                event(rank, draw.choice(["compute", "halo", "all-reduce"]), now_s, now_s + length_s)
-            )
+            events.append(event(rank, draw.choice(["compute", "halo", "all-reduce"]), now_s, now_s + length_s))
             now_s += length_s
     return Timeline(tuple(events))
 

@@ -40,9 +40,7 @@ def png_16_bit_colour(path: Path) -> Path:
 
     header = struct.pack(">IIBBBBB", 2, 2, 16, 2, 0, 0, 0)
     pixels = zlib.compress((b"\0" + bytes(12)) * 2)
-    path.write_bytes(
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
-    )
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b""))
     return path
 
 

@@ -167,9 +167,7 @@ def test_the_two_named_resnets() -> None:
     assert len(resnet110_v2().get_submodule("blocks")) == 36  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("make", "depth"), [(resnet_v1, 20), (resnet_v1, 56), (resnet_v2, 29), (resnet_v2, 110)]
-)
+@pytest.mark.parametrize(("make", "depth"), [(resnet_v1, 20), (resnet_v1, 56), (resnet_v2, 29), (resnet_v2, 110)])
 def test_depth_counts_convolutions_and_the_linear_layer(make: Make, depth: int) -> None:
     model = make(depth)
     on_the_path = [name for name in convolutions(model) if "shortcut" not in name]
@@ -241,9 +239,7 @@ def test_a_wrong_depth_is_told_its_neighbours(make: Make, depth: int, told: str)
         (72, 512, "1.8B", "1.84B"),
     ],
 )
-def test_amoebanetd_parameters_as_published(
-    num_layers: int, num_filters: int, gpipe: str, torchgpipe: str
-) -> None:
+def test_amoebanetd_parameters_as_published(num_layers: int, num_filters: int, gpipe: str, torchgpipe: str) -> None:
     """arXiv:1811.06965, Table 1 (ImageNet), and torchgpipe's reproduction of it, given with more digits."""
 
     def number(text: str) -> float:
@@ -277,9 +273,7 @@ def test_amoebanetd_parameters_as_published(
         ),
     ],
 )
-def test_genotype_as_published(
-    genotype: Genotype, operations: str, reads: list[int], used: list[int]
-) -> None:
+def test_genotype_as_published(genotype: Genotype, operations: str, reads: list[int], used: list[int]) -> None:
     """As the authors' TensorFlow code lists them: operations, the states they read, the states left out."""
     steps = [step for pair in genotype.sums for step in pair]
     assert [step.operation.__name__ for step in steps] == operations.split()
