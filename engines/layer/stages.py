@@ -32,7 +32,7 @@ class Layer:
 def layers(graph: ModelGraph) -> tuple[Layer, ...]:
     """The model's layers, in order. What belongs to the loss goes with the last layer."""
     weighted = [_weighted(graph, node) for node in graph.nodes]
-    parts = list(_Cuts(graph).parts())
+    parts = list(_Cuts(graph, weighted).parts())
     starts = [*(part.start for part in parts), len(graph.nodes)]
     found: list[Layer] = []
     for part, (start, stop) in zip(parts, pairwise(starts), strict=True):
@@ -98,25 +98,30 @@ class _Part:
 class _Cuts:
     """Where the graph may be cut: module by module, from the outside in."""
 
-    def __init__(self, graph: ModelGraph) -> None:
-        self.graph = graph
+    def __init__(self, graph: ModelGraph, weighted: Sequence[bool]) -> None:
+        self.graph, self.weighted = graph, weighted
         self.paths = [tuple(node.module.split(".")) if node.module else () for node in graph.nodes]
 
     def parts(self) -> Iterator[_Part]:
         """The parts between two cuts, in order; the loss is behind the last."""
         made = (index for index, node in enumerate(self.graph.nodes) if node.name == self.graph.prediction)
-        return self._open(_Part(0, 1 + next(made), ""), depth=0)
+        return self._open(_Part(0, 1 + next(made), ""), depth=0, wraps_all=True)
 
-    def _open(self, whole: _Part, depth: int) -> Iterator[_Part]:
+    def _open(self, whole: _Part, depth: int, wraps_all: bool) -> Iterator[_Part]:
+        """The parts of a module, unless a cut inside carries more than one at its ends.
+
+        `wraps_all`: it holds every weight of the model, as the model itself does, and is opened like it.
+        """
         parts = list(self._children(whole, depth))
         within = max(self.alive[whole.start], self.alive[whole.stop])
-        chain = depth == 0 or whole.name in self.graph.chains
-        if not chain and any(self.alive[part.start] > within for part in parts[1:]):
+        chain = whole.name in self.graph.chains
+        if not (wraps_all or chain) and any(self.alive[part.start] > within for part in parts[1:]):
             yield whole
             return
+        heavy = [part for part in parts if any(self.weighted[part.start : part.stop])]
         for part in parts:
             if part.stop - part.start > 1:
-                yield from self._open(part, depth + 1)
+                yield from self._open(part, depth + 1, wraps_all and heavy == [part])
             else:
                 yield part
 
