@@ -104,7 +104,9 @@ class Plan:
         '2 stages: 2x2 tiles -> 1 rank; 5 ranks'
         """
         stages = " -> ".join(f"{g} tiles" if g.tiles > 1 else "1 rank" for g in self.grids)
-        return f"{self.split_size} stage{'s'[: self.split_size > 1]}: {stages}; {self.ranks} ranks"
+        return (
+            f"{self.split_size} stage{'s'[: self.split_size > 1]}: {stages}; {self.ranks} rank{'s'[: self.ranks > 1]}"
+        )
 
 
 def grid(method: str, tiles: int | None) -> Grid:
@@ -134,9 +136,19 @@ def _square(count: int) -> Grid:
     if side * side != count:
         raise PlanError(
             f"num_spatial_parts={count} is no square number, which slice_method='square' needs. "
-            f"Use {side * side} or {(side + 1) ** 2}, or another slice_method, such as '2x{max(1, count // 2)}'."
+            f"Use {side * side} or {(side + 1) ** 2}, or another slice_method, such as '{_nearly_square(count)}'."
         )
     return Grid(side, side)
+
+
+def _nearly_square(count: int) -> Grid:
+    """The grid of `count` tiles whose sides are closest.
+
+    >>> str(_nearly_square(6)), str(_nearly_square(5))
+    ('2x3', '1x5')
+    """
+    rows = max(side for side in range(1, math.isqrt(count) + 1) if count % side == 0)
+    return Grid(rows, count // rows)
 
 
 def _per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:

@@ -347,6 +347,31 @@ def test_a_tensor_that_the_loss_keeps_to_itself():
     assert "buffer" in told
 
 
+class InTurn(nn.Module):
+    """The same convolution under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(4, 4, 3, padding=1)
+        self.second = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+SHARED: dict[str, Callable[[], nn.Module]] = {
+    "in two places": lambda: nn.Sequential(conv := nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), conv),
+    "under two names": InTurn,
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
+def test_one_module_used_twice(name: str, grid: str):
+    told = verdict(with_whole_weights(SHARED[name]()), grid)
+    assert told == "exact" or "are one tensor" in told, told
+
+
 SWITCHED_OFF = [nn.Dropout(0.5), nn.Dropout(0.5, inplace=True), nn.Dropout2d(0.5)]
 
 

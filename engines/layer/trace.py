@@ -61,8 +61,8 @@ def trace(
     whole = _WithLoss(_on_meta(model).to(dtype), judge)
     inputs = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in (images, labels)]
     with _following(model, images):
-        module = torch.export.export(whole, tuple(inputs), strict=False).module()
-    return replace(_Reader(module).graph(), chains=frozenset(_chains(model)))
+        graph = _Reader(torch.export.export(whole, tuple(inputs), strict=False).module()).graph()
+    return replace(graph, chains=frozenset(_chains(model)))
 
 
 def answer(model: nn.Module, images: TensorSpec) -> TensorSpec:
@@ -77,6 +77,8 @@ def _following(model: nn.Module, images: TensorSpec) -> Iterator[None]:
     try:
         with _ONE_AT_A_TIME, torch.device("meta"):
             yield
+    except TraceError:
+        raise
     except Exception as error:
         raise TraceError(_untraceable(model, images, error)) from error
 
@@ -173,8 +175,12 @@ class _Reader:
     def _call(self, node: fx.Node) -> None:
         target, arguments = node.target, self._arguments(node)
         written = self._written(node, arguments)
-        if written and written not in self.owned:
+        if written in self.owned:
+            self._check_counter(node, arguments)
+        elif written:
             target = _out_of_place(target, node)
+            names = (schema.name for schema in target._schema.arguments)
+            arguments = dict(zip(names, arguments.values(), strict=False))
         made = Node(
             name=node.name,
             operator="getitem" if target is operator.getitem else str(target),
@@ -187,6 +193,15 @@ class _Reader:
         self._check_memory(made, written)
         self.nodes.append(made)
         self._alias(node, made, written)
+
+    @staticmethod
+    def _check_counter(node: fx.Node, arguments: dict[str, Any]) -> None:
+        """A buffer may only count: other changes would not be those of one process in its order."""
+        if str(node.target) != "aten.add_.Tensor" or not isinstance(arguments["other"], int):
+            raise TraceError(
+                f"{node.target} in {_source(node)} changes the buffer {arguments['self'].name.removeprefix(MODEL)} while "
+                "the model runs. Only counting up by a whole number has a rule: keep such values outside of the model."
+            )
 
     def _arguments(self, node: fx.Node) -> dict[str, Any]:
         """By name, in the schema's order, with defaults filled in."""

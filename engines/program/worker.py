@@ -208,5 +208,8 @@ class Worker:
 
     def _update(self, update: Update) -> None:
         update_buffers(self.buffers, update, self._leaves)
+        kept = self._lasting | self.program.feeds.keys()
+        self._leaves = {name: leaf for name, leaf in self._leaves.items() if name in kept}
+        self._values = {name: value for name, value in self._values.items() if name in kept}
         if self.optimiser is not None:
             self.optimiser.step()

@@ -16,12 +16,13 @@ from engines.errors import TraceError
 from engines.layer.graph import Node, Ref, TensorSpec, references
 from engines.program.builder import Builder
 
-__all__ = ["Rule", "as_it_is", "entry", "lower", "no_rule", "whole_axes"]
+__all__ = ["Rule", "as_it_is", "check_lines_up", "entry", "lower", "no_rule", "spec_of", "whole_axes"]
 
 Rule = Callable[[Builder, Node], None]
 
 _TABLE: dict[str, Rule] = {}
 _EVERYWHERE: set[str] = set()
+_IMAGES: dict[str, tuple[str, ...]] = {}
 
 # One value in, one value out at the same pixel, though ATen does not tag them so.
 _POINTWISE = {
@@ -36,12 +37,16 @@ _POINTWISE = {
 }
 
 
-def entry(*operators: str, everywhere: bool = False) -> Callable[[Rule], Rule]:
-    """Add a rule to the table; `everywhere`: also where no argument is tiled."""
+def entry(*operators: str, everywhere: bool = False, images: tuple[str, ...] = ()) -> Callable[[Rule], Rule]:
+    """Add a rule to the table; `everywhere`: also where no argument is tiled.
+
+    `images` names the only arguments that the rule takes tiled, and only with rows and columns last.
+    """
 
     def add(rule: Rule) -> Rule:
         for name in operators:
             _TABLE[name] = rule
+            _IMAGES[name] = images
             if everywhere:
                 _EVERYWHERE.add(name)
         return rule
@@ -67,6 +72,7 @@ def lower(b: Builder, node: Node) -> None:
 def _lower(b: Builder, node: Node) -> None:
     tiled = any(b.is_tiled(Ref(name)) for name in node.reads)
     if node.operator in _TABLE and (tiled or node.operator in _EVERYWHERE):
+        _check_images(b, node)
         _TABLE[node.operator](b, node)
     elif not tiled:
         _check_deterministic(b, node)
@@ -75,6 +81,17 @@ def _lower(b: Builder, node: Node) -> None:
         pointwise(b, node)
     else:
         raise no_rule(node)
+
+
+def _check_images(b: Builder, node: Node) -> None:
+    """Raises TraceError where a rule for images would read something else."""
+    allowed = _IMAGES[node.operator]
+    for name, argument in node.arguments.items() if allowed else ():
+        for tiled in (Ref(read) for read in references(argument) if b.is_tiled(Ref(read))):
+            if name not in allowed:
+                raise no_rule(node, f"takes pixels as its {name}, for which there is no rule")
+            if b.value(tiled).axes != (-2, -1):
+                raise no_rule(node, f"reads {tiled.name}, whose rows and columns are not its last two axes")
 
 
 def as_it_is(b: Builder, node: Node, axes: tuple[int, int] | None, **changes: Any) -> Ref:
@@ -110,26 +127,32 @@ def is_pointwise(name: str) -> bool:
 
 def pointwise(b: Builder, node: Node) -> None:
     """One generic rule: every tiled argument has the output's pixels, every other argument has none."""
+    check_lines_up(b, node)
+    as_it_is(b, node, next(b.value(Ref(name)).axes for name in node.reads if b.is_tiled(Ref(name))))
+
+
+def check_lines_up(b: Builder, node: Node) -> None:
+    """Raises TraceError where the arguments do not lie pixel on pixel."""
     tiled = next(b.value(Ref(name)) for name in node.reads if b.is_tiled(Ref(name)))
     axes = tiled.axes
     for name in node.reads:
         if not _lines_up(b, name, axes, tiled.size_px):
             raise TraceError(
                 f"{node.operator} in {node.where} joins a tiled value of {tiled.size_px} pixels with {name} of shape "
-                f"{_spec(b, name).shape}, which has other pixels or pixels that the model itself owns. "
+                f"{spec_of(b, name).shape}, which has other pixels or pixels that the model itself owns. "
                 "Make it a function of the image, or end the spatial stages before this layer (spatial_size, balance)."
             )
-    as_it_is(b, node, axes)
 
 
-def _spec(b: Builder, name: str) -> TensorSpec:
+def spec_of(b: Builder, name: str) -> TensorSpec:
+    """Shape and type of any value, weight or buffer, for the whole image."""
     return b.values[name].spec if name in b.values else b.graph.specs[name]
 
 
 def _lines_up(b: Builder, name: str, axes: tuple[int, int] | None, size_px: tuple[int, int]) -> bool:
     if b.is_tiled(Ref(name)):
         return b.values[name].axes == axes and b.values[name].size_px == size_px
-    shape = _spec(b, name).shape
+    shape = spec_of(b, name).shape
     return all(len(shape) < -axis or shape[axis] == 1 for axis in axes or ())
 
 

@@ -598,18 +598,6 @@ def test_a_shared_value_crosses_from_stage_to_stage(grids: tuple[str, ...]):
     assert_exact(with_whole_weights(SharedAcrossStages()), whole_numbers(2, 2, 6, 6), plan)
 
 
-class InTurn(nn.Module):
-    """The same convolution under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(2, 2, 3, padding=1)
-        self.second = self.first
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.relu(self.first(x)))
-
-
 class Two(nn.Module):
     """What a forward does with two convolutions a and b."""
 
@@ -632,8 +620,6 @@ def window_of_a_detached(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
 
 
 WAYS: dict[str, Callable[[], nn.Module]] = {
-    "one module in two places": lambda: nn.Sequential(conv := nn.Conv2d(2, 2, 3, padding=1), nn.ReLU(), conv),
-    "one module with two names": InTurn,
     "one weight read by two windows": lambda: Two(lambda a, b, x: a(x) + a(x * 2)),
     "a frozen convolution before": lambda: Two(lambda a, b, x: b(a(x))).freeze("a"),
     "a frozen convolution behind": lambda: Two(lambda a, b, x: b(a(x))).freeze("b"),

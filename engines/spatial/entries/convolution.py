@@ -7,7 +7,7 @@ from typing import Any
 
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder, Window
-from engines.spatial.ops import entry
+from engines.spatial.ops import entry, spec_of
 from engines.spatial.windows import SlidingWindow, TransposedWindow
 
 __all__ = ["folded", "pair"]
@@ -43,12 +43,12 @@ def _outputs(held: int, padding: int, rule: SlidingWindow) -> int:
     return (held + 2 * padding - rule.dilation * (rule.kernel - 1) - 1) // rule.stride + 1
 
 
-@entry("aten.conv2d.default", "aten.conv2d.padding")
+@entry("aten.conv2d.default", "aten.conv2d.padding", images=("input",))
 def convolution(b: Builder, node: Node) -> None:
     """Any kernel, stride, dilation and groups; `same` pads the odd pixel below and right."""
     a = node.arguments
     value = b.value(a["input"])
-    kernel = b.graph.specs[a["weight"].name].shape[2:]
+    kernel = spec_of(b, a["weight"].name).shape[2:]
     stride, dilation = pair(a["stride"]), pair(a["dilation"])
     padding = _padding(a["padding"], kernel, dilation)
     rules = [SlidingWindow(*axis) for axis in zip(kernel, stride, padding, dilation, strict=True)]
@@ -69,11 +69,11 @@ def _padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tu
     return pair(padding)
 
 
-@entry("aten.conv_transpose2d.input")
+@entry("aten.conv_transpose2d.input", images=("input",))
 def transposed_convolution(b: Builder, node: Node) -> None:
     """Each output tile reads the inputs that write to it; what they write beyond the tile is cut off."""
     a = node.arguments
-    kernel = b.graph.specs[a["weight"].name].shape[2:]
+    kernel = spec_of(b, a["weight"].name).shape[2:]
     stride, padding, dilation = pair(a["stride"]), pair(a["padding"]), pair(a["dilation"])
     rules = [TransposedWindow(*axis) for axis in zip(kernel, stride, padding, dilation, strict=True)]
     out_px = (node.spec.shape[-2], node.spec.shape[-1])

@@ -11,7 +11,7 @@ from engines.spatial.tiles import Tile
 __all__: list[str] = []
 
 
-@entry("aten.batch_norm.default", everywhere=True)
+@entry("aten.batch_norm.default", everywhere=True, images=("input",))
 def batch_norm(b: Builder, node: Node) -> None:
     """Moments of own pixels, gathered from all tiles; the running statistics wait for the update."""
     a = node.arguments

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
@@ -18,7 +20,7 @@ def _out_px(node: Node) -> tuple[int, int]:
     return node.spec.shape[-2], node.spec.shape[-1]
 
 
-@entry("aten.max_pool2d.default")
+@entry("aten.max_pool2d.default", images=("self",))
 def max_pool(b: Builder, node: Node) -> None:
     """Outside the image lies minus infinity, so that padding never wins."""
     a = node.arguments
@@ -30,7 +32,7 @@ def max_pool(b: Builder, node: Node) -> None:
     as_it_is(b, node, (-2, -1), self=x, padding=padding, ceil_mode=False)
 
 
-@entry("aten.avg_pool2d.default")
+@entry("aten.avg_pool2d.default", images=("self",))
 def average_pool(b: Builder, node: Node) -> None:
     """Sums over the window, divided by the pixels that count: those inside, or those of the padded image."""
     a = node.arguments
@@ -57,7 +59,7 @@ def _counted(out: Span, rule: SlidingWindow, image_px: int, border_px: int) -> l
     return [len(rule(Span(index, index + 1)) & counted) for index in range(out.start, out.stop)]
 
 
-@entry("aten.adaptive_avg_pool2d.default")
+@entry("aten.adaptive_avg_pool2d.default", images=("self",))
 def adaptive_average_pool(b: Builder, node: Node) -> None:
     """One cell for the whole image is a mean over space; else output i reads pixels i*n//k to -(-(i+1)*n//k)."""
     if _out_px(node) == (1, 1):
@@ -81,7 +83,7 @@ def _cells(size_px: int, count: int) -> list[tuple[int, int]]:
     return [(index * size_px // count, -(-(index + 1) * size_px // count)) for index in range(count)]
 
 
-@entry("aten.upsample_nearest2d.vec")
+@entry("aten.upsample_nearest2d.vec", images=("input",))
 def upsample_nearest(b: Builder, node: Node) -> None:
     """Output i copies one input pixel; which one, ATen itself is asked."""
     a = node.arguments
@@ -97,9 +99,16 @@ def upsample_nearest(b: Builder, node: Node) -> None:
     b.local(node.name, "tile.gather", Ref(window.name), rows, cols, like=node.spec, axes=(-2, -1))
 
 
-def _picks(size_px: tuple[int, int], output_px: object, scales: object) -> list[list[int]]:
+def _picks(
+    size_px: tuple[int, int], output_px: Sequence[int] | None, scales: Sequence[float] | None
+) -> list[list[int]]:
     """The input row of each output row and the input column of each output column."""
-    ramps = [torch.arange(size, dtype=torch.float64) for size in size_px]
-    image = torch.stack(torch.meshgrid(*ramps, indexing="ij"))[None]
-    picked = functional.interpolate(image, size=output_px, scale_factor=scales, mode="nearest")[0]
-    return [picked[0, :, 0].int().tolist(), picked[1, 0, :].int().tolist()]
+    return [
+        _picked(size, output_px[axis] if output_px else None, scales[axis] if scales else None)
+        for axis, size in enumerate(size_px)
+    ]
+
+
+def _picked(size_px: int, output_px: int | None, scale: float | None) -> list[int]:
+    ramp = torch.arange(size_px, dtype=torch.float64)[None, None]
+    return functional.interpolate(ramp, size=output_px, scale_factor=scale, mode="nearest")[0, 0].int().tolist()

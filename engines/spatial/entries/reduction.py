@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
-from engines.spatial.ops import as_it_is, entry, no_rule, whole_axes
+from engines.spatial.ops import as_it_is, check_lines_up, entry, no_rule, whole_axes
 
 __all__ = ["mean_over_space"]
 
@@ -53,7 +53,7 @@ def reduce_sum(b: Builder, node: Node) -> None:
         b.local(node.name, "aten.alias.default", total, like=node.spec)
 
 
-@entry("aten.cross_entropy_loss.default")
+@entry("aten.cross_entropy_loss.default", images=("self", "target"))
 def cross_entropy(b: Builder, node: Node) -> None:
     """Over tiled predictions (N, K, H, W): the summed loss, and what the mean divides by, are summed over ranks."""
     a = node.arguments
@@ -71,6 +71,7 @@ def cross_entropy(b: Builder, node: Node) -> None:
 @entry("aten.mse_loss.default", "aten.l1_loss.default", "aten.binary_cross_entropy_with_logits.default")
 def pixel_loss(b: Builder, node: Node) -> None:
     """A loss of each pixel by itself, summed over the tile and the ranks."""
+    check_lines_up(b, node)
     source, reduction = node.arguments["self"], node.arguments["reduction"]
     spec = b.value(source).spec
     pixels = replace(node, name=f"{node.name}.pixels", spec=spec)

@@ -10,7 +10,7 @@ from engines.spatial.windows import Shift, SlidingWindow
 __all__: list[str] = []
 
 
-@entry("aten.constant_pad_nd.default", "aten.pad.default")
+@entry("aten.constant_pad_nd.default", "aten.pad.default", images=("self",))
 def pad(b: Builder, node: Node) -> None:
     """Padding by a constant: output i reads input i - (pixels before it), and the fill outside the image."""
     a = node.arguments
