@@ -68,8 +68,14 @@ def trace(
 def answer(model: nn.Module, images: TensorSpec) -> TensorSpec:
     """What the model answers to images of that shape, found without running it on real ones."""
     dtype = getattr(torch, images.dtype)
+    twin = _on_meta(model).to(dtype)
+    held = dict(twin.named_buffers())
     with _following(model, images), torch.no_grad():
-        return _spec(_on_meta(model).to(dtype)(torch.empty(images.shape, dtype=dtype)))
+        spec = _spec(twin(torch.empty(images.shape, dtype=dtype)))
+    for name, buffer in twin.named_buffers():
+        if buffer is not held.get(name):
+            raise TraceError(f"The model replaces its buffer {name} while it runs. Keep such values outside.")
+    return spec
 
 
 @contextmanager
@@ -106,8 +112,9 @@ def _untraceable(model: nn.Module, images: TensorSpec, error: Exception) -> str:
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return (
         f"{type(model).__name__} cannot be traced with images of shape {images.shape}: "
-        f"{type(error).__name__}: {reason}. Check that it runs on images of this shape, "
-        "and that its forward takes no decision from the values of a tensor."
+        f"{type(error).__name__}: {reason}. Check that it runs on images of this shape, the loss too, "
+        "and that its forward takes no decision from the values of a tensor; tensors that either keeps must be "
+        "parameters or buffers."
     )
 
 
@@ -145,13 +152,21 @@ class _Reader:
             weights={name: specs[name] for name in specs if name in weights},
             trainable=frozenset(name for name in weights if self.owned[name].requires_grad),
             buffers={name: specs[name] for name in specs if name not in weights},
-            nodes=tuple(self.nodes),
+            nodes=tuple(self._named(prediction)),
             prediction=prediction,
             loss=loss,
         )
         if graph.specs[loss].shape != ():
             raise TraceError(f"The loss must be one number, but its shape is {graph.specs[loss].shape}. Reduce it.")
         return graph
+
+    def _named(self, prediction: str) -> Iterator[Node]:
+        """What follows the prediction, and is in no module, is the loss."""
+        made = [index for index, node in enumerate(self.nodes) if node.name == prediction]
+        if not made:
+            raise TraceError("The model answers with its own input: there is nothing to train.")
+        for index, node in enumerate(self.nodes):
+            yield replace(node, module="loss") if index > made[0] and not node.module else node
 
     def _ordered(self) -> Iterator[fx.Node]:
         """Each `getitem` right behind the operator whose outputs it picks."""
@@ -183,7 +198,7 @@ class _Reader:
             arguments = dict(zip(names, arguments.values(), strict=False))
         made = Node(
             name=node.name,
-            operator="getitem" if target is operator.getitem else str(target),
+            operator=_operator(target, node),
             arguments=arguments,
             spec=_spec(node.meta["val"]) if isinstance(node.meta["val"], Tensor) else None,
             module=_module_path(node),
@@ -199,8 +214,8 @@ class _Reader:
         """A buffer may only count: other changes would not be those of one process in its order."""
         if str(node.target) != "aten.add_.Tensor" or not isinstance(arguments["other"], int):
             raise TraceError(
-                f"{node.target} in {_source(node)} changes the buffer {arguments['self'].name.removeprefix(MODEL)} while "
-                "the model runs. Only counting up by a whole number has a rule: keep such values outside of the model."
+                f"{node.target} in {_source(node)} changes the buffer {plain_name(arguments['self'].name)} "
+                "while the model runs. Only counting up by a whole number has a rule: keep such values outside."
             )
 
     def _arguments(self, node: fx.Node) -> dict[str, Any]:
@@ -258,6 +273,15 @@ def _out_of_place(target: Any, node: fx.Node) -> Any:
     if plain is None or not hasattr(plain, overload):
         raise TraceError(f"{target} in {_source(node)} writes to its input and has no out-of-place form. Replace it.")
     return getattr(plain, overload)
+
+
+def _operator(target: Any, node: fx.Node) -> str:
+    """Its name; only operators of ATen's kind have one."""
+    if target is operator.getitem:
+        return "getitem"
+    if not isinstance(target, torch._ops.OpOverload):
+        raise TraceError(f"{target} in {_source(node)} computes with values of a tensor; only shapes are known.")
+    return str(target)
 
 
 def _is_view(node: fx.Node) -> bool:

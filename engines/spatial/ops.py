@@ -37,6 +37,10 @@ _POINTWISE = {
 }
 
 
+# Tensors lie with their channels last here, where a view may have to be a copy.
+_ANY_LAYOUT = {"aten.view.default": "aten.reshape.default"}
+
+
 def entry(*operators: str, everywhere: bool = False, images: tuple[str, ...] = ()) -> Callable[[Rule], Rule]:
     """Add a rule to the table; `everywhere`: also where no argument is tiled.
 
@@ -98,7 +102,8 @@ def as_it_is(b: Builder, node: Node, axes: tuple[int, int] | None, **changes: An
     """Run the node's own operator on local values, some arguments replaced."""
     positional, keywords = split_arguments(node, changes)
     spec = node.spec or TensorSpec((), "float32")
-    return b.local(node.name, node.operator, *positional, like=spec, axes=axes, **keywords)
+    kernel = _ANY_LAYOUT.get(node.operator, node.operator)
+    return b.local(node.name, kernel, *positional, like=spec, axes=axes, **keywords)
 
 
 def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

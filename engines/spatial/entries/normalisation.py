@@ -42,4 +42,4 @@ def counter(b: Builder, node: Node) -> None:
     buffer = node.arguments["self"].name
     if buffer not in b.graph.buffers:
         raise no_rule(node, "writes to a value in a way for which there is no rule")
-    b.counters[buffer] = b.counters.get(buffer, 0) + node.arguments["other"]
+    b.counters[buffer] = b.counters.get(buffer, 0) + node.arguments["other"] * node.arguments["alpha"]

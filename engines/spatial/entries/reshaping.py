@@ -35,6 +35,8 @@ def crop(b: Builder, node: Node) -> None:
     if axis not in (rows, cols):
         as_it_is(b, node, b.value(a["self"]).axes)
         return
+    if b.value(a["self"]).axes != (-2, -1):
+        raise no_rule(node, "slices rows or columns that are not the last two axes")
     size = b.value(a["self"]).spec.shape[axis]
     start = min(max((a["start"] or 0) + (size if (a["start"] or 0) < 0 else 0), 0), size)
     stay, move = Shift(0), SlidingWindow(kernel=1, stride=a["step"], padding=-start)
@@ -73,10 +75,10 @@ def over_channels(b: Builder, node: Node) -> None:
     as_it_is(b, node, b.value(source).axes)
 
 
-@entry("aten.dropout.default")
+@entry("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default", everywhere=True)
 def dropout(b: Builder, node: Node) -> None:
     """Nothing where it is switched off. Masks that do not depend on the tiles are still to come."""
-    if node.arguments["train"] and node.arguments["p"] > 0:
+    if node.arguments["train"] and node.arguments["p"] > 0 and len(b.stage.ranks) > 1:
         raise no_rule(node, "draws random numbers, which the tiles of a stage do not share")
     as_it_is(b, node, b.value(node.arguments["input"]).axes)
 
