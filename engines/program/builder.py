@@ -193,7 +193,7 @@ class Builder:
         value = self.values[window.name]
         name = f"{window.name}.padded{len(self._open)}_{len(self.instructions)}"
         return self.local(
-            name, "aten.constant_pad_nd.default", Ref(window.name), window.margins, window.fill,
+            name, "tile.pad", Ref(window.name), window.margins, window.fill,
             like=value.spec, axes=value.axes,
         )  # fmt: skip
 

@@ -111,7 +111,8 @@ def _fill_outside(exchange: Exchange, window: Tensor) -> None:
     if exchange.axes is None:
         return
     for axis, span in zip(exchange.axes, (exchange.window.rows, exchange.window.cols), strict=True):
-        before, after = max(0, -span.start), max(0, span.stop - exchange.shape[axis])
+        outside = -span.start, span.stop - exchange.shape[axis]
+        before, after = (min(max(0, width), len(span)) for width in outside)
         if before:
             window.narrow(axis, 0, before).fill_(exchange.fill)
         if after:

@@ -126,6 +126,16 @@ def _average_pool(
     return sums / (x.new_tensor(rows)[:, None] * x.new_tensor(cols))
 
 
+def _pad(x: Tensor, margins: tuple[int, int, int, int], fill: float) -> Tensor:
+    """`F.pad` by constants; also where nothing of x is left, because all that is wanted lies outside."""
+    left, right, above, below = margins
+    height, width = x.shape[-2] + above + below, x.shape[-1] + left + right
+    seen = min(above, 0) + x.shape[-2] + min(below, 0), min(left, 0) + x.shape[-1] + min(right, 0)
+    if min(seen) <= 0:
+        return x.new_full((*x.shape[:-2], height, width), fill)
+    return functional.pad(x, margins, value=fill)
+
+
 def _adaptive_average(x: Tensor, rows: tuple[tuple[int, int], ...], cols: tuple[tuple[int, int], ...]) -> Tensor:
     """The mean of each cell; cells are (start, stop) ranges of the window."""
     return torch.stack(
@@ -173,6 +183,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "tile.batch_norm": _Normalise.apply,
     "tile.sum_pixels": _sum_pixels,
     "tile.average_pool": _average_pool,
+    "tile.pad": _pad,
     "tile.adaptive_average": _adaptive_average,
     "tile.conv_transpose": _transposed,
     "tile.gather": _gather,
