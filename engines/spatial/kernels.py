@@ -132,7 +132,7 @@ def _pad(x: Tensor, margins: tuple[int, int, int, int], fill: float) -> Tensor:
     height, width = x.shape[-2] + above + below, x.shape[-1] + left + right
     seen = min(above, 0) + x.shape[-2] + min(below, 0), min(left, 0) + x.shape[-1] + min(right, 0)
     if min(seen) <= 0:
-        return x.new_full((*x.shape[:-2], height, width), fill)
+        return functional.pad(x[..., :0, :0], (width, 0, height, 0), value=fill)
     return functional.pad(x, margins, value=fill)
 
 
