@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.nn import functional
 
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
@@ -88,7 +87,7 @@ def upsample_nearest(b: Builder, node: Node) -> None:
     """Output i copies one input pixel; which one, ATen itself is asked."""
     a = node.arguments
     value = b.value(a["input"])
-    picks = _picks(value.size_px, a["output_size"], a["scale_factors"])
+    picks = _picks(value.size_px, _out_px(node), a["scale_factors"])
     rules = [Reach(lambda i, p=p: p[i], lambda i, p=p: p[i]) for p in picks]
     window = b.window(a["input"], _out_px(node), rules[0], rules[1])
     out = b.tiles(_out_px(node))[b.rank]
@@ -99,16 +98,16 @@ def upsample_nearest(b: Builder, node: Node) -> None:
     b.local(node.name, "tile.gather", Ref(window.name), rows, cols, like=node.spec, axes=(-2, -1))
 
 
-def _picks(
-    size_px: tuple[int, int], output_px: Sequence[int] | None, scales: Sequence[float] | None
-) -> list[list[int]]:
+def _picks(size_px: tuple[int, int], out_px: tuple[int, int], scales: Sequence[float] | None) -> list[list[int]]:
     """The input row of each output row and the input column of each output column."""
-    return [
-        _picked(size, output_px[axis] if output_px else None, scales[axis] if scales else None)
-        for axis, size in enumerate(size_px)
-    ]
+    height, width = (_picked(size_px, out_px, scales, axis) for axis in (0, 1))
+    return [height, width]
 
 
-def _picked(size_px: int, output_px: int | None, scale: float | None) -> list[int]:
-    ramp = torch.arange(size_px, dtype=torch.float64)[None, None]
-    return functional.interpolate(ramp, size=output_px, scale_factor=scale, mode="nearest")[0, 0].int().tolist()
+def _picked(size_px: Sequence[int], out_px: Sequence[int], scales: Sequence[float] | None, axis: int) -> list[int]:
+    """One axis, the other as short as can be: ATen only copies where neither changes its size."""
+    other = 1 if size_px[1 - axis] == out_px[1 - axis] else 2
+    ramp = torch.arange(size_px[axis], dtype=torch.float64)[None, None, :, None]
+    scale = scales[axis] if scales else None
+    picked = torch.ops.aten.upsample_nearest2d.default(ramp, [out_px[axis], other], scale, None)
+    return picked[0, 0, :, 0].int().tolist()  # type: ignore[no-any-return]
