@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 
+from engines.comm.total import all_reduce
 from engines.errors import ImageError, LossError, PlanError, RankError, TraceError
 from engines.host import dumps
 from mpi4dl_nb import launch
@@ -46,7 +47,7 @@ def check_usable(cluster: Cluster) -> None:
 
     def total(host):
         ones = torch.ones(2)
-        host.world.all_reduce(ones, tuple(range(host.world.size))).wait()
+        all_reduce(host.world, ones, range(N)).wait()
         return ones.tolist()
 
     assert cluster.call(total) == [[N, N]] * N
@@ -100,7 +101,7 @@ def test_a_failure_releases_those_that_wait_and_is_told_at_once(cluster, waiting
             raise ValueError("no such pixel")
         if waiting == "gather":
             host.world.gather(None)
-        host.world.all_reduce(torch.ones(1), tuple(range(host.world.size))).wait()
+        all_reduce(host.world, torch.ones(1), range(N)).wait()
 
     with Watch() as watch, pytest.raises(RankError, match="Rank 1: ValueError: no such pixel") as caught:
         cluster.call(fails)
@@ -227,7 +228,7 @@ def test_a_dead_rank_is_named_and_a_restart_helps(cluster, how):
             os.kill(os.getpid(), signal.SIGKILL)
         if host.world.rank == 1:
             os._exit(3)
-        host.world.all_reduce(torch.ones(1), tuple(range(host.world.size))).wait()
+        all_reduce(host.world, torch.ones(1), range(N)).wait()
 
     before = family()
     with Watch() as watch, pytest.raises(RankError, match="Rank 1: its process has ended") as caught:
