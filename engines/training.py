@@ -89,7 +89,7 @@ def _check_names(owner: nn.Module, kind: str) -> None:
 def label_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
     """Class numbers for whatever the model answers: one for each row of its output, or for each pixel."""
     shape = answer(model, images).shape
-    return TensorSpec((shape[0], *shape[2:]), "int64")
+    return TensorSpec((*shape[:1], *shape[2:]), "int64")
 
 
 def _state(model: nn.Module, loss: Loss, graph: ModelGraph) -> dict[str, Tensor]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ModelGraph", "Node", "Ref", "TensorSpec", "references"]
+__all__ = ["WITHOUT_GRADIENT", "ModelGraph", "Node", "Ref", "TensorSpec", "behind", "references"]
+
+WITHOUT_GRADIENT = frozenset({"aten.detach.default", "aten.zeros_like.default", "aten.ones_like.default"})
+"""Operators whose result does not lead back to their arguments."""
 
 _ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
 
@@ -75,7 +78,7 @@ class ModelGraph:
     """A model with its loss, traced at whole-image size.
 
     `inputs` are `images` and `labels`; `weights` the parameters, `trainable` the names of those with a
-    gradient; `buffers` everything else that the model owns. `prediction` and `loss` name values.
+    gradient from the loss; `buffers` everything else that the model owns. `prediction` and `loss` name values.
     `chains` are the modules that only run their children one after another.
     """
 
@@ -108,6 +111,16 @@ class ModelGraph:
     def activation_bytes(self) -> int:
         """Bytes of everything that the operators make in one forward pass."""
         return sum(node.spec.bytes for node in self.nodes if node.spec is not None)
+
+
+def behind(loss: str, nodes: Sequence[Node]) -> set[str]:
+    """The names of all values that a gradient of `loss` reaches, backwards through `nodes`."""
+    reached = {loss}
+    for node in reversed(nodes):
+        floating = node.spec is None or node.spec.is_floating
+        if node.name in reached and floating and node.operator not in WITHOUT_GRADIENT:
+            reached.update(node.reads)
+    return reached
 
 
 def references(value: Any) -> Iterator[str]:

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from engines.errors import TraceError
 from engines.layer.flops import flops
-from engines.layer.graph import ModelGraph, Node, Ref, TensorSpec, references
+from engines.layer.graph import ModelGraph, Node, Ref, TensorSpec, behind, references
 
 __all__ = ["MODEL", "answer", "plain_name", "trace"]
 
@@ -147,12 +147,13 @@ class _Reader:
     def _checked(self, loss: str, prediction: str) -> ModelGraph:
         specs = {name: _spec(tensor) for name, tensor in self.owned.items()}
         weights = {name for name, tensor in self.owned.items() if isinstance(tensor, nn.Parameter)}
+        nodes = tuple(self._named(prediction))
         graph = ModelGraph(
             inputs=self.inputs,
             weights={name: specs[name] for name in specs if name in weights},
-            trainable=frozenset(name for name in weights if self.owned[name].requires_grad),
+            trainable=frozenset(n for n in weights & behind(loss, nodes) if self.owned[n].requires_grad),
             buffers={name: specs[name] for name in specs if name not in weights},
-            nodes=tuple(self._named(prediction)),
+            nodes=nodes,
             prediction=prediction,
             loss=loss,
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.layer.graph import ModelGraph, Node, Ref, TensorSpec, references
+from engines.layer.graph import WITHOUT_GRADIENT, ModelGraph, Node, Ref, TensorSpec, references
 from engines.layout import StageRanks
 from engines.program.instructions import AllReduce, Compute, Exchange, LocalOp, RunningStatistics
 from engines.spatial.moves import moves
@@ -14,9 +14,6 @@ from engines.spatial.tiles import Tile
 from engines.spatial.windows import SpanRule, window
 
 __all__ = ["POINT", "Builder", "Value", "Window"]
-
-WITHOUT_GRADIENT = frozenset({"aten.detach.default", "aten.zeros_like.default", "aten.ones_like.default"})
-"""Operators whose result does not lead back to their arguments."""
 
 POINT = Tile.whole(1, 1)
 """What a rank holds of a value that has no pixels."""

@@ -149,7 +149,7 @@ def _transposed(
 ) -> Tensor:  # fmt: skip
     """A transposed convolution of a window, cut (or filled up) by `margins` to the tile of outputs."""
     full = functional.conv_transpose2d(x, weight, None, stride, 0, 0, groups, dilation)
-    cut = functional.pad(full, margins)
+    cut = _pad(full, margins, 0.0)
     return cut if bias is None else cut + _per_channel(bias, cut)
 
 

@@ -7,7 +7,7 @@ function like those in `engines/spatial/entries/` under `@entry("aten.name.overl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from engines.errors import TraceError
 from engines.layer.graph import Node, Ref, TensorSpec, references
 from engines.program.builder import Builder
 
-__all__ = ["Rule", "as_it_is", "check_lines_up", "entry", "lower", "no_rule", "spec_of", "whole_axes"]
+__all__ = ["Rule", "as_it_is", "axes_without", "check_lines_up", "entry", "lower", "no_rule", "spec_of", "whole_axes"]
 
 Rule = Callable[[Builder, Node], None]
 
@@ -26,10 +26,11 @@ _IMAGES: dict[str, tuple[str, ...]] = {}
 
 # One value in, one value out at the same pixel, though ATen does not tag them so.
 _POINTWISE = {
+    "aten.alias.default",
+    "aten.broadcast_tensors.default",
     "aten.clone.default",
     "aten.contiguous.default",
     "aten.detach.default",
-    "aten.prelu.default",
     "aten.to.dtype",
     "aten.type_as.default",
     "aten.zeros_like.default",
@@ -167,6 +168,13 @@ def whole_axes(b: Builder, ref: Ref) -> tuple[int, int, int]:
     rows, cols = value.axes or (-2, -1)
     count = len(value.spec.shape)
     return rows + count, cols + count, count
+
+
+def axes_without(b: Builder, ref: Ref, dims: Sequence[int]) -> tuple[int, int]:
+    """The spatial axes of a tiled value, counted from the end, once the dimensions `dims` are gone."""
+    rows, cols, count = whole_axes(b, ref)
+    left = [axis for axis in range(count) if axis not in dims]
+    return left.index(rows) - len(left), left.index(cols) - len(left)
 
 
 def no_rule(node: Node, why: str = "has no entry in the operator table") -> TraceError:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
-from engines.spatial.ops import as_it_is, check_lines_up, entry, no_rule, whole_axes
+from engines.spatial.ops import as_it_is, axes_without, check_lines_up, entry, no_rule, whole_axes
 
 __all__ = ["mean_over_space"]
 
@@ -42,10 +42,7 @@ def reduce_sum(b: Builder, node: Node) -> None:
     source, keepdim = node.arguments["self"], bool(node.arguments.get("keepdim"))
     dims, over_space = _dims(b, node)
     if not over_space:
-        rows, cols, count = whole_axes(b, source)
-        left = count if keepdim else count - len(dims)
-        gone = [0 if keepdim else sum(dim < axis for dim in dims) for axis in (rows, cols)]
-        as_it_is(b, node, (rows - gone[0] - left, cols - gone[1] - left))
+        as_it_is(b, node, axes_without(b, source, [] if keepdim else dims))
     elif node.operator.startswith("aten.mean."):
         mean_over_space(b, node, source, dims, keepdim)
     else:

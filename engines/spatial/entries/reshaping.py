@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
-from engines.spatial.ops import as_it_is, entry, no_rule, pointwise, whole_axes
+from engines.spatial.ops import as_it_is, axes_without, entry, no_rule, pointwise, spec_of, whole_axes
 from engines.spatial.windows import Shift, SlidingWindow
 
 __all__: list[str] = []
@@ -53,12 +53,20 @@ def join(b: Builder, node: Node) -> None:
     pointwise(b, node)
 
 
-@entry("aten.chunk.default", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.unbind.int")
+@entry("aten.chunk.default", "aten.split.Tensor", "aten.split_with_sizes.default")
 def part(b: Builder, node: Node) -> None:
     """Parting channels leaves pixels where they are. (The parts are picked by `getitem`.)"""
     source = node.arguments["self"]
     _check_not_spatial(b, node, source, node.arguments["dim"])
     as_it_is(b, node, b.value(source).axes)
+
+
+@entry("aten.unbind.int")
+def unstack(b: Builder, node: Node) -> None:
+    """As above, and the axis is gone."""
+    source, dim = node.arguments["self"], node.arguments["dim"]
+    _check_not_spatial(b, node, source, dim)
+    as_it_is(b, node, axes_without(b, source, [dim % whole_axes(b, source)[2]]))
 
 
 @entry("getitem")
@@ -72,6 +80,15 @@ def over_channels(b: Builder, node: Node) -> None:
     """Softmax of each pixel over its channels."""
     source = node.arguments["self"]
     _check_not_spatial(b, node, source, node.arguments["dim"])
+    as_it_is(b, node, b.value(source).axes)
+
+
+@entry("aten.prelu.default")
+def leaky_by_channel(b: Builder, node: Node) -> None:
+    """One slope for each channel, which lie along axis 1, or one for all."""
+    source = node.arguments["self"]
+    if spec_of(b, node.arguments["weight"].name).numel > 1:
+        _check_not_spatial(b, node, source, 1)
     as_it_is(b, node, b.value(source).axes)
 
 
