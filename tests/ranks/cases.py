@@ -100,15 +100,20 @@ def no_rank_waits_for_one_that_failed(world: World) -> None:
 _SEEDING = threading.Lock()
 
 
-def _seeded(model: Callable[[], nn.Module]) -> nn.Module:
-    """The same weights on every rank: torch's random numbers are global, and ranks may be threads."""
+def _seeded(world: World, model: Callable[[], nn.Module]) -> nn.Module:
+    """The same weights on every rank: torch's random numbers are global, and ranks may be threads.
+
+    None goes on before all have theirs: a trace puts the state back that it found.
+    """
     with _SEEDING:
         torch.manual_seed(0)
-        return model()
+        made = model()
+    world.rest()
+    return made
 
 
 def _verified(world: World, model: Callable[[], nn.Module], plan: Plan, size: tuple[int, int]) -> None:
-    plain = _seeded(model)
+    plain = _seeded(world, model)
     recipe = prepare(plain, plan, (2, 3, *size), device="cpu")
     line = verify(world, recipe, plain, nn.CrossEntropyLoss(), seed=1)
     assert line["ok"], line
@@ -167,14 +172,14 @@ def unet_tiled_to_the_loss_with_a_repartition(world: World) -> None:
 
 @case
 def float32_is_close_to_one_process(world: World) -> None:
-    model = _seeded(lambda: UNet(num_classes=3, width=4))
+    model = _seeded(world, lambda: UNet(num_classes=3, width=4))
     recipe = prepare(model, Plan(split_size=1, num_spatial_parts=4), (2, 3, 32, 32), device="cpu")
     assert verify(world, recipe, model, nn.CrossEntropyLoss(), seed=1)["ok"]
 
 
 @case
 def stepping_is_running(world: World) -> None:
-    recipe = prepare(_seeded(resnet20_v1), Plan(split_size=1), (1, 3, 32, 32), device="cpu")
+    recipe = prepare(_seeded(world, resnet20_v1), Plan(split_size=1), (1, 3, 32, 32), device="cpu")
     batch = {
         "images": torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
         "labels": torch.tensor([3]),
