@@ -14,7 +14,7 @@ from engines import options
 from engines.bench.step import bench_step
 from engines.bench.verify import verify
 from engines.comm.world import World
-from engines.errors import ImageError, PlanError, RankError, TraceError
+from engines.errors import ImageError, PlanError, RankError, ReleasedError, TraceError
 
 __all__ = ["main"]
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         _tell(world, f"{type(error).__name__}: {error}")
         world.leave(2)
     except RankError as error:  # on one rank; the others are released by it
-        if not str(error).startswith("released"):
+        if not isinstance(error, ReleasedError):
             print(f"rank {world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         world.fail()
         os._exit(1)

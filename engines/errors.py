@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ImageError", "LossError", "Mpi4dlError", "PlanError", "RankError", "TraceError"]
+__all__ = ["ImageError", "LossError", "Mpi4dlError", "PlanError", "RankError", "ReleasedError", "TraceError"]
 
 
 class Mpi4dlError(Exception):
@@ -31,6 +31,10 @@ class RankError(Mpi4dlError, RuntimeError):
         super().__init__(message)
         self.rank = rank
         self.remote_traceback = remote_traceback
+
+
+class ReleasedError(RankError):
+    """A rank stopped waiting because another one has failed: that one knows why."""
 
 
 class LossError(RankError):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engines.comm.world import World
-from engines.errors import RankError
+from engines.errors import ReleasedError
 
 if TYPE_CHECKING:
     from engines.training import RankTraining
@@ -94,9 +94,7 @@ def _frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
 
 def _follows(error: BaseException) -> bool:
     """Whether a rank failed only because another one did, or because it was told to stop."""
-    if isinstance(error, RankError):
-        return str(error).startswith("released")
-    return isinstance(error, KeyboardInterrupt) or bool(_BY_OTHERS.search(str(error)))
+    return isinstance(error, ReleasedError | KeyboardInterrupt) or bool(_BY_OTHERS.search(str(error)))
 
 
 class _Pickler(cloudpickle.Pickler):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from engines.layer.trace import MODEL
 from engines.training import Loss, Optimiser
 
-__all__ = ["Comparison", "Record", "compare", "one_process"]
+__all__ = ["Comparison", "OneProcess", "Record", "compare", "one_process"]
 
 
 @dataclass(frozen=True)
@@ -29,30 +29,38 @@ class Record:
     buffers: Mapping[str, Tensor]
 
 
-def one_process(
-    model: nn.Module,
-    loss: Loss,
-    optimiser: Optimiser,
-    batches: Iterable[Mapping[str, Tensor]],
-    dtype: torch.dtype,
-) -> Record:
-    """Train a copy of `model` as anyone would. The model given is not changed."""
-    model = copy.deepcopy(model).to(dtype)
-    judge = copy.deepcopy(loss).to(dtype) if isinstance(loss, nn.Module) else loss
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimise = optimiser(trained) if trained else None
-    losses, gradients = [], []
-    for batch in batches:
-        model.zero_grad()
-        value = judge(model(batch["images"].to(dtype)), batch["labels"])
-        if optimise:
+class OneProcess:
+    """A copy of the plain model, trained as anyone would in one process. The model given is not changed."""
+
+    def __init__(self, model: nn.Module, loss: Loss, optimiser: Optimiser, dtype: torch.dtype = torch.float32) -> None:
+        self.model, self.dtype = copy.deepcopy(model).to(dtype), dtype
+        self.loss = copy.deepcopy(loss).to(dtype) if isinstance(loss, nn.Module) else loss
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimiser = optimiser(trained) if trained else None
+
+    def step(self, batch: Mapping[str, Tensor]) -> float:
+        """One training step; the loss before it."""
+        self.model.zero_grad()
+        value = self.loss(self.model(batch["images"].to(self.dtype)), batch["labels"])
+        if self.optimiser:
             value.backward()
-        losses.append(value.item())
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-        if optimise:
-            optimise.step()
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    return Record(tuple(losses), tuple(gradients), weights, dict(model.named_buffers()))
+            self.optimiser.step()
+        return float(value.item())
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Copies of the last step's, by name."""
+        return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+
+
+def one_process(
+    model: nn.Module, loss: Loss, optimiser: Optimiser, batches: Iterable[Mapping[str, Tensor]], dtype: torch.dtype
+) -> Record:
+    """What one process does with these batches."""
+    alone = OneProcess(model, loss, optimiser, dtype)
+    losses, gradients = zip(*((alone.step(batch), alone.gradients) for batch in batches), strict=True)
+    weights = {name: p.detach() for name, p in alone.model.named_parameters()}
+    return Record(losses, gradients, weights, dict(alone.model.named_buffers()))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,11 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engines.bench.step import OneProcess
+from engines.comm.device import cores
 from engines.images.crops import StainCrops
 from engines.images.picture import open_image
 from engines.images.samples import immunohistochemistry
 from engines.models import resnet110_v2
+from engines.oracle import OneProcess
 from mpi4dl_nb import Cluster, Plan, Training, show_slicing, show_timeline
 
 __all__ = ["main"]
@@ -80,8 +80,8 @@ def _per_epoch(losses: Sequence[float], steps: int) -> list[float]:
 
 def _rates(training: Training, batches: Sequence[Batch], rounds: int = 3) -> tuple[float, float]:
     """Images per second of the ranks and of one process with all cores, interleaved; medians."""
-    torch.set_num_threads(os.cpu_count() or 1)
-    alone = OneProcess(training.model, training.recipe)
+    torch.set_num_threads(cores())
+    alone = OneProcess(training.model, training.loss, training.recipe.optimiser)
     images, labels = batches[0]
     alone.step({"images": images, "labels": labels})
     ours, theirs = [], []

@@ -22,6 +22,7 @@ import torch
 from ipyparallel.cluster.launcher import MPIEngineSetLauncher
 
 from engines import host
+from engines.comm.device import cores
 from engines.comm.loopback import loopback
 from engines.errors import RankError
 from mpi4dl_nb.leash import Leash
@@ -41,8 +42,7 @@ _TROUBLES = (OSError, RuntimeError, ipyparallel.error.IPythonError)
 
 def threads_per_rank(n: int) -> int:
     """The cores of this machine, shared out among `n` ranks."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // n)
+    return max(1, cores() // n)
 
 
 class LoopbackRanks:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.errors import TraceError
+from engines.errors import PlanError, TraceError
+from engines.layer.graph import TensorSpec
 from engines.plan import Plan
 from engines.training import prepare
 from tests.exact import assert_exact, close, tiled, weighted_sum, whole_numbers, with_whole_weights
@@ -370,6 +371,24 @@ SHARED: dict[str, Callable[[], nn.Module]] = {
 def test_one_module_used_twice(name: str, grid: str):
     told = verdict(with_whole_weights(SHARED[name]()), grid)
     assert told == "exact" or "are one tensor" in told, told
+
+
+class NormInTwoPlaces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.second(self.norm(self.first(x))))
+
+
+def test_a_batch_norm_in_two_stages_is_refused():
+    """Its running statistics move with every use, in the order of one process."""
+    plan = Plan(split_size=2, spatial_size=1, num_spatial_parts=4, precision="float64")
+    with pytest.raises(PlanError, match=r"stages 0 and 1 both use model\.norm\.\S+, which counts what it saw"):
+        prepare(NormInTwoPlaces(), plan, (1, 4, 8, 8), weighted_sum, labels=TensorSpec((1, 4, 8, 8), "float64"))
+    assert verdict(NormInTwoPlaces().double(), "2x2", same=close) == "exact"
 
 
 SWITCHED_OFF = [nn.Dropout(0.5), nn.Dropout(0.5, inplace=True), nn.Dropout2d(0.5)]

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engines.bench.verify import batches
+from engines.comm.device import cores
 from engines.comm.world import World
+from engines.oracle import OneProcess
 from engines.training import RankTraining, Recipe
 
-__all__ = ["OneProcess", "bench_step"]
-
-
-class OneProcess:
-    """The plain model, trained as anyone would in one process."""
-
-    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
-        self.model = copy.deepcopy(model).to(getattr(torch, recipe.plan.precision))
-        self.loss = nn.CrossEntropyLoss()
-        self.optimiser = recipe.optimiser(self.model.parameters())
-
-    def step(self, batch: Mapping[str, Tensor]) -> float:
-        """One training step; the loss."""
-        self.optimiser.zero_grad()
-        loss = self.loss(self.model(batch["images"]), batch["labels"])
-        loss.backward()
-        self.optimiser.step()
-        return float(loss.item())
+__all__ = ["bench_step"]
 
 
 def bench_step(world: World, recipe: Recipe, model: nn.Module, iterations: int, seed: int) -> dict[str, object]:
@@ -43,19 +26,20 @@ def bench_step(world: World, recipe: Recipe, model: nn.Module, iterations: int, 
     training = RankTraining(world, recipe)
     batch = batches(recipe, seed, steps=1)[0]
     own = training.cut(batch)
-    alone = OneProcess(model, recipe) if world.rank == 0 else None
-    cores = os.cpu_count() or 1
+    dtype = getattr(torch, recipe.plan.precision)
+    alone = OneProcess(model, nn.CrossEntropyLoss(), recipe.optimiser, dtype) if world.rank == 0 else None
+    threads = cores()
     ranks_s, alone_s = [], []
     for _ in range(iterations + 1):
         world.rest()
         ranks_s.append(_seconds(lambda: (training.step(own), world.rest())))
         if alone:
-            torch.set_num_threads(cores)
+            torch.set_num_threads(threads)
             alone_s.append(_seconds(lambda: alone.step(batch)))
         world.rest()
     images, answer = recipe.graph.inputs["images"].shape[0], None
     if alone:
-        answer = _line(ranks_s[1:], alone_s[1:], images, cores)
+        answer = _line(ranks_s[1:], alone_s[1:], images, threads)
     return world.gather(answer)[0]  # type: ignore[no-any-return]
 
 
@@ -65,12 +49,12 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start_s
 
 
-def _line(ranks_s: list[float], alone_s: list[float], images: int, cores: int) -> dict[str, object]:
+def _line(ranks_s: list[float], alone_s: list[float], images: int, threads: int) -> dict[str, object]:
     ours, theirs = statistics.median(ranks_s), statistics.median(alone_s)
     return {
         "images_per_s": round(images / ours, 4),
         "one_process_images_per_s": round(images / theirs, 4),
         "ratio": round(theirs / ours, 3),
         "spread": round((max(ranks_s) - min(ranks_s)) / ours, 3),
-        "threads": cores,
+        "threads": threads,
     }

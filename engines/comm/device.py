@@ -9,7 +9,7 @@ import torch
 from engines.errors import PlanError
 from engines.layout import Layout
 
-__all__ = ["choose_device", "memory_format", "threads_of"]
+__all__ = ["choose_device", "cores", "memory_format", "threads_of"]
 
 
 def choose_device(wish: str, rank: int) -> torch.device:
@@ -29,6 +29,11 @@ def choose_device(wish: str, rank: int) -> torch.device:
         raise PlanError(f"device={wish!r} is unknown. Use auto, cpu, cuda or cuda:0.") from error
 
 
+def cores() -> int:
+    """The cores of this machine that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def threads_of(layout: Layout, rank: int) -> int:
     """This host's cores shared among the ranks of one stage: stages work one after another.
 
@@ -36,7 +41,7 @@ def threads_of(layout: Layout, rank: int) -> int:
     >>> threads_of(Layout.of(Plan(split_size=1, num_spatial_parts=4096**2)), rank=0)
     1
     """
-    return max(1, len(os.sched_getaffinity(0)) // len(layout.stages[layout.role(rank).stage].ranks))
+    return max(1, cores() // len(layout.stages[layout.role(rank).stage].ranks))
 
 
 def memory_format(dimensions: int) -> torch.memory_format:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engines.comm.world import Message, Pending
-from engines.errors import RankError
+from engines.errors import RankError, ReleasedError
 
 __all__ = ["LoopbackWorld", "loopback", "run_ranks"]
 
@@ -39,7 +39,7 @@ class _Mail:
         with self.arrived:
             self.arrived.wait_for(lambda: self.boxes[key] or self.failed)
             if self.failed:
-                raise RankError("released: another rank has failed")
+                raise ReleasedError("released: another rank has failed")
             return self.boxes[key].popleft()
 
     def fail(self) -> None:
@@ -130,7 +130,7 @@ def run_ranks(size: int, work: Callable[[LoopbackWorld], Any]) -> list[Any]:
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(one, world) for world in worlds]
     errors = [error for future in futures if (error := future.exception())]
-    causes = [error for error in errors if not (isinstance(error, RankError) and "released" in str(error))]
+    causes = [error for error in errors if not isinstance(error, ReleasedError)]
     for error in causes or errors:
         raise error
     return [future.result() for future in futures]

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from engines.comm.world import Message, Pending
-from engines.errors import RankError
+from engines.errors import RankError, ReleasedError
 
 __all__ = ["MpiWorld"]
 
@@ -60,9 +60,12 @@ class MpiWorld:
         try:
             yield
         except MPI.Exception as error:
-            reason = "released: another rank has failed" if self._others_failed(error) else "MPI failed"
+            released = self._others_failed(error)
             self.fail()
-            raise RankError(f"{reason} ({error.Get_error_string()})") from error
+            said = error.Get_error_string()
+            if released:
+                raise ReleasedError(f"released: another rank has failed ({said})") from error
+            raise RankError(f"MPI failed ({said})") from error
 
     def _others_failed(self, error: MPI.Exception) -> bool:
         """Of several requests MPI says only that one has failed; the communicator knows why."""

@@ -74,6 +74,20 @@ class Compiler:
             made = {node.name for node in self._nodes(self.spans[stage])}
             self.crossing_values.update({name: builder.values[name] for name in made & builder.values.keys()})
 
+        self._check_statistics()
+
+    def _check_statistics(self) -> None:
+        """Raises PlanError where a stage reads what another one writes at its update."""
+        for stage in range(len(self.spans)):
+            builder = self._builder(Role(stage, 0))
+            written = {name for entry in builder.statistics for name in (entry.mean_buffer, entry.variance_buffer)}
+            for other, reads in enumerate(self.reads):
+                if other != stage and (shared := sorted((written | builder.counters.keys()) & reads)):
+                    raise PlanError(
+                        f"stages {stage} and {other} both use {shared[0]}, which counts what it saw, in "
+                        "their order. Put the layers that share it into one stage (balance, or a smaller split_size)."
+                    )
+
     def program(self, rank: int) -> Program:
         """What rank `rank` does in one training step."""
         role = self.layout.role(rank)

@@ -11,11 +11,12 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from engines.layer.graph import TensorSpec
+from engines.layer.graph import Ref, TensorSpec
 from engines.spatial.moves import Move
 from engines.spatial.tiles import Tile
 
 __all__ = [
+    "DEVICE",
     "Agree",
     "AllReduce",
     "Compute",
@@ -30,6 +31,9 @@ __all__ = [
     "SumGradients",
     "Update",
 ]
+
+DEVICE = Ref("@device")
+"""Where a rank has its tensors, as an argument of a kernel; each rank puts its own."""
 
 
 class Phase(Enum):

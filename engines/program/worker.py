@@ -14,6 +14,7 @@ from engines.comm.world import World
 from engines.errors import PlanError
 from engines.program.carry import carry_back, carry_there
 from engines.program.instructions import (
+    DEVICE,
     Agree,
     AllReduce,
     Compute,
@@ -51,7 +52,7 @@ class Worker:
         self.weights, self.buffers, self.optimiser = weights, buffers, optimiser
         self.device = device or torch.device("cpu")
         self.events: list[Event] = []
-        owned = {**weights, **buffers}
+        owned = {**weights, **buffers, DEVICE.name: self.device}
         self._segments = {
             step.instruction.name: Segment(step.instruction, owned)
             for step in program.steps

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["batch_statistics", "kernel"]
+__all__ = ["batch_statistics", "kernel", "operator_of"]
 
 
 def kernel(name: str) -> Callable[..., Any]:
@@ -20,8 +20,13 @@ def kernel(name: str) -> Callable[..., Any]:
     """
     if name in _KERNELS:
         return _KERNELS[name]
+    return operator_of(name)  # type: ignore[no-any-return]
+
+
+def operator_of(name: str) -> Any:
+    """`aten.relu.default` -> the ATen operator."""
     namespace, packet, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)  # type: ignore[no-any-return]
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
 def _per_channel(vector: Tensor, x: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ import torch
 from engines.errors import TraceError
 from engines.layer.graph import Node, Ref, TensorSpec, references
 from engines.program.builder import Builder
+from engines.program.instructions import DEVICE
+from engines.spatial.kernels import operator_of
 
 __all__ = ["Rule", "as_it_is", "axes_without", "check_lines_up", "entry", "lower", "no_rule", "spec_of", "whole_axes"]
 
@@ -108,7 +110,7 @@ def as_it_is(b: Builder, node: Node, axes: tuple[int, int] | None, **changes: An
 
 
 def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """A node's arguments as the operator takes them. A device follows the tensors of the rank."""
+    """A node's arguments as the operator takes them. The device of whatever it makes is the rank's."""
     arguments = {**node.arguments, **changes}
     if node.operator == "getitem":
         return list(arguments.values()), {}
@@ -116,14 +118,9 @@ def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dic
     keyword_only = {argument.name for argument in schema if argument.kwarg_only}
     positional = [value for name, value in arguments.items() if name not in keyword_only]
     keywords = {name: value for name, value in arguments.items() if name in keyword_only and value is not None}
-    keywords.pop("device", None)
+    if "device" in keywords:
+        keywords["device"] = DEVICE
     return positional, keywords
-
-
-def operator_of(name: str) -> Any:
-    """`aten.relu.default` -> the ATen operator."""
-    namespace, packet, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
 def is_pointwise(name: str) -> bool:

@@ -18,7 +18,7 @@ from engines.errors import TraceError
 from engines.layer.graph import ModelGraph, Ref, TensorSpec
 from engines.layer.trace import trace
 from engines.models import resnet_v1
-from engines.spatial.ops import operator_of
+from engines.spatial.kernels import operator_of
 from tests.exact import assert_exact, tiled, weighted_sum, whole_numbers
 
 Forward = Callable[[Tensor], Tensor]

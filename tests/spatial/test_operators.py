@@ -635,6 +635,7 @@ WAYS: dict[str, Callable[[], nn.Module]] = {
     "a frozen convolution before": lambda: Two(lambda a, b, x: b(a(x))).freeze("a"),
     "a frozen convolution behind": lambda: Two(lambda a, b, x: b(a(x))).freeze("b"),
     "window of a detached value": lambda: Two(window_of_a_detached),
+    "a tensor that forward makes": lambda: Two(lambda a, b, x: a(x) * torch.arange(2.0, dtype=x.dtype)[:, None, None]),
     "sum of a detached value": lambda: Two(lambda a, b, x: a(x) * a(x).detach().sum((2, 3), keepdim=True)),
     "weights that no gradient reaches": lambda: Two(lambda a, b, x: a(x) + b(x).detach()[..., :-1, :-1]),
 }
