@@ -86,7 +86,7 @@ def draw_slicing(picture: Picture, point: HaloPoint, tile: int | None = None) ->
     labelled = _draw_panels(figure, main, zoom, picture, point, rank)
     summary, pieces = _summary(point, rank), [point.piece_text(move) for move in point.borrowed(rank)]
     listed = [] if labelled else _at_most(MOST_LINES, pieces)
-    words.text(0, 1, "\n".join([*summary, *listed]), ha="left", va="top", fontsize=9, color=INK)
+    words.text(0, 0.93, "\n".join([*summary, *listed]), ha="left", va="top", fontsize=9, color=INK)
     figure.alt = ". ".join([title.replace("\n", ": "), *summary, "; ".join(pieces)])
     return figure
 
