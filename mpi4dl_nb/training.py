@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from engines.bench.verify import STEPS, batches, rank_record, verdict
-from engines.errors import ImageError
+from engines.errors import ImageError, PlanError
 from engines.layer.graph import TensorSpec
 from engines.layer.trace import plain_name
 from engines.layout import check_fits
@@ -124,7 +124,9 @@ class Training:
         return verdict(compare(oracle, records), recipe, self.plan.ranks, time.perf_counter() - start_s)
 
     def timeline(self) -> Timeline:
-        """What each rank did when in the last step."""
+        """What each rank did when in the last step. Raises PlanError before the first one."""
+        if not self._reports:
+            raise PlanError("timeline() shows the last step, but none was run yet. Call step() or fit() first.")
         return Timeline.of(report.events for report in self._reports)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -147,6 +149,11 @@ class Training:
                 raise ImageError(
                     f"{name} have shape {tuple(tensor.shape)} but the training was made for {spec.shape}. "
                     "Change the batch, or make a Training with this image_shape."
+                )
+            if tensor.is_floating_point() and not spec.is_floating:
+                raise ImageError(
+                    f"{name} are {tensor.dtype}, but the training was made for {spec.dtype}. Give whole numbers, or "
+                    "make a Training with labels=TensorSpec(shape, dtype)."
                 )
             whole[name] = tensor.detach().to(getattr(torch, spec.dtype))
         ignored = getattr(self.loss, "ignore_index", -100)
@@ -175,8 +182,14 @@ def _create(host: Host, name: str, recipe: Recipe) -> None:
     host.trainings[name] = RankTraining(host.world, recipe)
 
 
+def _held(host: Host, name: str) -> RankTraining:
+    if name not in host.trainings:
+        raise PlanError("The ranks hold this training no more: it was closed, or they were restarted. Make a new one.")
+    return host.trainings[name]
+
+
 def _step(host: Host, name: str, inputs: dict[str, Tensor]) -> StepReport:
-    return host.trainings[name].step(inputs)
+    return _held(host, name).step(inputs)
 
 
 def _record(host: Host, recipe: Recipe, parts: list[dict[str, Tensor]]) -> Record:
@@ -184,7 +197,7 @@ def _record(host: Host, recipe: Recipe, parts: list[dict[str, Tensor]]) -> Recor
 
 
 def _tensors(host: Host, name: str) -> dict[str, dict[str, Tensor]]:
-    return host.trainings[name].tensors()
+    return _held(host, name).tensors()
 
 
 def _drop(host: Host, name: str) -> None:

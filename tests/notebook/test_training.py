@@ -247,8 +247,15 @@ def test_close_frees_the_ranks(cluster):
     training = Training(unet(), TILES, cluster, SHAPE)
     assert cluster.call(lambda host: len(host.trainings)) == [count + 1 for count in held]
     training.close()
-    training.close()
     assert cluster.call(lambda host: len(host.trainings)) == held
+    with pytest.raises(PlanError, match="hold this training no more: it was closed"):
+        training.step(*batches(1)[0])
+    training.close()
+
+
+def test_a_timeline_before_the_first_step(cluster):
+    with pytest.raises(PlanError, match=r"none was run yet\. Call step"):
+        Training(unet(), TILES, cluster, SHAPE).timeline()
 
 
 # ---- said before a rank is touched
@@ -322,6 +329,7 @@ BAD_BATCHES: dict[str, tuple[Change, str]] = {
     "batch": (lambda b: (b[0][:1], b[1][:1]), r"images have shape \(1, 3, 12, 20\) .* made for \(2, 3, 12, 20\)"),
     "one image": (lambda b: (b[0][0], b[1][0]), r"images have shape \(3, 12, 20\) .* made for \(2, 3, 12, 20\)"),
     "labels": (lambda b: (b[0], b[1][..., :16]), r"labels have shape \(2, 12, 16\) .* made for \(2, 12, 20\)"),
+    "kind": (lambda b: (b[0], b[1] + 0.5), r"labels are torch.float32, but .* made for int64"),
     "class": (lambda b: (b[0], b[1] + 7), r"A label is 9, but the model answers for 3 classes \(0 to 2\)"),
 }
 
