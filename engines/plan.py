@@ -23,8 +23,6 @@ _NOT_YET: dict[str, Any] = {
     "times": 1,
     "local_dp": 1,
     "data_parallel": 1,
-    "halo_d2": False,
-    "fused_layers": 1,
     "schedule": "fill_drain",
     "checkpoint_activations": False,
     "sync_batchnorm": True,
@@ -39,10 +37,12 @@ class Plan:
     by `slice_method`: `square`, `vertical` (strips along the width), `horizontal`, or a grid such as
     `2x3` (rows x columns). Both take one value, or one per spatial stage.
     `balance` is `auto` or the number of layers in each stage.
+    `halo_d2` exchanges halos once per `fused_layers` layers (`auto`: as many as are cheapest) instead of before each
+    windowed operator; where tiles overlap then, both ranks compute.
     `precision` is the type that weights and activations are held in.
 
-    `parts` (micro-batches), `bidirectional` and `times` (GEMS), `local_dp`, `data_parallel`, `halo_d2`,
-    `fused_layers`, `schedule`, `checkpoint_activations` and `sync_batchnorm` are checked, and refused
+    `parts` (micro-batches), `bidirectional` and `times` (GEMS), `local_dp`, `data_parallel`, `schedule`,
+    `checkpoint_activations` and `sync_batchnorm` are checked, and refused
     where this version has no engine for them yet.
 
     Raises PlanError, with the numbers and the mend.
@@ -64,7 +64,7 @@ class Plan:
     local_dp: int = 1
     data_parallel: int = 1
     halo_d2: bool = False
-    fused_layers: int = 1
+    fused_layers: int | str = 1
     schedule: str = "fill_drain"
     precision: str = "float32"
     checkpoint_activations: bool = False
@@ -78,6 +78,11 @@ class Plan:
             raise PlanError(
                 f"spatial_size={self.spatial_size} asks for more spatial stages than the split_size="
                 f"{self.split_size} stages there are. Use spatial_size <= {self.split_size}, or a larger split_size."
+            )
+        if self.fused_layers != 1 and not self.halo_d2:
+            raise PlanError(
+                f"fused_layers={self.fused_layers!r} counts the layers between two exchanges of halo_d2, which is off. "
+                "Set halo_d2=True, or leave fused_layers at 1."
             )
         _check_balance(self.balance, self.split_size)
         _refuse_what_is_to_come(self)
@@ -165,8 +170,9 @@ def _per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:
 
 def _check_counts(plan: Plan) -> None:
     """Whole numbers, each at least 1 (`spatial_size`: 0)."""
-    names = ("split_size", "spatial_size", "num_spatial_parts", "parts", "times", "local_dp", "data_parallel")
-    for name in (*names, "fused_layers"):
+    names = ["split_size", "spatial_size", "num_spatial_parts", "parts", "times", "local_dp", "data_parallel"]
+    names += [] if plan.fused_layers == "auto" else ["fused_layers"]
+    for name in names:
         value = getattr(plan, name)
         low = 0 if name == "spatial_size" else 1
         for count in value if isinstance(value, tuple) else (value,):

@@ -40,9 +40,10 @@ def weighted_sum(prediction: Tensor, labels: Tensor) -> Tensor:
     return (prediction * labels).sum()
 
 
-def tiled(grid: object) -> Plan:
-    """One stage, spatial to the end, in float64."""
-    return Plan(split_size=1, spatial_size=1, slice_method=str(grid), precision="float64")
+def tiled(grid: object, fused: int = 0) -> Plan:
+    """One stage, spatial to the end, in float64; halos are exchanged for `fused` layers at once, if any."""
+    halos = {"halo_d2": True, "fused_layers": fused} if fused else {}
+    return Plan(split_size=1, spatial_size=1, slice_method=str(grid), precision="float64", **halos)
 
 
 def ready(

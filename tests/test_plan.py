@@ -152,8 +152,8 @@ def test_a_count_inside_a_tuple_is_checked_too():
 
 
 STILL_TO_COME: dict[str, Any] = {
-    "parts": 2, "bidirectional": True, "times": 2, "local_dp": 2, "data_parallel": 2, "halo_d2": True,
-    "fused_layers": 2, "schedule": "1f1b", "checkpoint_activations": True, "sync_batchnorm": False,
+    "parts": 2, "bidirectional": True, "times": 2, "local_dp": 2, "data_parallel": 2,
+    "schedule": "1f1b", "checkpoint_activations": True, "sync_batchnorm": False,
 }  # fmt: skip
 
 

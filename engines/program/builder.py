@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 from engines.layer.graph import WITHOUT_GRADIENT, ModelGraph, Node, Ref, TensorSpec, references
 from engines.layout import StageRanks
 from engines.program.instructions import AllReduce, Compute, Exchange, LocalOp, RunningStatistics
+from engines.spatial.fusion import Read, Wide
+from engines.spatial.grouping import Work
 from engines.spatial.moves import moves
 from engines.spatial.tiles import Tile
-from engines.spatial.windows import SpanRule, window
+from engines.spatial.windows import Shift, SpanRule, window
 
 __all__ = ["POINT", "Builder", "Value", "Window"]
 
@@ -75,9 +78,14 @@ class Builder:
     instructions: list[Compute | Exchange | AllReduce] = field(default_factory=list)
     statistics: list[RunningStatistics] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
+    wide: Wide = field(default_factory=Wide)
+    reads: list[Read] = field(default_factory=list)
+    _held: dict[str, Mapping[int, Tile]] = field(default_factory=dict)
     _open: list[LocalOp] = field(default_factory=list)
     _windows: dict[tuple[Any, ...], str] = field(default_factory=dict)
     _module: str = ""
+    _node: str = ""
+    _flops: dict[str, int] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -86,7 +94,8 @@ class Builder:
 
     def at(self, node: Node) -> None:
         """What follows belongs to this node."""
-        self._module = node.module
+        self._module, self._node = node.module, node.name
+        self._flops[node.name] = node.flops
 
     def forget(self, node: Node) -> None:
         """Take back what was begun for a node."""
@@ -101,8 +110,20 @@ class Builder:
         return self.values[ref.name]
 
     def tiles(self, size_px: tuple[int, int]) -> dict[int, Tile]:
-        """The tiles of an image of that size, by rank."""
+        """The tiles of an image of that size, by rank: what each owns."""
         return dict(zip(self.stage.ranks, self.stage.grid.cut(*size_px), strict=True))
+
+    def outputs(self, size_px: tuple[int, int]) -> Mapping[int, Tile]:
+        """What each rank computes of the present node's result, an image of that size: its tile, or more."""
+        return self.wide.held.get(self._node) or self.tiles(size_px)
+
+    def holds(self, ref: Ref) -> Mapping[int, Tile]:
+        """What each rank has of a tiled value: its tile, or more."""
+        return self._held.get(ref.name) or self.tiles(self.value(ref).size_px)
+
+    def hold_like(self, out: Ref, ref: Ref) -> None:
+        """Each rank has the same pixels of `out` as of `ref`."""
+        self._held[out.name] = self.holds(ref)
 
     def local(
         self,
@@ -121,6 +142,8 @@ class Builder:
             and any(self._carries(name) for name in references((arguments, keywords)))
         )
         self.values[out] = Value(out, like, axes, differentiable)
+        if axes and out in self.wide.held:
+            self._held[out] = self.wide.held[out]
         return Ref(out)
 
     def _carries(self, name: str) -> bool:
@@ -140,21 +163,55 @@ class Builder:
         return Ref(target)
 
     def window(self, ref: Ref, out_px: tuple[int, int], rows: SpanRule, cols: SpanRule, fill: float = 0.0) -> Window:
-        """Borrow what the outputs of this rank's tile of an `out_px` image read of a tiled value."""
-        value = self.value(ref)
-        wanted = {rank: window(tile, rows, cols) for rank, tile in self.tiles(out_px).items()}
-        mine, own = wanted[self.rank], self.tiles(value.size_px)[self.rank]
-        name = self._exchange(value, wanted, fill)
-        return Window(name, own if name == value.name else mine, mine, fill)
+        """What this rank's part of an `out_px` image reads of a tiled value, borrowed where it lacks it."""
+        self.reads.append(Read(self._node, ref.name, rows, cols, fill))
+        wanted = {rank: window(tile, rows, cols) for rank, tile in self.outputs(out_px).items()}
+        found = self._fetched(ref, wanted, fill)
+        return Window(found.name, self.holds(found)[self.rank], wanted[self.rank], fill)
 
-    def _exchange(self, value: Value, wanted: Mapping[int, Tile], fill: float) -> str:
-        key = (value.name, tuple(wanted.values()), fill)
+    def _fetched(self, ref: Ref, wanted: Mapping[int, Tile], fill: float) -> Ref:
+        """A value that holds the pixels wanted: `ref` itself, or what comes of an exchange."""
+        whole, held = Tile.whole(*self.value(ref).size_px), self.holds(ref)
+        if all((tile & whole).lies_in(held[rank]) for rank, tile in wanted.items()):
+            return ref
+        if shared := self.wide.fetch(self._node, ref.name):
+            wanted, fill = shared, 0.0
+        key = (ref.name, tuple(wanted.values()), fill)
         if key not in self._windows:
-            self.tag += 2
-            target = f"{value.name}.window{self.tag}"
-            owned = self.tiles(value.size_px)
-            self._windows[key] = self.transfer(value, "halo", target, target, self.tag, owned, wanted, fill)
+            self._windows[key] = self._exchange(self.owned(ref), wanted, fill)
         return self._windows[key]
+
+    def _exchange(self, ref: Ref, wanted: Mapping[int, Tile], fill: float) -> Ref:
+        self.tag += 2
+        value, target = self.value(ref), f"{ref.name}.window{self.tag}"
+        owned = self.tiles(value.size_px)
+        name = self.transfer(value, "halo", target, target, self.tag, owned, wanted, fill)
+        if name == target:
+            self._held[target] = wanted
+        return Ref(name)
+
+    def extent(self, name: str) -> tuple[Tile, Mapping[int, Tile]]:
+        """A tiled value's whole image, and each rank's own tile of it."""
+        size_px = self.values[name].size_px
+        return Tile.whole(*size_px), self.tiles(size_px)
+
+    def work(self, name: str) -> Work:
+        """What a tiled value costs to compute, and to send."""
+        value, flops = self.values[name], self._flops.get(name, 0)
+        return Work(flops, value.spec.bytes / math.prod(value.size_px))
+
+    def owned(self, ref: Ref) -> Ref:
+        """The pixels of a tiled value that this rank owns; all of a value that is not tiled."""
+        if not self.is_tiled(ref):
+            return ref
+        own = self.tiles(self.value(ref).size_px)[self.rank]
+        return self.padded(Window(ref.name, self.holds(ref)[self.rank], own, 0.0))
+
+    def beneath(self, ref: Ref) -> Ref:
+        """The pixels of a tiled value that lie where the present node's result does; all of one that is not tiled."""
+        if not self.is_tiled(ref):
+            return ref
+        return self.padded(self.window(ref, self.value(ref).size_px, Shift(0), Shift(0)))
 
     def transfer(
         self, value: Value, purpose: str, name: str, target: str, tag: int,
@@ -184,13 +241,13 @@ class Builder:
         return target if receives else value.name
 
     def padded(self, window: Window) -> Ref:
-        """The window as one tensor, with what lies outside the image filled in."""
+        """The window as one tensor of just what is wanted, with what lies outside the image filled in."""
         if not any(window.margins):
             return Ref(window.name)
         value = self.values[window.name]
         name = f"{window.name}.padded{len(self._open)}_{len(self.instructions)}"
         return self.local(
-            name, "tile.pad", Ref(window.name), window.margins, window.fill,
+            name, "tile.pad", Ref(window.name), window.margins, window.fill, value.axes,
             like=value.spec, axes=value.axes,
         )  # fmt: skip
 

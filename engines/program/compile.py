@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import engines.spatial.entries  # noqa: F401  (fills the operator table)
 from engines.errors import PlanError
-from engines.layer.graph import ModelGraph, Node
-from engines.layer.stages import cut
+from engines.layer.graph import ModelGraph, Node, Ref
+from engines.layer.stages import cut, layers
 from engines.layout import Layout, Role, StageRanks
 from engines.plan import Plan
 from engines.program.builder import POINT, Builder, Value
@@ -26,6 +26,8 @@ from engines.program.instructions import (
     SumGradients,
     Update,
 )
+from engines.spatial.fusion import Wide, widened
+from engines.spatial.grouping import HaloCost, cheapest, evenly
 from engines.spatial.ops import lower
 from engines.spatial.tiles import Span, Tile
 
@@ -60,7 +62,7 @@ class Compiler:
     """Compiles rank by rank; what does not depend on the rank is computed once."""
 
     def __init__(self, graph: ModelGraph, plan: Plan, input_gradient: bool = False) -> None:
-        self.graph = graph
+        self.graph, self.plan = graph, plan
         self.layout = Layout.of(plan)
         self.input_gradient = input_gradient
         self.spans = cut(graph, plan)
@@ -69,6 +71,7 @@ class Compiler:
         self.crossings = tuple(self._crossings())
         self.crossing_values: dict[str, Value] = {}
         self._builders: dict[Role, Builder] = {}
+        self._wides: dict[int, Wide] = {}
         for stage in range(len(self.spans)):
             builder = self._builder(Role(stage, 0))
             made = {node.name for node in self._nodes(self.spans[stage])}
@@ -87,6 +90,20 @@ class Compiler:
                         f"stages {stage} and {other} both use {shared[0]}, which counts what it saw, in "
                         "their order. Put the layers that share it into one stage (balance, or a smaller split_size)."
                     )
+
+    def _groups(self, stage: int, scout: Builder) -> dict[str, int]:
+        """The group of each node of a stage. The prediction is one by itself: whoever reads it gets own tiles."""
+        span, found = self.spans[stage], layers(self.graph)
+        names = [[n.name for n in self._nodes(layer.nodes)] for layer in found if layer.nodes.start in span]
+        fused = self.plan.fused_layers
+        if isinstance(fused, str):
+            work = {name: scout.work(name) for name in scout.values if scout.is_tiled(Ref(name))}
+            sizes = cheapest(names, scout.reads, scout.extent, work, HaloCost())
+        else:
+            sizes = evenly(len(names), fused)
+        numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
+        groups = {name: number for number, layer in zip(numbers, names, strict=True) for name in layer}
+        return groups | {self.graph.prediction: -1}
 
     def program(self, rank: int) -> Program:
         """What rank `rank` does in one training step."""
@@ -130,16 +147,29 @@ class Compiler:
     def _builder(self, role: Role) -> Builder:
         """The stage as tile `role.tile` sees it: what arrives, its nodes, what leaves."""
         if role not in self._builders:
-            builder = Builder(self.graph, self.layout.stages[role.stage], role.tile, _TAGS * (role.stage + 1))
-            self._receive(builder, role.stage)
-            for node in self._nodes(self.spans[role.stage]):
-                try:
-                    lower(builder, node)
-                except PlanError as error:
-                    raise PlanError(f"{node.operator} in {node.where}, stage {role.stage}: {error}") from error
+            builder = self._lowered(role, self._wide(role.stage))
             self._send(builder, role.stage)
             self._builders[role] = builder
         return self._builders[role]
+
+    def _lowered(self, role: Role, wide: Wide) -> Builder:
+        builder = Builder(self.graph, self.layout.stages[role.stage], role.tile, _TAGS * (role.stage + 1), wide=wide)
+        self._receive(builder, role.stage)
+        for node in self._nodes(self.spans[role.stage]):
+            try:
+                lower(builder, node)
+            except PlanError as error:
+                raise PlanError(f"{node.operator} in {node.where}, stage {role.stage}: {error}") from error
+        return builder
+
+    def _wide(self, stage: int) -> Wide:
+        """What the ranks of a stage hold beyond their tiles, for fused halos; found once without them."""
+        if stage not in self._wides:
+            self._wides[stage] = Wide()
+            if self.plan.halo_d2 and len(self.layout.stages[stage].ranks) > 1:
+                scout = self._lowered(Role(stage, 0), Wide())
+                self._wides[stage] = widened(scout.reads, self._groups(stage, scout), scout.extent)
+        return self._wides[stage]
 
     def _receive(self, builder: Builder, stage: int) -> None:
         for name, spec in self.graph.inputs.items():
@@ -153,7 +183,8 @@ class Compiler:
     def _send(self, builder: Builder, stage: int) -> None:
         for crossing in self.crossings:
             if crossing.source == stage:
-                self._cross(builder, crossing, builder.values[crossing.value])
+                value = builder.value(builder.owned(Ref(crossing.value)))
+                self._cross(builder, crossing, value)
 
     def _cross(self, builder: Builder, crossing: _Crossing, value: Value) -> None:
         """Carry a value between two stages: the joint, a repartition or a copy, by their tiles alone."""

@@ -131,9 +131,15 @@ def _average_pool(
     return sums / (x.new_tensor(rows)[:, None] * x.new_tensor(cols))
 
 
-def _pad(x: Tensor, margins: tuple[int, int, int, int], fill: float) -> Tensor:
-    """`F.pad` by constants; also where nothing of x is left, because all that is wanted lies outside."""
+def _pad(x: Tensor, margins: Sequence[int], fill: float, axes: tuple[int, int] = (-2, -1)) -> Tensor:
+    """`F.pad` by constants; also where nothing of x is left, because all that is wanted lies outside.
+
+    Where nothing is added the result is a view, and rows and columns may lie on any `axes`.
+    """
     left, right, above, below = margins
+    if max(margins) <= 0:
+        rows = x.narrow(axes[0], -above, x.shape[axes[0]] + above + below)
+        return rows.narrow(axes[1], -left, x.shape[axes[1]] + left + right)
     height, width = x.shape[-2] + above + below, x.shape[-1] + left + right
     seen = min(above, 0) + x.shape[-2] + min(below, 0), min(left, 0) + x.shape[-1] + min(right, 0)
     if min(seen) <= 0:

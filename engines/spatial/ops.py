@@ -102,11 +102,31 @@ def _check_images(b: Builder, node: Node) -> None:
 
 
 def as_it_is(b: Builder, node: Node, axes: tuple[int, int] | None, **changes: Any) -> Ref:
-    """Run the node's own operator on local values, some arguments replaced."""
+    """Run the node's own operator on local values, some arguments replaced.
+
+    A tiled result is computed from the pixels beneath it; what is given in `changes` is taken as it is.
+    """
+    if axes:
+        changes = {name: _beneath(b, value) for name, value in node.arguments.items() if name not in changes} | changes
     positional, keywords = split_arguments(node, changes)
-    spec = node.spec or TensorSpec((), "float32")
     kernel = _ANY_LAYOUT.get(node.operator, node.operator)
-    return b.local(node.name, kernel, *positional, like=spec, axes=axes, **keywords)
+    return b.local(node.name, kernel, *positional, like=node.spec or _several(b, node, axes), axes=axes, **keywords)
+
+
+def _several(b: Builder, node: Node, axes: tuple[int, int] | None) -> TensorSpec:
+    """Of several outputs no more is known than the type, and the rows and columns of what is tiled."""
+    tiled = [b.values[name] for name in node.reads if b.is_tiled(Ref(name))]
+    if not (tiled and axes):
+        return TensorSpec((), "float32")
+    shape = [1] * -min(axes)
+    shape[axes[0]], shape[axes[1]] = tiled[0].size_px
+    return TensorSpec(tuple(shape), tiled[0].spec.dtype)
+
+
+def _beneath(b: Builder, argument: Any) -> Any:
+    if isinstance(argument, list | tuple):
+        return tuple(_beneath(b, item) for item in argument)
+    return b.beneath(argument) if isinstance(argument, Ref) else argument
 
 
 def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

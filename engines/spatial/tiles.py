@@ -13,7 +13,7 @@ __all__ = ["Grid", "Span", "Tile"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Pixels `start` to `stop` (half-open) along one axis. An empty span is false; `&` is overlap."""
+    """Pixels `start` to `stop` (half-open) along one axis. An empty span is false; `&` is overlap, `|` holds both."""
 
     start: int
     stop: int
@@ -21,12 +21,25 @@ class Span:
     def __bool__(self) -> bool:
         return self.stop > self.start
 
+    def __contains__(self, px: int) -> bool:
+        return self.start <= px < self.stop
+
     def __len__(self) -> int:
         return max(0, self.stop - self.start)
 
     def __and__(self, other: Span) -> Span:
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
+
+    def __or__(self, other: Span) -> Span:
+        """The shortest span that holds both; an empty one has nothing to be held.
+
+        >>> Span(2, 4) | Span(6, 7)
+        Span(start=2, stop=7)
+        """
+        if not (self and other):
+            return self if self else other
+        return Span(min(self.start, other.start), max(self.stop, other.stop))
 
     def within(self, other: Span) -> slice:
         """This span as a slice of an array that holds exactly the pixels of `other`.
@@ -39,7 +52,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A rectangle of whole-image pixels. An empty tile is false; `&` is overlap."""
+    """A rectangle of whole-image pixels. An empty tile is false; `&` is overlap, `|` holds both."""
 
     rows: Span
     cols: Span
@@ -55,6 +68,12 @@ class Tile:
     def __and__(self, other: Tile) -> Tile:
         return Tile(self.rows & other.rows, self.cols & other.cols)
 
+    def __or__(self, other: Tile) -> Tile:
+        """The smallest tile that holds both."""
+        if not (self and other):
+            return self if self else other
+        return Tile(self.rows | other.rows, self.cols | other.cols)
+
     @property
     def shape(self) -> tuple[int, int]:
         """Height and width in pixels."""
@@ -64,6 +83,10 @@ class Tile:
     def pixels(self) -> int:
         """Number of pixels."""
         return len(self.rows) * len(self.cols)
+
+    def lies_in(self, other: Tile) -> bool:
+        """Whether `other` holds all of it."""
+        return not self or self & other == self
 
     def within(self, other: Tile) -> tuple[slice, slice]:
         """This tile as (row, column) slices of an array that holds exactly the pixels of `other`."""

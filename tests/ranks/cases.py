@@ -17,7 +17,7 @@ from engines.bench.verify import verify
 from engines.comm.total import all_reduce
 from engines.comm.world import Message, World
 from engines.errors import RankError
-from engines.models import resnet20_v1
+from engines.models import amoebanetd, resnet20_v1, resnet_v2
 from engines.models.unet import UNet
 from engines.plan import Plan
 from engines.training import RankTraining, prepare
@@ -140,6 +140,28 @@ def resnet_on_two_strips_and_two_layer_stages(world: World) -> None:
 @case
 def unet_whose_skips_cross_the_joint(world: World) -> None:
     plan = Plan(split_size=2, num_spatial_parts=3, slice_method="3x1", precision="float64")
+    _verified(world, lambda: UNet(num_classes=3, width=4), plan, (36, 44))
+
+
+@case
+def resnet_with_halos_fused_over_three_blocks(world: World) -> None:
+    """Batch norms count each pixel once, though two ranks compute it; residual branches want two widths."""
+    plan = Plan(split_size=1, num_spatial_parts=4, halo_d2=True, fused_layers=3, precision="float64")
+    _verified(world, lambda: resnet_v2(29), plan, (37, 50))
+
+
+@case
+def amoebanet_with_halos_fused_over_two_cells(world: World) -> None:
+    """Cells read two values from before the group, by many windows: each value is fetched once."""
+    plan = Plan(
+        split_size=2, num_spatial_parts=3, slice_method="vertical", halo_d2=True, fused_layers=2, precision="float64"
+    )
+    _verified(world, lambda: amoebanetd(num_layers=3, num_filters=16), plan, (48, 70))
+
+
+@case
+def unet_tiled_to_the_loss_with_fused_halos(world: World) -> None:
+    plan = Plan(split_size=1, num_spatial_parts=4, halo_d2=True, fused_layers=4, precision="float64")
     _verified(world, lambda: UNet(num_classes=3, width=4), plan, (36, 44))
 
 

@@ -107,9 +107,11 @@ class Calls(nn.Module):
         return self.function(x)
 
 
-def check(model: nn.Module | Callable[[Tensor], Tensor], images: Tensor, grid: Grid, **how: object) -> None:
+def check(
+    model: nn.Module | Callable[[Tensor], Tensor], images: Tensor, grid: Grid, fused: int = 0, **how: object
+) -> None:
     module = model if isinstance(model, nn.Module) else Calls(model)
-    assert_exact(module, images, tiled(grid), **how)
+    assert_exact(module, images, tiled(grid, fused), **how)
 
 
 # ---- the space that is searched
@@ -531,6 +533,10 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "nearest": lambda: nn.Upsample(scale_factor=2),
     "relu": nn.ReLU,
     "pad": lambda: nn.ZeroPad2d((0, 1, 2, 0)),
+    "average": lambda: nn.AvgPool2d(2, 1, 1),
+    "crop": lambda: Calls(lambda x: x[..., 1:, :-1]),
+    "chunk": lambda: Calls(lambda x: torch.cat(x.chunk(2, dim=1)[::-1], dim=1)),
+    "weighed": lambda: Calls(lambda x: x + x.sum((2, 3), keepdim=True)),
 }
 
 
@@ -559,16 +565,17 @@ def fits(model: nn.Module, size_px: Pair, grid: Grid) -> bool:
     return True
 
 
-chains = st.lists(st.sampled_from(sorted(BLOCKS)), min_size=2, max_size=4)
+chains = st.lists(st.sampled_from(sorted(BLOCKS)), min_size=2, max_size=6)
 
 
-@trials(30)
-@given(case=images_on_grids(), names=chains, fork=st.booleans(), seed=seeds)
-def test_chains(case: tuple[Grid, Pair], names: list[str], fork: bool, seed: int):
+@trials(60)
+@given(case=images_on_grids(), names=chains, fork=st.booleans(), fused=st.integers(0, 4), seed=seeds)
+def test_chains(case: tuple[Grid, Pair], names: list[str], fork: bool, fused: int, seed: int):
+    """Whether each fetches its own halo or several share one."""
     grid, size_px = case
     model = with_whole_weights(Chain(names, fork), seed)
     assume(fits(model, size_px, grid))
-    check(model, whole_numbers(1, 2, *size_px, seed=seed), grid)
+    check(model, whole_numbers(1, 2, *size_px, seed=seed), grid, fused=fused)
 
 
 @trials(20)

@@ -29,7 +29,7 @@ def folded(
     """
     left, _, above, _ = window.margins
     padding, held = (above, left), window.held.shape
-    out = b.tiles(out_px)[b.rank].shape
+    out = b.outputs(out_px)[b.rank].shape
     sizes = tuple(_outputs(*what) for what in zip(held, padding, rules, strict=True))
     if min(padding) >= 0 and sizes == out:
         return Ref(window.name), padding
@@ -78,7 +78,7 @@ def transposed_convolution(b: Builder, node: Node) -> None:
     rules = [TransposedWindow(*axis) for axis in zip(kernel, stride, padding, dilation, strict=True)]
     out_px = (node.spec.shape[-2], node.spec.shape[-1])
     window = b.window(a["input"], out_px, rules[0], rules[1])
-    out = b.tiles(out_px)[b.rank]
+    out = b.outputs(out_px)[b.rank]
     margins: list[int] = []
     spans = zip((out.rows, out.cols), (window.held.rows, window.held.cols), rules, strict=True)
     for target, held, rule in reversed(list(spans)):

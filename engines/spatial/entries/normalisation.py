@@ -25,10 +25,10 @@ def batch_norm(b: Builder, node: Node) -> None:
     counts = [value.spec.numel // channels // whole_px * tile.pixels for tile in tiles]
     slot = b.tile if value.axes else 0
     like = TensorSpec((len(tiles), 2, channels), "float64")
-    own = b.local(f"{node.name}.moments", "tile.moments", a["input"], slot, len(tiles), like=like)
+    own = b.local(f"{node.name}.moments", "tile.moments", b.owned(a["input"]), slot, len(tiles), like=like)
     moments = b.all_reduce(own) if value.axes else own
     b.local(
-        node.name, "tile.batch_norm", a["input"], moments, a["weight"], a["bias"], counts, a["eps"],
+        node.name, "tile.batch_norm", b.beneath(a["input"]), moments, a["weight"], a["bias"], counts, a["eps"],
         like=node.spec, axes=value.axes,
     )  # fmt: skip
     if a["running_mean"]:

@@ -40,7 +40,7 @@ def average_pool(b: Builder, node: Node) -> None:
     rules = [SlidingWindow(*axis) for axis in zip(kernel, stride, padding, strict=True)]
     window = b.window(a["self"], _out_px(node), rules[0], rules[1])
     x, native = folded(b, window, rules, _out_px(node))
-    out = b.tiles(_out_px(node))[b.rank]
+    out = b.outputs(_out_px(node))[b.rank]
     border = padding if a["count_include_pad"] else (0, 0)
     spans = zip((out.rows, out.cols), rules, value.size_px, border, strict=True)
     rows, cols = (tuple(_counted(*what)) for what in spans)
@@ -68,7 +68,7 @@ def adaptive_average_pool(b: Builder, node: Node) -> None:
     cells = [_cells(size, count) for size, count in zip(value.size_px, _out_px(node), strict=True)]
     rules = [Reach(lambda i, c=c: c[i][0], lambda i, c=c: c[i][1] - 1) for c in cells]
     window = b.window(node.arguments["self"], _out_px(node), rules[0], rules[1])
-    x, out = b.padded(window), b.tiles(_out_px(node))[b.rank]
+    x, out = b.padded(window), b.outputs(_out_px(node))[b.rank]
     rows, cols = (
         tuple((start - wanted.start, stop - wanted.start) for start, stop in axis[span.start : span.stop])
         for axis, span, wanted in zip(
@@ -90,7 +90,7 @@ def upsample_nearest(b: Builder, node: Node) -> None:
     picks = _picks(value.size_px, _out_px(node), a["scale_factors"])
     rules = [Reach(lambda i, p=p: p[i], lambda i, p=p: p[i]) for p in picks]
     window = b.window(a["input"], _out_px(node), rules[0], rules[1])
-    out = b.tiles(_out_px(node))[b.rank]
+    out = b.outputs(_out_px(node))[b.rank]
     rows, cols = (
         tuple(pick - held.start for pick in axis[span.start : span.stop])
         for axis, span, held in zip(picks, (out.rows, out.cols), (window.held.rows, window.held.cols), strict=True)

@@ -23,7 +23,7 @@ def mean_over_space(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepd
 
 
 def _sum(b: Builder, out: str, ref: Ref, spec: TensorSpec, dims: Sequence[int], keepdim: bool) -> Ref:
-    return b.all_reduce(b.local(out, "tile.sum_pixels", ref, list(dims), keepdim, like=spec))
+    return b.all_reduce(b.local(out, "tile.sum_pixels", b.owned(ref), list(dims), keepdim, like=spec))
 
 
 def _dims(b: Builder, node: Node) -> tuple[list[int], bool]:
@@ -58,8 +58,8 @@ def cross_entropy(b: Builder, node: Node) -> None:
         as_it_is(b, node, (-2, -1))
         return
     sums = b.local(
-        f"{node.name}.sums", "tile.cross_entropy_sums", a["self"], a["target"], a["weight"], a["ignore_index"],
-        a["label_smoothing"], like=replace(node.spec, shape=(2,)),
+        f"{node.name}.sums", "tile.cross_entropy_sums", b.owned(a["self"]), b.owned(a["target"]), a["weight"],
+        a["ignore_index"], a["label_smoothing"], like=replace(node.spec, shape=(2,)),
     )  # fmt: skip
     kernel = "tile.ratio" if a["reduction"] == _MEAN else "tile.first"
     b.local(node.name, kernel, b.all_reduce(sums), like=node.spec)

@@ -72,7 +72,9 @@ def unstack(b: Builder, node: Node) -> None:
 @entry("getitem")
 def pick(b: Builder, node: Node) -> None:
     """One of several outputs, tiled as they are."""
-    as_it_is(b, node, b.value(node.arguments["0"]).axes)
+    several = node.arguments["0"]
+    b.window(several, b.value(several).size_px, Shift(0), Shift(0))  # nothing is borrowed: they are one's own
+    b.hold_like(as_it_is(b, node, b.value(several).axes, **{"0": several}), several)
 
 
 @entry("aten.softmax.int", "aten.log_softmax.int")
