@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from engines import options
+from engines.bench.memory import bench_memory
 from engines.bench.step import bench_step
 from engines.bench.verify import verify
 from engines.comm.world import World
@@ -89,4 +90,13 @@ def _bench_step(world: World, arguments: Sequence[str]) -> bool:
     return True
 
 
-_COMMANDS: dict[str, Command] = {"verify": _verify, "bench step": _bench_step}
+def _bench_memory(world: World, arguments: Sequence[str]) -> bool:
+    """Peak bytes of each rank, and of one process with the whole image."""
+    flags = options.parser("Measure the peak memory of a training step on each rank, and in one process.")
+    chosen = flags.parse_args(arguments)
+    _, recipe = options.recipe(chosen, world.size)
+    _print(world, bench_memory(world, recipe, arguments, chosen.seed))
+    return True
+
+
+_COMMANDS: dict[str, Command] = {"verify": _verify, "bench step": _bench_step, "bench memory": _bench_memory}

@@ -1,0 +1,90 @@
+"""Peak memory of a training step: each rank's, and that of one process with the whole image.
+
+Read from the kernel's own account of the process (Linux), after everything is imported and traced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from engines.bench.verify import batches
+from engines.comm.world import World
+from engines.errors import RankError
+from engines.oracle import OneProcess
+from engines.training import RankTraining, Recipe
+
+__all__ = ["alone", "bench_memory"]
+
+_STEPS = 2  # gradients and the optimiser's state are there from the second one on
+
+
+def bench_memory(world: World, recipe: Recipe, arguments: Sequence[str], seed: int) -> dict[str, object]:
+    """Bytes beyond what the process had before: `peak_bytes` of each rank, in rank order, and of one process.
+
+    `share` is the largest peak of a rank, as a part of one process's; `even_share` that of a rank that holds one
+    tile's part of everything.
+    """
+    own = _own_part(world, recipe, seed)
+    before = _now_bytes()
+    training = RankTraining(world, recipe)
+    peaks = world.gather(_peak_bytes(before, lambda: [training.step(own) for _ in range(_STEPS)]))
+    whole = world.gather(_alone_bytes(arguments) if world.rank == 0 else None)[0]
+    return {
+        "peak_bytes": peaks,
+        "one_process_peak_bytes": whole,
+        "share": round(max(peaks) / whole, 4),
+        "even_share": round(1 / recipe.plan.grids[0].tiles, 4),
+    }
+
+
+def _own_part(world: World, recipe: Recipe, seed: int) -> dict[str, Tensor]:
+    """This rank's part of a random batch; the whole batch is gone when it returns."""
+    feeds = RankTraining(world, recipe)
+    return {name: part.clone() for name, part in feeds.cut(batches(recipe, seed, steps=1)[0]).items()}
+
+
+def alone(arguments: Sequence[str]) -> None:
+    """Measure one process with the plain model; prints its peak in bytes as JSON."""
+    from engines import options
+
+    chosen = options.parser("").parse_args(list(arguments))
+    model, recipe = options.recipe(chosen, options.plan(chosen).ranks)
+    batch = batches(recipe, chosen.seed, steps=1)[0]
+    before = _now_bytes()
+    process = OneProcess(model, nn.CrossEntropyLoss(), recipe.optimiser, getattr(torch, recipe.plan.precision))
+    print(json.dumps(_peak_bytes(before, lambda: [process.step(batch) for _ in range(_STEPS)])), flush=True)
+
+
+def _alone_bytes(arguments: Sequence[str]) -> int:
+    """In a process of its own, which knows nothing of MPI."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
+    code = "import sys; from engines.bench.memory import alone; alone(sys.argv[1:])"
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RankError(f"One process with the whole image ended with code {done.returncode}: {done.stderr[-300:]}")
+    return int(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _peak_bytes(before: int, work: Callable[[], object]) -> int:
+    """The largest resident size while `work` runs, beyond `before`."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from now
+    work()
+    return _status_bytes("VmHWM") - before
+
+
+def _now_bytes() -> int:
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
