@@ -15,10 +15,22 @@ from torch import Tensor
 
 from engines.comm.world import Message, World
 
-__all__ = ["Total", "all_reduce"]
+__all__ = ["Total", "all_reduce", "sent_by_each"]
 
 _LONG = 1 << 15  # bytes from which a second round costs less than sending everything to everyone
 _PARTS, _SUMS = 0, 1  # tags; those of programs begin at 2
+
+
+def sent_by_each(count_bytes: int, ranks: int) -> tuple[int, int]:
+    """The messages that each rank sends for a sum of tensors of that size, and their bytes.
+
+    >>> sent_by_each(100, 4), sent_by_each(1 << 20, 4)
+    ((3, 300), (6, 1572864))
+    """
+    others = ranks - 1
+    if count_bytes < _LONG:
+        return others, others * count_bytes
+    return 2 * others, 2 * others * count_bytes // ranks
 
 
 class Total:

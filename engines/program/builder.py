@@ -157,7 +157,7 @@ class Builder:
         self.flush()
         target = f"{value.name}.total"
         self.instructions.append(
-            AllReduce(target, value.name, target, value.spec.shape, self.stage.ranks, value.differentiable)
+            AllReduce(target, value.name, target, value.spec, self.stage.ranks, value.differentiable)
         )
         self.values[target] = Value(target, value.spec, None, value.differentiable)
         return Ref(target)

@@ -214,7 +214,8 @@ class Compiler:
                 groups[self._holders(name)].append(name)
         for index, (group, names) in enumerate(sorted(groups.items())):
             if len(group) > 1:
-                yield SumGradients(f"gradients{index}", tuple(names), group)
+                count = sum(self.graph.weights[name].bytes for name in names)
+                yield SumGradients(f"gradients{index}", tuple(names), count, group)
         if self.layout.size > 1:
             yield Agree("agree", tuple(range(self.layout.size)))
         yield Update("update", tuple(builder.statistics), dict(builder.counters))

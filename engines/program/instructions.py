@@ -124,7 +124,7 @@ class AllReduce:
     name: str
     source: str
     target: str
-    shape: tuple[int, ...]
+    spec: TensorSpec
     group: tuple[int, ...]
     differentiable: bool
 
@@ -140,6 +140,7 @@ class SumGradients:
 
     name: str
     weights: tuple[str, ...]
+    bytes: int
     group: tuple[int, ...]
     differentiable: bool = False
 
@@ -155,6 +156,7 @@ class Agree:
 
     name: str
     group: tuple[int, ...]
+    bytes: int = 4
     differentiable: bool = False
 
     @property

@@ -1,0 +1,48 @@
+"""What a rank sends in one training step, counted from its program before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engines.comm.total import sent_by_each
+from engines.program.instructions import Agree, AllReduce, Exchange, Phase, Program, Step, SumGradients
+
+__all__ = ["Traffic", "traffic"]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Messages that a rank sends, and their bytes."""
+
+    messages: int
+    bytes: int
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.messages + other.messages, self.bytes + other.bytes)
+
+
+def traffic(program: Program) -> dict[str, Traffic]:
+    """What the rank of this program sends in a training step, forward and back, by kind of instruction.
+
+    Kinds are `halo`, `stage` (from one stage to the next) and `all-reduce`, as in a timeline.
+    """
+    found: dict[str, Traffic] = {}
+    for step in program.steps:
+        kind = step.instruction.kind
+        for part in _sent(step):
+            found[kind] = found.get(kind, Traffic(0, 0)) + part
+    return found
+
+
+def _sent(step: Step) -> Iterable[Traffic]:
+    match step.instruction:
+        case Exchange() as exchange:
+            moves = exchange.sends if step.phase is Phase.FORWARD else exchange.receives
+            yield Traffic(len(moves), exchange.bytes_of(moves))
+        case AllReduce(spec=spec, group=group):
+            yield Traffic(*sent_by_each(spec.bytes, len(group)))
+        case SumGradients(bytes=count, group=group):
+            yield Traffic(*sent_by_each(count, len(group)))
+        case Agree(group=group, bytes=count):
+            yield Traffic(*sent_by_each(count, len(group)))
