@@ -110,6 +110,11 @@ class Worker:
         alive = ", ".join(sorted(self._leaves)[:8])
         raise PlanError(f"rank {self.program.rank} holds no value {name!r} now. It holds {alive}, ...")
 
+    @property
+    def live(self) -> dict[str, Tensor]:
+        """What the rank holds now of the step's values, by name."""
+        return {**self._leaves, **self._values}
+
     def _do(self, step: Step) -> int | None:
         forward = step.phase is Phase.FORWARD
         match step.instruction:

@@ -51,3 +51,27 @@ def test_every_message_and_byte_is_told_beforehand(plan: Plan):
         told = list(traffic(program).values())
         assert sum(part.messages for part in told) == seen["messages"]
         assert abs(sum(part.bytes for part in told) - seen["bytes"]) <= 0.001 * seen["bytes"]
+
+
+@pytest.mark.parametrize("halos", [{}, {"halo_d2": True, "fused_layers": 2}], ids=["D1", "D2"])
+def test_no_rank_of_a_spatial_stage_holds_a_whole_image(halos: dict[str, object]):
+    """Of any value, at any time: its tile and the halo of the layers that share an exchange, no more."""
+    plan = Plan(split_size=2, num_spatial_parts=4, balance=(11, 2), **halos)
+    recipe = prepare(UNet(num_classes=3, width=4), plan, (1, 3, 64, 96), device="cpu")
+    batch = {"images": torch.randn(1, 3, 64, 96), "labels": torch.zeros(1, 64, 96, dtype=torch.int64)}
+    specs = recipe.graph.specs
+
+    def largest_share(world: LoopbackWorld) -> float:
+        training, shares = RankTraining(world, recipe), [0.0]
+        training.start(training.cut(batch))
+        while not training.worker.done:
+            training.worker.step()
+            for name, tensor in training.worker.live.items():
+                spec = specs.get(name.split(".")[0])
+                if spec and len(spec.shape) == 4 and tensor.dim() == 4:
+                    shares.append(tensor.shape[-2] * tensor.shape[-1] / (spec.shape[-2] * spec.shape[-1]))
+        return max(shares)
+
+    *spatial, joined = run_ranks(plan.ranks, largest_share)
+    assert 0.25 <= max(spatial) < 0.8
+    assert joined == 1.0

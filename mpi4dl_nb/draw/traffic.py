@@ -1,0 +1,74 @@
+"""What plans send in a training step: messages and bytes side by side, counted from the ranks' programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+from torch import nn
+
+from engines.errors import PlanError
+from engines.plan import Plan
+from engines.program.compile import compile_plan
+from engines.program.traffic import Traffic, traffic
+from engines.training import prepare
+from mpi4dl_nb.draw.figure import INK, Drawing, spoken_bytes
+from mpi4dl_nb.draw.timeline import LOOKS
+
+__all__ = ["show_traffic"]
+
+KINDS = ("halo", "stage", "all-reduce")
+Sent = Mapping[str, Traffic]
+
+
+def show_traffic(model: nn.Module, plans: Mapping[str, Plan], image_shape: Sequence[int]) -> Drawing:
+    """Messages and bytes of one training step under each plan, forward and back, of the rank that sends most.
+
+    `plans` go by the name that they have in the figure; `image_shape` is (N, C, H, W).
+    Raises PlanError, TraceError or ImageError, as `Training` does.
+    """
+    if not plans:
+        raise PlanError("There is no plan to show: give at least one, such as {'D1': Plan()}.")
+    sent = {name: _busiest(model, plan, image_shape) for name, plan in plans.items()}
+    figure = Drawing(figsize=(11, 1.9 + 0.5 * len(sent)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    _draw(left, sent, lambda part: part.messages, "{:.0f}".format)
+    _draw(right, sent, lambda part: part.bytes / 2**20, lambda size: spoken_bytes(round(size * 2**20)))
+    left.set(xlabel="messages sent", yticks=range(len(sent)), yticklabels=sent, ylim=(len(sent) - 0.4, -0.6))
+    right.set(xlabel="megabytes sent")
+    title = "One training step, forward and back: what the busiest rank sends"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    looks = [LOOKS[kind] for kind in KINDS]
+    patches = [Patch(facecolor=look.colour, hatch=look.hatch, edgecolor=INK) for look in looks]
+    names = [look.name for look in looks]
+    figure.legend(patches, names, loc="outside lower left", ncols=len(looks), frameon=False, fontsize=9)
+    figure.alt = f"{title}. {'; '.join(f'{name}: {_told(parts)}' for name, parts in sent.items())}."
+    return figure
+
+
+def _busiest(model: nn.Module, plan: Plan, image_shape: Sequence[int]) -> Sent:
+    """By kind, on the rank that sends most bytes."""
+    programs = compile_plan(prepare(model, plan, image_shape).graph, plan)
+    return max(map(traffic, programs), key=lambda parts: sum(part.bytes for part in parts.values()))
+
+
+def _draw(axes: Axes, sent: Mapping[str, Sent], size: Callable[[Traffic], float], said: Callable[[float], str]) -> None:
+    """One bar for each plan, its kinds one behind the other, and their sum at its end."""
+    for row, parts in enumerate(sent.values()):
+        end = 0.0
+        for kind in KINDS:
+            length, look = size(parts.get(kind, Traffic(0, 0))), LOOKS[kind]
+            axes.barh(row, length, 0.6, end, color=look.colour, hatch=look.hatch, edgecolor=INK, linewidth=0.5)
+            end += length
+        axes.text(end, row, f" {said(end)}", va="center", fontsize=9)
+    axes.margins(x=0.16)
+    axes.set_xlim(left=0)
+
+
+def _told(parts: Sent) -> str:
+    return ", ".join(
+        f"{parts[kind].messages} messages of {spoken_bytes(parts[kind].bytes)} for {LOOKS[kind].name}"
+        for kind in KINDS
+        if kind in parts
+    )
