@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from engines.layer.answers import prediction_of
 from engines.layer.trace import MODEL
 from engines.training import Loss, Optimiser
 
@@ -41,7 +42,8 @@ class OneProcess:
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """One training step; the loss before it."""
         self.model.zero_grad()
-        value = self.loss(self.model(batch["images"].to(self.dtype)), batch["labels"])
+        answer = self.model(batch["images"].to(self.dtype))
+        value = self.loss(prediction_of(answer), batch["labels"])
         if self.optimiser:
             value.backward()
             self.optimiser.step()

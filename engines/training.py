@@ -77,15 +77,6 @@ def _check_optimiser(optimiser: Optimiser) -> None:
         raise PlanError(f"The optimiser cannot be made: {type(error).__name__}: {error}") from error
 
 
-def _check_names(owner: nn.Module, kind: str) -> None:
-    first: dict[int, str] = {}
-    for name, tensor in getattr(owner, f"named_{kind}")(remove_duplicate=False):
-        if (other := first.setdefault(id(tensor), name)) != name:
-            raise TraceError(
-                f"{other} and {name} are one tensor, and ranks cannot share one between layers yet. Give each its own."
-            )
-
-
 def label_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
     """Class numbers for whatever the model answers: one for each row of its output, or for each pixel."""
     shape = answer(model, images).shape
@@ -97,8 +88,6 @@ def _state(model: nn.Module, loss: Loss, graph: ModelGraph) -> dict[str, Tensor]
     found: dict[str, Tensor] = {}
     for prefix, owner in owners.items():
         if isinstance(owner, nn.Module):
-            _check_names(owner, "parameters")
-            _check_names(owner, "buffers")
             found |= {f"{prefix}{name}": tensor.detach() for name, tensor in owner.named_parameters()}
             found |= {f"{prefix}{name}": tensor for name, tensor in owner.named_buffers()}
     missing = [name for name in (*graph.weights, *graph.buffers) if name not in found]

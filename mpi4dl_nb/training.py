@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from engines.bench.verify import STEPS, batches, rank_record, verdict
 from engines.errors import ImageError, PlanError
 from engines.layer.graph import TensorSpec
-from engines.layer.trace import plain_name
+from engines.layer.trace import first_names, plain_name
 from engines.layout import check_fits
 from engines.oracle import Record, compare, one_process
 from engines.plan import Plan
@@ -134,7 +134,8 @@ class Training:
         found: dict[str, Tensor] = {}
         for tensors in self.cluster.call(_tensors, self._id):
             found |= {plain_name(name): t for name, t in (tensors["weights"] | tensors["buffers"]).items()}
-        return {name: found.get(name, own) for name, own in self.model.state_dict().items()}
+        first = {plain_name(name): plain_name(held) for name, held in first_names(self.model).items()}
+        return {name: found.get(first.get(name, name), own) for name, own in self.model.state_dict().items()}
 
     def close(self) -> None:
         """Free the ranks' memory."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
+from engines.layer.answers import prediction_of, tensors_of
 from engines.layer.graph import TensorSpec
 from engines.layer.trace import MODEL
 from engines.plan import Plan
@@ -81,9 +82,10 @@ def assert_exact(
     """Output, loss, gradients of image and weights, and buffers of every rank are those of one process."""
     oracle, pixels = copy.deepcopy(model), images.clone().requires_grad_()
     torch.manual_seed(0)
-    output = oracle(pixels)
+    prediction = prediction_of(oracle(pixels))
+    output = next(iter(tensors_of(prediction).values()))
     labels = whole_numbers(*output.shape, seed=1) if labels is None else labels
-    value = loss(output, labels)
+    value = loss(prediction, labels)
     value.backward()
     owned = {f"{MODEL}{name}": tensor for name, tensor in oracle.state_dict(keep_vars=True).items()}
     start = ready(model, images, labels, plan, loss)

@@ -7,7 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["WITHOUT_GRADIENT", "ModelGraph", "Node", "Ref", "TensorSpec", "behind", "references"]
+__all__ = ["MODEL", "WITHOUT_GRADIENT", "ModelGraph", "Node", "Ref", "TensorSpec", "behind", "plain_name", "references"]
+
+MODEL = "model."
+"""What the names of the model's own weights and buffers begin with; those of the loss do not."""
 
 WITHOUT_GRADIENT = frozenset({"aten.detach.default", "aten.zeros_like.default", "aten.ones_like.default"})
 """Operators whose result does not lead back to their arguments."""
@@ -78,7 +81,8 @@ class ModelGraph:
     """A model with its loss, traced at whole-image size.
 
     `inputs` are `images` and `labels`; `weights` the parameters, `trainable` the names of those with a
-    gradient from the loss; `buffers` everything else that the model owns. `prediction` and `loss` name values.
+    gradient from the loss; `buffers` everything else that the model owns. `answers` name the tensors that the
+    model answers with, and `loss` the loss.
     `chains` are the modules that only run their children one after another.
     """
 
@@ -87,9 +91,14 @@ class ModelGraph:
     trainable: frozenset[str]
     buffers: Mapping[str, TensorSpec]
     nodes: tuple[Node, ...]
-    prediction: str
+    answers: tuple[str, ...]
     loss: str
     chains: frozenset[str] = frozenset()
+
+    @property
+    def prediction(self) -> str:
+        """The first answer; most models have no other."""
+        return self.answers[0]
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -111,6 +120,15 @@ class ModelGraph:
     def activation_bytes(self) -> int:
         """Bytes of everything that the operators make in one forward pass."""
         return sum(node.spec.bytes for node in self.nodes if node.spec is not None)
+
+
+def plain_name(name: str) -> str:
+    """The name that a weight or buffer has in the user's model.
+
+    >>> plain_name("model.stem.weight")
+    'stem.weight'
+    """
+    return name.removeprefix(MODEL)
 
 
 def behind(loss: str, nodes: Sequence[Node]) -> set[str]:

@@ -104,8 +104,8 @@ class _Cuts:
 
     def parts(self) -> Iterator[_Part]:
         """The parts between two cuts, in order; the loss is behind the last."""
-        made = (index for index, node in enumerate(self.graph.nodes) if node.name == self.graph.prediction)
-        return self._open(_Part(0, 1 + next(made), ""), depth=0, wraps_all=True)
+        last = max(index for index, node in enumerate(self.graph.nodes) if node.name in self.graph.answers)
+        return self._open(_Part(0, 1 + last, ""), depth=0, wraps_all=True)
 
     def _open(self, whole: _Part, depth: int, wraps_all: bool) -> Iterator[_Part]:
         """The parts of a module, unless a cut inside carries more than one at its ends.

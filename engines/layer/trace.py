@@ -6,8 +6,6 @@ The model is exported by `torch.export` on the meta device, never run, and never
 from __future__ import annotations
 
 import copy
-import itertools
-import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,26 +13,28 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from engines.errors import TraceError
-from engines.layer.flops import flops
-from engines.layer.graph import ModelGraph, Node, Ref, TensorSpec, behind, references
+from engines.layer.answers import prediction_of, tensors_of
+from engines.layer.graph import MODEL, ModelGraph, TensorSpec, plain_name
+from engines.layer.reader import Reader, spec_of
 
-__all__ = ["MODEL", "answer", "plain_name", "trace"]
+__all__ = ["MODEL", "answer", "first_names", "plain_name", "trace"]
 
-MODEL = "model."
 _ONE_AT_A_TIME = threading.Lock()  # torch.export keeps global state; ranks may be threads
-_CHECKS = ("_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
 
 
-def plain_name(name: str) -> str:
-    """The name that a weight or buffer has in the user's model.
+class _DataAsDetached(TorchFunctionMode):
+    """`x.data`, which torch.export cannot follow, is read as `x.detach()`."""
 
-    >>> plain_name("model.stem.weight")
-    'stem.weight'
-    """
-    return name.removeprefix(MODEL)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for each of its functions."""
+        return args[0].detach() if func == _DATA else func(*args, **(kwargs or {}))
+
+
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class _WithLoss(nn.Module):
@@ -43,9 +43,17 @@ class _WithLoss(nn.Module):
         self.model = model
         self.loss = loss
 
-    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        prediction = self.model(images)
-        return self.loss(prediction, labels), prediction
+    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        with _DataAsDetached():
+            prediction = prediction_of(self.model(images))
+        found = tensors_of(prediction)
+        try:
+            loss = self.loss(prediction, labels)
+        except (TypeError, AttributeError) as error:
+            if isinstance(prediction, Tensor):
+                raise
+            raise TraceError(_untaken(prediction, list(found), error)) from error
+        return loss, *found.values()
 
 
 def trace(
@@ -61,21 +69,36 @@ def trace(
     whole = _WithLoss(_on_meta(model).to(dtype), judge)
     inputs = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in (images, labels)]
     with _following(model, images):
-        graph = _Reader(torch.export.export(whole, tuple(inputs), strict=False).module()).graph()
+        exported = torch.export.export(whole, tuple(inputs), strict=False).module()
+        graph = Reader(exported, first_names(model, loss)).graph()
     return replace(graph, chains=frozenset(_chains(model)))
 
 
+def first_names(*owners: object) -> dict[str, str]:
+    """Every name of the weights and buffers of a model, and of its loss if given -> the first one of that tensor."""
+    names: dict[str, str] = {}
+    for prefix, owner in zip((MODEL, "loss."), owners, strict=False):
+        if isinstance(owner, nn.Module):
+            first: dict[int, str] = {}
+            for named in (owner.named_parameters, owner.named_buffers):
+                for name, tensor in named(remove_duplicate=False):
+                    names[prefix + name] = first.setdefault(id(tensor), prefix + name)
+    return names
+
+
 def answer(model: nn.Module, images: TensorSpec) -> TensorSpec:
-    """What the model answers to images of that shape, found without running it on real ones."""
+    """The (first) tensor that the model answers with to images of that shape, found without running it on real ones."""
     dtype = getattr(torch, images.dtype)
     twin = _on_meta(model).to(dtype)
     held = dict(twin.named_buffers())
     with _following(model, images), torch.no_grad():
-        spec = _spec(twin(torch.empty(images.shape, dtype=dtype)))
+        found = tensors_of(prediction_of(twin(torch.empty(images.shape, dtype=dtype))))
     for name, buffer in twin.named_buffers():
         if buffer is not held.get(name):
             raise TraceError(f"The model replaces its buffer {name} while it runs. Keep such values outside.")
-    return spec
+    if not found:
+        raise TraceError("The model answers with no tensor: there is nothing to train.")
+    return spec_of(next(iter(found.values())))
 
 
 @contextmanager
@@ -118,198 +141,9 @@ def _untraceable(model: nn.Module, images: TensorSpec, error: Exception) -> str:
     )
 
 
-class _Reader:
-    """Reads an exported module into our own data, with in-place operators made plain."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module = module
-        self.names: dict[str, str] = {}  # fx name -> the value that the name stands for by now
-        self.storage: dict[str, str] = {}  # value -> the first value in the same memory
-        self.spoiled: dict[str, Node] = {}  # aliases of memory that was written -> who wrote it
-        self.nodes: list[Node] = []
-        self.inputs: dict[str, TensorSpec] = {}
-        self.owned: dict[str, Tensor] = {}
-
-    def graph(self) -> ModelGraph:
-        outputs: tuple[str, ...] = ()
-        for node in self._ordered():
-            if node.op == "placeholder":
-                self.inputs[node.name] = _spec(node.meta["val"])
-                self.names[node.name] = node.name
-            elif node.op == "get_attr":
-                self._own(node)
-            elif node.op == "output":
-                outputs = tuple(references(self._refs(node.args[0])))
-            elif not any(check in str(node.target) for check in _CHECKS):
-                self._call(node)
-        return self._checked(*outputs)
-
-    def _checked(self, loss: str, prediction: str) -> ModelGraph:
-        specs = {name: _spec(tensor) for name, tensor in self.owned.items()}
-        weights = {name for name, tensor in self.owned.items() if isinstance(tensor, nn.Parameter)}
-        nodes = tuple(self._named(prediction))
-        graph = ModelGraph(
-            inputs=self.inputs,
-            weights={name: specs[name] for name in specs if name in weights},
-            trainable=frozenset(n for n in weights & behind(loss, nodes) if self.owned[n].requires_grad),
-            buffers={name: specs[name] for name in specs if name not in weights},
-            nodes=nodes,
-            prediction=prediction,
-            loss=loss,
-        )
-        if graph.specs[loss].shape != ():
-            raise TraceError(f"The loss must be one number, but its shape is {graph.specs[loss].shape}. Reduce it.")
-        return graph
-
-    def _named(self, prediction: str) -> Iterator[Node]:
-        """What follows the prediction, and is in no module, is the loss."""
-        made = [index for index, node in enumerate(self.nodes) if node.name == prediction]
-        if not made:
-            raise TraceError("The model answers with its own input: there is nothing to train.")
-        for index, node in enumerate(self.nodes):
-            yield replace(node, module="loss") if index > made[0] and not node.module else node
-
-    def _ordered(self) -> Iterator[fx.Node]:
-        """Each `getitem` right behind the operator whose outputs it picks."""
-        for node in self.module.graph.nodes:
-            if node.target is not operator.getitem:
-                yield node
-                yield from (user for user in node.users if user.target is operator.getitem)
-
-    def _own(self, node: fx.Node) -> None:
-        tensor = operator.attrgetter(str(node.target))(self.module)
-        self.owned[str(node.target)] = tensor
-        self.names[node.name] = str(node.target)
-
-    def _refs(self, value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return Ref(self.names[value.name])
-        if isinstance(value, list | tuple):
-            return tuple(self._refs(item) for item in value)
-        return value
-
-    def _call(self, node: fx.Node) -> None:
-        target, arguments = node.target, self._arguments(node)
-        written = self._written(node, arguments)
-        if written in self.owned:
-            self._check_counter(node, arguments)
-        elif written:
-            target = _out_of_place(target, node)
-            names = (schema.name for schema in target._schema.arguments)
-            arguments = dict(zip(names, arguments.values(), strict=False))
-        made = Node(
-            name=node.name,
-            operator=_operator(target, node),
-            arguments=arguments,
-            spec=_spec(node.meta["val"]) if isinstance(node.meta["val"], Tensor) else None,
-            module=_module_path(node),
-            source=_source(node),
-            flops=flops(node),
-        )
-        self._check_memory(made, written)
-        self.nodes.append(made)
-        self._alias(node, made, written)
-
-    @staticmethod
-    def _check_counter(node: fx.Node, arguments: dict[str, Any]) -> None:
-        """A buffer may only count: other changes would not be those of one process in its order."""
-        if str(node.target) != "aten.add_.Tensor" or not isinstance(arguments["other"], int):
-            raise TraceError(
-                f"{node.target} in {_source(node)} changes the buffer {plain_name(arguments['self'].name)} "
-                "while the model runs. Only counting up by a whole number has a rule: keep such values outside."
-            )
-
-    def _arguments(self, node: fx.Node) -> dict[str, Any]:
-        """By name, in the schema's order, with defaults filled in."""
-        if not isinstance(node.target, torch._ops.OpOverload):
-            return {str(position): self._refs(value) for position, value in enumerate(node.args)}
-        given = {schema.name: value for schema, value in zip(node.target._schema.arguments, node.args, strict=False)}
-        given.update(node.kwargs)
-        return {
-            schema.name: self._refs(given.get(schema.name, schema.default_value))
-            for schema in node.target._schema.arguments
-        }
-
-    @staticmethod
-    def _written(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        """The value that an in-place operator writes to."""
-        if not isinstance(node.target, torch._ops.OpOverload):
-            return None
-        for schema in node.target._schema.arguments:
-            if schema.alias_info and schema.alias_info.is_write and isinstance(arguments[schema.name], Ref):
-                return str(arguments[schema.name].name)
-        return None
-
-    def _alias(self, node: fx.Node, made: Node, written: str | None) -> None:
-        """From now on whoever says `written` means the result; whoever looked at its memory is wrong."""
-        self.names[node.name] = made.name
-        if written in self.owned:  # the result is the buffer itself, which is written at the update
-            self.names[node.name] = written
-            self.spoiled[written] = made
-        elif written:
-            memory = self.storage.get(written, written)
-            self.spoiled.update({name: made for name, root in self.storage.items() if root == memory})
-            self.spoiled[memory] = made
-            self.names.update({name: made.name for name, value in self.names.items() if value == written})
-        elif _is_view(node) and made.reads:
-            self.storage[made.name] = self.storage.get(made.reads[0], made.reads[0])
-
-    def _check_memory(self, node: Node, written: str | None) -> None:
-        for name in node.reads:
-            if name != written and (writer := self.spoiled.get(name)):
-                raise TraceError(
-                    f"{node.operator} in {node.where} reads memory that {writer.operator} in {writer.where} "
-                    "has changed through another view. Make that operator out-of-place."
-                )
-
-
-def _spec(value: Tensor) -> TensorSpec:
-    return TensorSpec(tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch."))
-
-
-def _out_of_place(target: Any, node: fx.Node) -> Any:
-    """`relu_` -> `relu`."""
-    packet, overload = str(target).removeprefix("aten.").split(".")
-    plain = getattr(torch.ops.aten, packet.removesuffix("_"), None) if packet.endswith("_") else None
-    if plain is None or not hasattr(plain, overload):
-        raise TraceError(f"{target} in {_source(node)} writes to its input and has no out-of-place form. Replace it.")
-    return getattr(plain, overload)
-
-
-def _operator(target: Any, node: fx.Node) -> str:
-    """Its name; only operators of ATen's kind have one."""
-    if target is operator.getitem:
-        return "getitem"
-    if not isinstance(target, torch._ops.OpOverload):
-        raise TraceError(f"{target} in {_source(node)} computes with values of a tensor; only shapes are known.")
-    return str(target)
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether the result lies in the memory of the first input. `reshape` and `contiguous` may."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return True
-    returns = node.target._schema.returns
-    return bool(returns and returns[0].alias_info) or any(
-        name in str(node.target) for name in ("reshape", "flatten", "contiguous", "dropout", "chunk", "split")
+def _untaken(prediction: Any, places: list[str], error: Exception) -> str:
+    return (
+        f"The model answers with a {type(prediction).__name__} of {len(places)} tensors ({', '.join(places)}), none of "
+        f"them called logits, and the loss does not take it ({type(error).__name__}: {error}). Give a loss that does: "
+        "a function of this answer and the labels."
     )
-
-
-def _module_path(node: fx.Node) -> str:
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = str(stack[-1][0]) if stack else ""
-    return path if path.startswith("loss") else f"{path}.".removeprefix(MODEL).rstrip(".")
-
-
-def _source(node: fx.Node) -> str:
-    """File, line and text of the deepest frame that is the user's."""
-    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    frames = [
-        (head.strip(), text.strip())
-        for head, text in itertools.pairwise(lines)
-        if head.strip().startswith("File ") and not any(ours in head for ours in ("/torch/", __file__))
-    ]
-    if not frames:
-        return ""
-    head, text = frames[-1]
-    return f"{head.split(', in ')[0].replace('File ', '')}: {text}"
