@@ -12,7 +12,7 @@ from torch import Tensor
 from engines.comm.total import all_reduce
 from engines.comm.world import World
 from engines.errors import PlanError
-from engines.program.carry import carry_back, carry_there
+from engines.program.carry import carriers
 from engines.program.instructions import (
     DEVICE,
     Agree,
@@ -58,6 +58,8 @@ class Worker:
             for step in program.steps
             if isinstance(step.instruction, Compute)
         }
+        exchanges = [step.instruction for step in program.steps if isinstance(step.instruction, Exchange)]
+        self._carriers = carriers(exchanges, world, self.device)
         self._lasting = {program.loss, program.prediction}
         for step in program.steps:
             if isinstance(step.instruction, Update):
@@ -181,7 +183,7 @@ class Worker:
 
     def _exchange(self, exchange: Exchange) -> int:
         source = self._values.get(exchange.source) if exchange.own else None
-        window, sent = carry_there(exchange, source, self.world, self.device)
+        window, sent = self._carriers[exchange.name].there(source)
         if window is not None:
             self._keep(exchange.target, window, exchange.differentiable)
         self._release(exchange, (exchange.source,))
@@ -191,7 +193,7 @@ class Worker:
         grad = self._taken(exchange.target) if exchange.window else None
         source = self._leaves[exchange.source] if exchange.own else None
         alone = len(self.program.reads[exchange.source]) == 1
-        return carry_back(exchange, grad, source, self.world, self.device, alone)
+        return self._carriers[exchange.name].back(grad, source, alone)
 
     def _reduce(self, reduction: AllReduce) -> int:
         total = self._values[reduction.source].detach().clone()
