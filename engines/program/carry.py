@@ -64,15 +64,18 @@ class Carrier:
         self._room: Tensor | None = None
         self._route = None if arena is None else self._routed(arena, world.prepare)
 
-    def room(self) -> Tensor | None:
-        """A tensor for the source's values around which this rank's window fits, or None where it does not.
+    @property
+    def has_room(self) -> bool:
+        """Whether all that this rank holds of the source lies in its window."""
+        return self._keeps_all and self.exchange.axes is not None
+
+    def room(self) -> Tensor:
+        """Fresh memory for the source's values, around which the window of this rank fits (see `has_room`).
 
         Handed to `there` as the source, its pixels need not be copied: the window is the memory around them.
         """
-        if not self._keeps_all or self._kept is None or self.exchange.axes is None:
-            return None
         self._room = self._empty_window()
-        # `.data` counts its changes apart: what borrowed pixels do to the window does not touch the source's.
+        # `.data` counts its changes apart: what borrowed pixels do to the window is no change of the source.
         return self._room.data[self._kept[1]]
 
     def there(self, source: Tensor | None) -> tuple[Tensor | None, int]:

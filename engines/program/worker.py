@@ -25,6 +25,7 @@ from engines.program.instructions import (
     SumGradients,
     Update,
 )
+from engines.program.room import find_rooms
 from engines.program.segment import Segment
 from engines.program.timeline import Event
 from engines.program.update import sum_gradients, update_buffers
@@ -52,14 +53,15 @@ class Worker:
         self.weights, self.buffers, self.optimiser = weights, buffers, optimiser
         self.device = device or torch.device("cpu")
         self.events: list[Event] = []
+        exchanges = [step.instruction for step in program.steps if isinstance(step.instruction, Exchange)]
+        self._carriers = carriers(exchanges, world, self.device)
+        rooms = find_rooms(program, self._carriers)
         owned = {**weights, **buffers, DEVICE.name: self.device}
         self._segments = {
-            step.instruction.name: Segment(step.instruction, owned)
+            step.instruction.name: Segment(step.instruction, owned, rooms)
             for step in program.steps
             if isinstance(step.instruction, Compute)
         }
-        exchanges = [step.instruction for step in program.steps if isinstance(step.instruction, Exchange)]
-        self._carriers = carriers(exchanges, world, self.device)
         self._lasting = {program.loss, program.prediction}
         for step in program.steps:
             if isinstance(step.instruction, Update):
