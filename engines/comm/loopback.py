@@ -6,6 +6,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,6 +77,10 @@ class LoopbackWorld:
         for message in sends:
             self._mail.post(self.rank, message.peer, message.tag, message.tensor.clone())
         return _Receipt([self._fetch_into(message) for message in receives])
+
+    def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
+        """Messages to be started again and again."""
+        return partial(self.exchange, sends, receives)
 
     def _fetch_into(self, message: Message) -> Callable[[], None]:
         return lambda: _copy(message.tensor, self._mail.fetch(message.peer, self.rank, message.tag))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -24,11 +24,24 @@ _EAGER, _YIELDING, _NAP_S, _REST_S = 20, 60, 5e-5, 2e-3
 _BY_OTHERS = (MPI.ERR_REVOKED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 
 
-class _Requests:
-    """MPI requests; results that passed through the host are copied back to their device at the end."""
+# Messages are words of an element's size: MPI moves them and does not add.
+_WORDS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 
-    def __init__(self, requests: Sequence[MPI.Request], staged: Sequence[tuple[Tensor, Tensor]], world: MpiWorld):
-        self.requests, self.staged, self.world = list(requests), staged, world
+
+class _Requests:
+    """MPI requests; results that passed through the host are copied back to their device at the end.
+
+    `buffers` are what MPI reads and writes meanwhile.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[MPI.Request],
+        staged: Sequence[tuple[Tensor, Tensor]],
+        world: MpiWorld,
+        buffers: Sequence[Tensor] = (),
+    ) -> None:
+        self.requests, self.staged, self.world, self.buffers = list(requests), staged, world, buffers
 
     def wait(self, nap_s: float = _NAP_S) -> None:
         looks = 0
@@ -43,6 +56,33 @@ class _Requests:
             device_tensor.copy_(host_tensor)
 
 
+class _Route:
+    """Messages between the same tensors again and again: MPI's persistent requests, made on the first call."""
+
+    def __init__(self, world: MpiWorld, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        self.world = world
+        self.sends = [(message, _mirror(message.tensor)) for message in sends]
+        self.receives = [(message, _mirror(message.tensor)) for message in receives]
+        self.filled = [(m.tensor, host) for m, host in self.sends if host is not m.tensor]
+        self.staged = [(m.tensor, host) for m, host in self.receives if host is not m.tensor]
+        self.comm: MPI.Intracomm | None = None
+        self.pending = _Requests([], self.staged, world)
+
+    def __call__(self) -> Pending:
+        for device_tensor, host_tensor in self.filled:
+            host_tensor.copy_(device_tensor)
+        with self.world.noticing():
+            if self.comm is not self.world.comm:  # the first call, or the first after a failure
+                self._connect(self.world.comm)
+            MPI.Prequest.Startall(self.pending.requests)
+        return self.pending
+
+    def _connect(self, comm: MPI.Intracomm) -> None:
+        requests = [comm.Recv_init(_buffer(host), m.peer, m.tag) for m, host in self.receives]
+        requests += [comm.Send_init(_buffer(host), m.peer, m.tag) for m, host in self.sends]
+        self.comm, self.pending = comm, _Requests(requests, self.staged, self.world)
+
+
 class MpiWorld:
     """A communicator. After a failure `recover` makes a fresh one."""
 
@@ -51,7 +91,7 @@ class MpiWorld:
 
     def _adopt(self, comm: MPI.Intracomm) -> None:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        self._comm = comm
+        self.comm = comm
         self.rank, self.size = comm.rank, comm.size
 
     @contextmanager
@@ -69,27 +109,32 @@ class MpiWorld:
 
     def _others_failed(self, error: MPI.Exception) -> bool:
         """Of several requests MPI says only that one has failed; the communicator knows why."""
-        return error.Get_error_class() in _BY_OTHERS or self._comm.Is_revoked() or self._comm.Get_failed().size > 0
+        return error.Get_error_class() in _BY_OTHERS or self.comm.Is_revoked() or self.comm.Get_failed().size > 0
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start messages. CUDA tensors pass through the host."""
         incoming = [(message, _host(message.tensor)) for message in receives]
+        outgoing = [(message, _host(message.tensor, filled=True)) for message in sends]
         with self.noticing():
-            requests = [self._comm.Irecv(host, message.peer, message.tag) for message, host in incoming]
-            requests += [self._comm.Isend(_host(m.tensor, filled=True), m.peer, m.tag) for m in sends]
+            requests = [self.comm.Irecv(_buffer(host), m.peer, m.tag) for m, host in incoming]
+            requests += [self.comm.Isend(_buffer(host), m.peer, m.tag) for m, host in outgoing]
         staged = [(message.tensor, host) for message, host in incoming if host is not message.tensor]
-        return _Requests(requests, staged, self)
+        return _Requests(requests, staged, self, [host for _, host in (*incoming, *outgoing)])
+
+    def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
+        """Messages to be started again and again. CUDA tensors pass through the host."""
+        return _Route(self, sends, receives)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, pickled."""
         self.rest()
         with self.noticing():
-            return self._comm.allgather(value)
+            return self.comm.allgather(value)
 
     def rest(self) -> None:
         """Return when every rank is here; sleeps meanwhile."""
         with self.noticing():
-            barrier = self._comm.Ibarrier()
+            barrier = self.comm.Ibarrier()
         _Requests([barrier], [], self).wait(nap_s=_REST_S)
 
     def leave(self, code: int) -> NoReturn:
@@ -101,11 +146,11 @@ class MpiWorld:
 
     def fail(self) -> None:
         """Revoke the communicator (ULFM), so that no rank waits for this one."""
-        self._comm.Revoke()
+        self.comm.Revoke()
 
     def recover(self) -> None:
         """A fresh communicator of the ranks that live. (The revoked one cannot be freed: that is collective.)"""
-        self._adopt(self._comm.Shrink())
+        self._adopt(self.comm.Shrink())
 
 
 def _host(tensor: Tensor, filled: bool = False) -> Tensor:
@@ -116,3 +161,18 @@ def _host(tensor: Tensor, filled: bool = False) -> Tensor:
     if tensor.device.type == "cpu":
         return tensor
     return tensor.cpu() if filled else torch.empty_like(tensor, device="cpu")
+
+
+def _mirror(tensor: Tensor) -> Tensor:
+    """The tensor itself on the CPU, else a host buffer for it to keep: pinned, which devices copy to fastest."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+
+def _buffer(tensor: Tensor) -> list[Any]:
+    """The memory of a host tensor as MPI takes it; asking the tensor itself (by DLPack) costs ten times as much."""
+    if not tensor.is_contiguous():
+        raise RankError(f"a message of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
+    memory = MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
+    return [memory, tensor.numel(), _WORDS[tensor.itemsize]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +35,9 @@ class World(Protocol):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start messages; tensors may not be touched before `wait` returns."""
+
+    def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
+        """The same messages, between the same tensors, each time that the result is called; nothing starts yet."""
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order, on every rank; collective."""

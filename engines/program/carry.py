@@ -1,119 +1,226 @@
-"""Carries out an exchange between ranks, there and back: a linear map and its adjoint."""
+"""Carries out an exchange between ranks, there and back: a linear map and its adjoint.
+
+What depends on the instruction alone is found once: where each message's pixels lie, its buffer, its requests.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import EllipsisType
 
 import torch
 from torch import Tensor
 
 from engines.comm.device import memory_format
-from engines.comm.world import Message, World
+from engines.comm.world import Message, Pending, World
 from engines.program.instructions import Exchange
 from engines.spatial.moves import Move
 from engines.spatial.tiles import Tile
 
-__all__ = ["carry_back", "carry_there"]
+__all__ = ["Carrier", "carriers"]
+
+Index = tuple[EllipsisType | slice, ...]
+
+_KEPT_BYTES = 1 << 24  # more than this is not held between steps: time goes into moving it, not into preparing
+_ALIGNED_BYTES = 64
 
 
-def carry_there(
-    exchange: Exchange, source: Tensor | None, world: World, device: torch.device
-) -> tuple[Tensor | None, int]:
-    """This rank's window (None where it wants none) and the bytes that it sent."""
-    with torch.no_grad():
-        sends = _packed(exchange, source, exchange.own, exchange.sends, lambda move: move.target, exchange.tag)
-        window, receives = None, []
-        if exchange.window is not None:
-            window = _empty(exchange, exchange.window, device)
-            receives = _slots(exchange, window, exchange.receives, lambda move: move.source, exchange.tag)
-        pending = world.exchange(sends, receives)
-        if window is not None:
-            _fill_outside(exchange, window)
-            if source is not None and (kept := exchange.own & exchange.window):
-                _region(exchange, window, kept, exchange.window).copy_(_region(exchange, source, kept, exchange.own))
-        pending.wait()
-        for move, message in zip(exchange.receives, receives, strict=True):
-            _region(exchange, window, move.tile, exchange.window).copy_(message.tensor)
-    return window, exchange.bytes_of(exchange.sends)
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """One message: `pixels` is its buffer in the shape of the region, `flat` the same memory as a row."""
+
+    peer: int
+    index: Index
+    flat: Tensor
+    pixels: Tensor
 
 
-def carry_back(
-    exchange: Exchange,
-    grad: Tensor | None,
-    source: Tensor | None,
-    world: World,
-    device: torch.device,
-    alone: bool,
-) -> int:
-    """Gradients of borrowed pixels go home and are added there; the bytes that this rank sent.
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """The messages of both ways. What is lent going there comes home to the same buffers."""
 
-    `alone`: nothing else adds to the gradient of `source`, so it may stay a view of the window's.
+    lent: Sequence[_Parcel]
+    borrowed: Sequence[_Parcel]
+    start_there: Callable[[], Pending]
+    start_back: Callable[[], Pending]
+
+
+class Carrier:
+    """One exchange on one rank, made ready to run again and again.
+
+    `arena` (bytes, or None) is memory for the messages while they travel, shared with other exchanges: one at a
+    time is under way. Windows and gradients are always tensors of their own, which autograd may hold.
     """
-    with torch.no_grad():
-        if exchange.window is not None and grad is None:
-            grad = _empty(exchange, exchange.window, device).zero_()
-        sends = _packed(exchange, grad, exchange.window, exchange.receives, lambda move: move.source, exchange.tag + 1)
-        receives = _slots(exchange, source, exchange.sends, lambda move: move.target, exchange.tag + 1)
-        pending = world.exchange(sends, receives)
-        if source is not None:
-            _start_from_own(exchange, grad, source, alone)
-        pending.wait()
-        for move, message in zip(exchange.sends, receives, strict=True):
-            _region(exchange, source.grad, move.tile, exchange.own).add_(message.tensor)
-    return exchange.bytes_of(exchange.receives)
+
+    def __init__(self, exchange: Exchange, world: World, device: torch.device, arena: Tensor | None = None) -> None:
+        self.exchange, self.world, self.device = exchange, world, device
+        self._sent = exchange.bytes_of(exchange.sends), exchange.bytes_of(exchange.receives)
+        self._outside = _outside(exchange)
+        kept = exchange.own & exchange.window if exchange.own and exchange.window else None
+        self._kept = (_index(exchange, kept, exchange.own), _index(exchange, kept, exchange.window)) if kept else None
+        self._keeps_all = kept is not None and kept == exchange.own
+        self._room: Tensor | None = None
+        self._route = None if arena is None else self._routed(arena, world.prepare)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether all that this rank holds of the source lies in its window."""
+        return self._keeps_all and self.exchange.axes is not None
+
+    def room(self) -> Tensor:
+        """Fresh memory for the source's values, around which the window of this rank fits (see `has_room`).
+
+        Handed to `there` as the source, its pixels need not be copied: the window is the memory around them.
+        """
+        self._room = self._empty_window()
+        # `.data` counts its changes apart: what borrowed pixels do to the window is no change of the source.
+        return self._room.data[self._kept[1]]
+
+    def there(self, source: Tensor | None) -> tuple[Tensor | None, int]:
+        """This rank's window (None where it wants none) and the bytes that it sent."""
+        with torch.no_grad():
+            route = self._route or self._fresh_route()
+            for parcel in route.lent:
+                parcel.pixels.copy_(source[parcel.index])
+            pending = route.start_there()
+            window = None if self.exchange.window is None else self._begun(source)
+            pending.wait()
+            for parcel in route.borrowed:
+                window[parcel.index].copy_(parcel.pixels)
+        return window, self._sent[0]
+
+    def back(self, grad: Tensor | None, source: Tensor | None, alone: bool) -> int:
+        """Gradients of borrowed pixels go home and are added there; the bytes that this rank sent.
+
+        `alone`: nothing else adds to the gradient of `source`, so it may stay a view of the window's.
+        """
+        with torch.no_grad():
+            route = self._route or self._fresh_route()
+            if grad is None and self.exchange.window is not None:
+                grad = self._empty_window().zero_()
+            for parcel in route.borrowed:
+                parcel.pixels.copy_(grad[parcel.index])
+            pending = route.start_back()
+            if source is not None:
+                self._start_from_own(grad, source, alone)
+            pending.wait()
+            for parcel in route.lent:
+                source.grad[parcel.index].add_(parcel.pixels)
+        return self._sent[1]
+
+    def _begun(self, source: Tensor | None) -> Tensor:
+        """The window but for what others send."""
+        window, self._room = self._room, None
+        if window is None or source is None or not _same(window[self._kept[1]], source):
+            window = self._empty_window()
+            if source is not None and self._kept:
+                window[self._kept[1]].copy_(source[self._kept[0]])
+        for index in self._outside:
+            window[index].fill_(self.exchange.fill)
+        return window
+
+    def _start_from_own(self, grad: Tensor | None, source: Tensor, alone: bool) -> None:
+        """Add the gradient of the pixels that never left."""
+        if alone and self._keeps_all:
+            source.grad = grad[self._kept[1]]
+            return
+        if source.grad is None:
+            source.grad = torch.zeros_like(source)
+        if self._kept:
+            source.grad[self._kept[0]].add_(grad[self._kept[1]])
+
+    def _empty_window(self) -> Tensor:
+        shape, dtype = self.exchange.shape_of(self.exchange.window), getattr(torch, self.exchange.dtype)
+        return torch.empty(shape, dtype=dtype, device=self.device, memory_format=memory_format(len(shape)))
+
+    def _fresh_route(self) -> _Route:
+        """For messages too large to be held between steps."""
+        arena = torch.empty(staging_bytes(self.exchange), dtype=torch.uint8, device=self.device)
+        return self._routed(arena, lambda sends, receives: partial(self.world.exchange, sends, receives))
+
+    def _routed(self, arena: Tensor, ready: Callable[..., Callable[[], Pending]]) -> _Route:
+        exchange, used = self.exchange, 0
+        parcels: list[_Parcel] = []
+        for move in (*exchange.sends, *exchange.receives):
+            lends = len(parcels) < len(exchange.sends)
+            peer, frame = (move.target, exchange.own) if lends else (move.source, exchange.window)
+            flat = arena[used : used + _bytes(exchange, move)].view(getattr(torch, exchange.dtype))
+            pixels = _shaped(flat, exchange.shape_of(move.tile))
+            parcels.append(_Parcel(peer, _index(exchange, move.tile, frame), flat, pixels))
+            used += _aligned(_bytes(exchange, move))
+        lent, borrowed = parcels[: len(exchange.sends)], parcels[len(exchange.sends) :]
+        there = ready(_messages(lent, exchange.tag), _messages(borrowed, exchange.tag))
+        back = ready(_messages(borrowed, exchange.tag + 1), _messages(lent, exchange.tag + 1))
+        return _Route(lent, borrowed, there, back)
 
 
-def _start_from_own(exchange: Exchange, grad: Tensor | None, source: Tensor, alone: bool) -> None:
-    """Add the gradient of the pixels that never left."""
-    kept = exchange.own & exchange.window if grad is not None else None
-    if alone and kept == exchange.own:
-        source.grad = _region(exchange, grad, kept, exchange.window)
-        return
-    if source.grad is None:
-        source.grad = torch.zeros_like(source)
-    if kept:
-        _region(exchange, source.grad, kept, exchange.own).add_(_region(exchange, grad, kept, exchange.window))
+def carriers(exchanges: Iterable[Exchange], world: World, device: torch.device) -> dict[str, Carrier]:
+    """Every exchange of a program made ready, by name; they share the memory that messages travel through."""
+    sizes = {exchange: staging_bytes(exchange) for exchange in {item.name: item for item in exchanges}.values()}
+    kept = max((size for size in sizes.values() if size <= _KEPT_BYTES), default=0)
+    arena = torch.empty(kept, dtype=torch.uint8, device=device)
+    return {
+        exchange.name: Carrier(exchange, world, device, arena if size <= _KEPT_BYTES else None)
+        for exchange, size in sizes.items()
+    }
 
 
-def _region(exchange: Exchange, tensor: Tensor, tile: Tile, frame: Tile) -> Tensor:
-    """The pixels of `tile` in a tensor that holds those of `frame`."""
+def staging_bytes(exchange: Exchange) -> int:
+    """Memory for the messages of an exchange on one rank."""
+    return sum(_aligned(_bytes(exchange, move)) for move in (*exchange.sends, *exchange.receives))
+
+
+def _bytes(exchange: Exchange, move: Move) -> int:
+    return exchange.bytes_of([move])
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
+def _messages(parcels: Sequence[_Parcel], tag: int) -> list[Message]:
+    return [Message(parcel.peer, tag, parcel.flat) for parcel in parcels]
+
+
+def _shaped(flat: Tensor, shape: Sequence[int]) -> Tensor:
+    """A row of memory as a tensor that lies as images do (see `memory_format`): rows of pixels are copied whole."""
+    if memory_format(len(shape)) is not torch.channels_last:
+        return flat.view(shape)
+    batch, channels, height, width = shape
+    return flat.view(batch, height, width, channels).permute(0, 3, 1, 2)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same elements of the same memory."""
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+
+
+def _index(exchange: Exchange, tile: Tile, frame: Tile) -> Index:
+    """Where the pixels of `tile` lie in a tensor that holds those of `frame`."""
+    return _spatial(exchange, *tile.within(frame))
+
+
+def _spatial(exchange: Exchange, rows: slice, cols: slice) -> Index:
+    """Slices of the spatial axes as an index of the whole tensor."""
     if exchange.axes is None:
-        return tensor
-    rows, cols = tile.within(frame)
-    return tensor.narrow(exchange.axes[0], rows.start, rows.stop - rows.start).narrow(
-        exchange.axes[1], cols.start, cols.stop - cols.start
-    )
+        return (...,)
+    chosen = dict(zip(exchange.axes, (rows, cols), strict=True))
+    return (..., *(chosen.get(axis, slice(None)) for axis in range(min(exchange.axes), 0)))
 
 
-def _empty(exchange: Exchange, tile: Tile, device: torch.device) -> Tensor:
-    shape = exchange.shape_of(tile)
-    layout = memory_format(len(shape))
-    return torch.empty(shape, dtype=getattr(torch, exchange.dtype), device=device, memory_format=layout)
-
-
-def _packed(
-    exchange: Exchange, tensor: Tensor | None, frame: Tile | None, going: Sequence[Move],
-    peer: Callable[[Move], int], tag: int,
-) -> list[Message]:  # fmt: skip
-    return [
-        Message(peer(move), tag, _region(exchange, tensor.detach(), move.tile, frame).contiguous()) for move in going
-    ]
-
-
-def _slots(
-    exchange: Exchange, like: Tensor, coming: Sequence[Move], peer: Callable[[Move], int], tag: int
-) -> list[Message]:
-    return [Message(peer(move), tag, like.new_empty(exchange.shape_of(move.tile))) for move in coming]
-
-
-def _fill_outside(exchange: Exchange, window: Tensor) -> None:
-    """Write the fill into the window's rows and columns that lie outside the image."""
-    if exchange.axes is None:
-        return
-    for axis, span in zip(exchange.axes, (exchange.window.rows, exchange.window.cols), strict=True):
-        outside = -span.start, span.stop - exchange.shape[axis]
-        before, after = (min(max(0, width), len(span)) for width in outside)
-        if before:
-            window.narrow(axis, 0, before).fill_(exchange.fill)
-        if after:
-            window.narrow(axis, len(span) - after, after).fill_(exchange.fill)
+def _outside(exchange: Exchange) -> list[Index]:
+    """The window's rows and columns that lie outside the image."""
+    if exchange.axes is None or exchange.window is None:
+        return []
+    found, everything = [], [slice(None), slice(None)]
+    for position, span in enumerate((exchange.window.rows, exchange.window.cols)):
+        widths = -span.start, span.stop - exchange.shape[exchange.axes[position]]
+        before, after = (min(max(0, width), len(span)) for width in widths)
+        for part in (slice(0, before), slice(len(span) - after, len(span))):
+            if part.stop > part.start:
+                slices = [*everything]
+                slices[position] = part
+                found.append(_spatial(exchange, *slices))
+    return found

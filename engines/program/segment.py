@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engines.layer.graph import Ref
 from engines.program.instructions import Compute
+from engines.program.room import Room, roomy
 from engines.spatial.kernels import kernel
 
 __all__ = ["Segment"]
@@ -17,12 +18,21 @@ Lookup = Callable[[dict[str, Any]], Any]
 
 
 class Segment:
-    """Calls a segment's kernels in order; `owned` are the rank's weights and buffers."""
+    """Calls a segment's kernels in order; `owned` are the rank's weights and buffers.
 
-    def __init__(self, segment: Compute, owned: Mapping[str, Tensor]) -> None:
+    `rooms` says where values may be made so that the exchange that reads them need not copy them.
+    """
+
+    def __init__(self, segment: Compute, owned: Mapping[str, Tensor], rooms: Mapping[str, Room] | None = None) -> None:
         self.inputs, self.outputs, self.owned = segment.inputs, segment.outputs, owned
         self.calls = [
-            (op.out, kernel(op.kernel), _lookup(op.arguments), _lookup(dict(op.keywords))) for op in segment.ops
+            (
+                op.out,
+                roomy(segment, op, rooms or {}) or kernel(op.kernel),
+                _lookup(op.arguments),
+                _lookup(dict(op.keywords)),
+            )
+            for op in segment.ops
         ]
 
     def __call__(self, values: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from engines.comm.total import all_reduce
 from engines.comm.world import World
 from engines.errors import PlanError
-from engines.program.carry import carry_back, carry_there
+from engines.program.carry import carriers
 from engines.program.instructions import (
     DEVICE,
     Agree,
@@ -25,6 +25,7 @@ from engines.program.instructions import (
     SumGradients,
     Update,
 )
+from engines.program.room import find_rooms
 from engines.program.segment import Segment
 from engines.program.timeline import Event
 from engines.program.update import sum_gradients, update_buffers
@@ -52,9 +53,12 @@ class Worker:
         self.weights, self.buffers, self.optimiser = weights, buffers, optimiser
         self.device = device or torch.device("cpu")
         self.events: list[Event] = []
+        exchanges = [step.instruction for step in program.steps if isinstance(step.instruction, Exchange)]
+        self._carriers = carriers(exchanges, world, self.device)
+        rooms = find_rooms(program, self._carriers)
         owned = {**weights, **buffers, DEVICE.name: self.device}
         self._segments = {
-            step.instruction.name: Segment(step.instruction, owned)
+            step.instruction.name: Segment(step.instruction, owned, rooms)
             for step in program.steps
             if isinstance(step.instruction, Compute)
         }
@@ -186,7 +190,7 @@ class Worker:
 
     def _exchange(self, exchange: Exchange) -> int:
         source = self._values.get(exchange.source) if exchange.own else None
-        window, sent = carry_there(exchange, source, self.world, self.device)
+        window, sent = self._carriers[exchange.name].there(source)
         if window is not None:
             self._keep(exchange.target, window, exchange.differentiable)
         self._release(exchange, (exchange.source,))
@@ -196,7 +200,7 @@ class Worker:
         grad = self._taken(exchange.target) if exchange.window else None
         source = self._leaves[exchange.source] if exchange.own else None
         alone = len(self.program.reads[exchange.source]) == 1
-        return carry_back(exchange, grad, source, self.world, self.device, alone)
+        return self._carriers[exchange.name].back(grad, source, alone)
 
     def _reduce(self, reduction: AllReduce) -> int:
         total = self._values[reduction.source].detach().clone()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.program.carry import carry_back, carry_there
+from engines.program.carry import carriers
 from engines.program.instructions import Exchange
 from engines.spatial.moves import Move, moves
 from engines.spatial.tiles import Grid, Span, Tile
@@ -100,10 +100,11 @@ def there_and_back(world: LoopbackWorld, case: Case, fill: float) -> tuple[Tenso
     """x, Fx, y and F*y of one rank; None where the rank has none."""
     step, cpu = exchange(world.rank, case, fill), torch.device("cpu")
     x = None if step.own is None else whole_numbers(2, 1, *step.own.shape, seed=world.rank)
-    fx, _ = carry_there(step, x, world, cpu)
+    carrier = carriers([step], world, cpu)["x"]
+    fx, _ = carrier.there(x)
     y = None if fx is None else whole_numbers(*fx.shape, seed=100 + world.rank)
     source = None if x is None else x.clone().requires_grad_()
-    carry_back(step, None if y is None else y.clone(), source, world, cpu, alone=True)
+    carrier.back(None if y is None else y.clone(), source, alone=True)
     return x, fx, y, None if source is None else source.grad
 
 
