@@ -31,6 +31,7 @@ __all__ = [
     "refuse_if_read",
     "spec_of",
     "whole_axes",
+    "whole_to_tile",
 ]
 
 Rule = Callable[[Builder, Node], None]
@@ -165,7 +166,7 @@ def lined_up(b: Builder, node: Node) -> dict[str, Any]:
                 f"{spec_of(b, name).shape}, which has other pixels. "
                 "Make it a function of the image, or end the spatial stages before this layer (spatial_size, balance)."
             )
-    parts = {name: _own_part(b, node, name, tiled) for name in node.reads if not b.is_tiled(Ref(name))}
+    parts = {name: whole_to_tile(b, node, Ref(name), tiled) for name in node.reads if not b.is_tiled(Ref(name))}
     return {name: _replaced(argument, parts) for name, argument in node.arguments.items()}
 
 
@@ -177,17 +178,20 @@ def _replaced(argument: Any, parts: dict[str, Ref]) -> Any:
     return argument
 
 
-def _own_part(b: Builder, node: Node, name: str, tiled: Value) -> Ref:
-    """The tile of a value that has the pixels of `tiled`, though every rank holds all of it."""
-    spec, tile = spec_of(b, name), b.tiles(tiled.size_px)[b.rank]
+def whole_to_tile(b: Builder, node: Node, ref: Ref, tiled: Value) -> Ref:
+    """What lies on this rank's pixels of `tiled` in a value that every rank holds wholly.
+
+    Its last axes are those of `tiled`, or of size 1.
+    """
+    spec, tile = spec_of(b, ref.name), b.tiles(tiled.size_px)[b.rank]
     cuts = {
         axis: (span.start, span.stop)
         for axis, span in zip(tiled.axes or (), (tile.rows, tile.cols), strict=True)
         if len(spec.shape) >= -axis and spec.shape[axis] > len(span)
     }
     if not cuts:
-        return Ref(name)
-    return b.local(f"{node.name}.{name}.tile", "tile.cut", Ref(name), tuple(cuts), tuple(cuts.values()), like=spec)
+        return ref
+    return b.local(f"{node.name}.{ref.name}.tile", "tile.cut", ref, tuple(cuts), tuple(cuts.values()), like=spec)
 
 
 def spec_of(b: Builder, name: str) -> TensorSpec:

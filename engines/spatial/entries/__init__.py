@@ -4,6 +4,7 @@ from engines.spatial.entries import (
     axes,
     convolution,
     normalisation,
+    norms,
     pooling,
     products,
     reduction,
@@ -11,4 +12,4 @@ from engines.spatial.entries import (
     shapes,
 )
 
-__all__ = ["axes", "convolution", "normalisation", "pooling", "products", "reduction", "reshaping", "shapes"]
+__all__ = ["axes", "convolution", "normalisation", "norms", "pooling", "products", "reduction", "reshaping", "shapes"]

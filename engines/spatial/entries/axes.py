@@ -131,7 +131,7 @@ entry("aten.concat.default", "aten.concatenate.default")(join)
 def reorder(b: Builder, node: Node) -> None:
     """The spatial axes move with the others; where to, ATen itself is asked."""
     rows, cols, count = whole_axes(b, node.arguments["self"])
-    positional, keywords = split_arguments(node, {"self": torch.empty(range(1, count + 1), device="meta")})
+    positional, keywords = split_arguments(node, {"self": torch.empty(tuple(range(1, count + 1)), device="meta")})
     order = [size - 1 for size in operator_of(node.operator)(*positional, **keywords).shape]
     as_it_is(b, node, (order.index(rows) - count, order.index(cols) - count))
 
