@@ -26,12 +26,16 @@ def sum_gradients(weights: Mapping[str, Tensor], bucket: SumGradients, world: Wo
 
 
 def update_buffers(buffers: Mapping[str, Tensor], update: Update, values: Mapping[str, Tensor]) -> None:
-    """Running mean and (unbiased) variance move by `momentum`; counters count."""
+    """Running mean and (unbiased) variance move by `momentum`; counters count.
+
+    What an instance norm counts for each image, its buffers keep as the mean over all images.
+    """
     with torch.no_grad():
         for entry in update.statistics:
             mean, variance = batch_statistics(values[entry.moments], entry.counts)
             unbiased = variance * (sum(entry.counts) / max(1, sum(entry.counts) - 1))
             for name, now in ((entry.mean_buffer, mean), (entry.variance_buffer, unbiased)):
-                buffers[name].lerp_(now.to(buffers[name].dtype), entry.momentum)
+                buffer = buffers[name]
+                buffer.lerp_(now.view(-1, *buffer.shape).mean(0).to(buffer.dtype), entry.momentum)
         for name, amount in update.counters.items():
             buffers[name].add_(amount)

@@ -9,7 +9,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["batch_statistics", "kernel", "operator_of"]
+__all__ = ["batch_statistics", "kernel", "local_kernel", "operator_of"]
+
+Kernel = Callable[..., Any]
+
+_KERNELS: dict[str, Kernel] = {}
+
+
+def local_kernel(name: str) -> Callable[[Kernel], Kernel]:
+    """Give a function a name by which entries of the operator table can have ranks call it.
+
+    >>> @local_kernel("tile.twice")
+    ... def twice(x):
+    ...     return 2 * x
+    >>> kernel("tile.twice")(torch.ones(2))
+    tensor([2., 2.])
+    """
+
+    def add(function: Kernel) -> Kernel:
+        _KERNELS[name] = function
+        return function
+
+    return add
 
 
 def kernel(name: str) -> Callable[..., Any]:
@@ -189,7 +210,15 @@ def _ratio(sums: Tensor) -> Tensor:
     return sums[0] / sums[1]
 
 
-_KERNELS: dict[str, Callable[..., Any]] = {
+def _cut(x: Tensor, axes: tuple[int, ...], spans: tuple[tuple[int, int], ...]) -> Tensor:
+    """The pixels (start, stop) along each axis of a whole value."""
+    for axis, (start, stop) in zip(axes, spans, strict=True):
+        x = x.narrow(axis, start, stop - start)
+    return x
+
+
+_KERNELS |= {
+    "tile.cut": _cut,
     "tile.moments": _Moments.apply,
     "tile.batch_norm": _Normalise.apply,
     "tile.sum_pixels": _sum_pixels,

@@ -14,11 +14,25 @@ import torch
 
 from engines.errors import TraceError
 from engines.layer.graph import Node, Ref, TensorSpec, references
-from engines.program.builder import Builder
+from engines.program.builder import Builder, Value
 from engines.program.instructions import DEVICE
 from engines.spatial.kernels import operator_of
 
-__all__ = ["Rule", "as_it_is", "axes_without", "check_lines_up", "entry", "lower", "no_rule", "spec_of", "whole_axes"]
+__all__ = [
+    "Rule",
+    "as_it_is",
+    "axes_without",
+    "entry",
+    "lined_up",
+    "local_shape",
+    "lower",
+    "no_rule",
+    "pointwise",
+    "refuse_if_read",
+    "spec_of",
+    "whole_axes",
+    "whole_to_tile",
+]
 
 Rule = Callable[[Builder, Node], None]
 
@@ -28,16 +42,19 @@ _IMAGES: dict[str, tuple[str, ...]] = {}
 
 # One value in, one value out at the same pixel, though ATen does not tag them so.
 _POINTWISE = {
-    "aten.alias.default",
-    "aten.broadcast_tensors.default",
-    "aten.clone.default",
-    "aten.contiguous.default",
-    "aten.detach.default",
-    "aten.to.dtype",
-    "aten.type_as.default",
-    "aten.zeros_like.default",
-    "aten.ones_like.default",
-}
+    f"aten.{name}"
+    for name in (
+        "alias.default", "broadcast_tensors.default", "clone.default", "contiguous.default", "detach.default",
+        "to.dtype", "to.dtype_layout", "to.other", "_to_copy.default", "type_as.default", "lift_fresh_copy.default",
+        "zeros_like.default", "ones_like.default", "full_like.default", "empty_like.default",
+        "log_sigmoid.default", "hardswish.default", "special_expit.default", "special_erf.default",
+        "masked_fill.Tensor", "where.Scalar", "where.ScalarSelf", "where.ScalarOther", "isclose.default",
+        "divide.Tensor", "divide.Scalar", "multiply.Tensor", "multiply.Scalar", "subtract.Tensor", "subtract.Scalar",
+        "negative.default", "absolute.default", "arctan2.default", "__and__.Tensor", "__or__.Tensor", "__xor__.Tensor",
+        "greater.Tensor", "greater.Scalar", "greater_equal.Tensor", "greater_equal.Scalar",
+        "less.Tensor", "less.Scalar", "less_equal.Tensor", "less_equal.Scalar", "not_equal.Tensor", "not_equal.Scalar",
+    )
+}  # fmt: skip
 
 
 # Tensors lie with their channels last here, where a view may have to be a copy.
@@ -104,10 +121,11 @@ def _check_images(b: Builder, node: Node) -> None:
 def as_it_is(b: Builder, node: Node, axes: tuple[int, int] | None, **changes: Any) -> Ref:
     """Run the node's own operator on local values, some arguments replaced.
 
-    A tiled result is computed from the pixels beneath it; what is given in `changes` is taken as it is.
+    A tiled result is computed from the pixels beneath it, any other from the pixels that the rank owns; what is given in
+    `changes` is taken as it is.
     """
-    if axes:
-        changes = {name: _beneath(b, value) for name, value in node.arguments.items() if name not in changes} | changes
+    pick = b.beneath if axes else b.owned
+    changes = {name: _each(pick, value) for name, value in node.arguments.items() if name not in changes} | changes
     positional, keywords = split_arguments(node, changes)
     kernel = _ANY_LAYOUT.get(node.operator, node.operator)
     return b.local(node.name, kernel, *positional, like=node.spec or _several(b, node, axes), axes=axes, **keywords)
@@ -123,10 +141,11 @@ def _several(b: Builder, node: Node, axes: tuple[int, int] | None) -> TensorSpec
     return TensorSpec(tuple(shape), tiled[0].spec.dtype)
 
 
-def _beneath(b: Builder, argument: Any) -> Any:
+def _each(pick: Callable[[Ref], Ref], argument: Any) -> Any:
+    """`pick` of every value in nested arguments."""
     if isinstance(argument, list | tuple):
-        return tuple(_beneath(b, item) for item in argument)
-    return b.beneath(argument) if isinstance(argument, Ref) else argument
+        return type(argument)(_each(pick, item) for item in argument)
+    return pick(argument) if isinstance(argument, Ref) else argument
 
 
 def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -149,22 +168,47 @@ def is_pointwise(name: str) -> bool:
 
 
 def pointwise(b: Builder, node: Node) -> None:
-    """One generic rule: every tiled argument has the output's pixels, every other argument has none."""
-    check_lines_up(b, node)
-    as_it_is(b, node, next(b.value(Ref(name)).axes for name in node.reads if b.is_tiled(Ref(name))))
+    """One generic rule: every tiled argument has the output's pixels, every other argument has none or all of them."""
+    if _is_random(node.operator):
+        raise no_rule(node, "draws random numbers, which the tiles of a stage do not share")
+    changes = lined_up(b, node)
+    as_it_is(b, node, next(b.value(Ref(name)).axes for name in node.reads if b.is_tiled(Ref(name))), **changes)
 
 
-def check_lines_up(b: Builder, node: Node) -> None:
-    """Raises TraceError where the arguments do not lie pixel on pixel."""
+def lined_up(b: Builder, node: Node) -> dict[str, Any]:
+    """The node's arguments, pixel on pixel: of what every rank holds wholly, each takes its own tile.
+
+    Raises TraceError where the arguments do not lie pixel on pixel.
+    """
     tiled = next(b.value(Ref(name)) for name in node.reads if b.is_tiled(Ref(name)))
-    axes = tiled.axes
     for name in node.reads:
-        if not _lines_up(b, name, axes, tiled.size_px):
+        if not _lines_up(b, name, tiled):
             raise TraceError(
                 f"{node.operator} in {node.where} joins a tiled value of {tiled.size_px} pixels with {name} of shape "
-                f"{spec_of(b, name).shape}, which has other pixels or pixels that the model itself owns. "
+                f"{spec_of(b, name).shape}, which has other pixels. "
                 "Make it a function of the image, or end the spatial stages before this layer (spatial_size, balance)."
             )
+    parts = {
+        name: b.beneath(Ref(name)) if b.is_tiled(Ref(name)) else whole_to_tile(b, node, Ref(name), tiled)
+        for name in dict.fromkeys(node.reads)
+    }
+    return {name: _each(lambda ref: parts[ref.name], argument) for name, argument in node.arguments.items()}
+
+
+def whole_to_tile(b: Builder, node: Node, ref: Ref, tiled: Value) -> Ref:
+    """What lies beneath this rank's part of the node's result in a value that every rank holds wholly.
+
+    Its last axes are those of `tiled`, or of size 1.
+    """
+    spec, tile = spec_of(b, ref.name), b.outputs(tiled.size_px)[b.rank]
+    cuts = {
+        axis: (span.start, span.stop)
+        for axis, span in zip(tiled.axes or (), (tile.rows, tile.cols), strict=True)
+        if len(spec.shape) >= -axis and spec.shape[axis] > len(span)
+    }
+    if not cuts:
+        return ref
+    return b.local(f"{node.name}.{ref.name}.tile", "tile.cut", ref, tuple(cuts), tuple(cuts.values()), like=spec)
 
 
 def spec_of(b: Builder, name: str) -> TensorSpec:
@@ -172,11 +216,21 @@ def spec_of(b: Builder, name: str) -> TensorSpec:
     return b.values[name].spec if name in b.values else b.graph.specs[name]
 
 
-def _lines_up(b: Builder, name: str, axes: tuple[int, int] | None, size_px: tuple[int, int]) -> bool:
+def _lines_up(b: Builder, name: str, tiled: Value) -> bool:
     if b.is_tiled(Ref(name)):
-        return b.values[name].axes == axes and b.values[name].size_px == size_px
-    shape = spec_of(b, name).shape
-    return all(len(shape) < -axis or shape[axis] == 1 for axis in axes or ())
+        return b.values[name].axes == tiled.axes and b.values[name].size_px == tiled.size_px
+    shape, pairs = spec_of(b, name).shape, zip(tiled.axes or (), tiled.size_px, strict=True)
+    return all(len(shape) < -axis or shape[axis] in (1, size) for axis, size in pairs)
+
+
+def local_shape(b: Builder, spec: TensorSpec, axes: tuple[int, int] | None) -> tuple[int, ...]:
+    """The shape of this rank's part of the present node's result."""
+    if axes is None:
+        return spec.shape
+    shape = list(spec.shape)
+    tile = b.outputs((shape[axes[0]], shape[axes[1]]))[b.rank]
+    shape[axes[0]], shape[axes[1]] = tile.shape
+    return tuple(shape)
 
 
 def whole_axes(b: Builder, ref: Ref) -> tuple[int, int, int]:
@@ -204,9 +258,22 @@ def no_rule(node: Node, why: str = "has no entry in the operator table") -> Trac
     )
 
 
+def refuse_if_read(b: Builder, node: Node, output: int, what: str) -> None:
+    """Raises TraceError where anybody reads the output of that number of an operator that has several."""
+    picked = {
+        other.name
+        for other in b.graph.nodes
+        if other.operator == "getitem" and other.arguments["0"] == Ref(node.name) and other.arguments["1"] == output
+    }
+    if picked & {b.graph.prediction, *(name for other in b.graph.nodes for name in other.reads)}:
+        raise no_rule(node, f"is asked for {what}, for which there is no rule")
+
+
+def _is_random(name: str) -> bool:
+    return name != "getitem" and torch.Tag.nondeterministic_seeded in operator_of(name).tags
+
+
 def _check_deterministic(b: Builder, node: Node) -> None:
     """A random operator would draw differently on each tile of a stage."""
-    if node.operator == "getitem" or len(b.stage.ranks) == 1:
-        return
-    if torch.Tag.nondeterministic_seeded in operator_of(node.operator).tags:
+    if len(b.stage.ranks) > 1 and _is_random(node.operator):
         raise no_rule(node, "draws random numbers, which the tiles of a stage do not share")

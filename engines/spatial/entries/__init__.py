@@ -1,5 +1,15 @@
 """The entries of the operator table, by kind. Importing this package fills the table."""
 
-from engines.spatial.entries import convolution, normalisation, pooling, reduction, reshaping
+from engines.spatial.entries import (
+    axes,
+    convolution,
+    normalisation,
+    norms,
+    pooling,
+    products,
+    reduction,
+    reshaping,
+    shapes,
+)
 
-__all__ = ["convolution", "normalisation", "pooling", "reduction", "reshaping"]
+__all__ = ["axes", "convolution", "normalisation", "norms", "pooling", "products", "reduction", "reshaping", "shapes"]

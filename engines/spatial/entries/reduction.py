@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
-from engines.spatial.ops import as_it_is, axes_without, check_lines_up, entry, no_rule, whole_axes
+from engines.spatial.ops import as_it_is, axes_without, entry, lined_up, no_rule, whole_axes
 
 __all__ = ["mean_over_space"]
 
@@ -68,11 +68,11 @@ def cross_entropy(b: Builder, node: Node) -> None:
 @entry("aten.mse_loss.default", "aten.l1_loss.default", "aten.binary_cross_entropy_with_logits.default")
 def pixel_loss(b: Builder, node: Node) -> None:
     """A loss of each pixel by itself, summed over the tile and the ranks."""
-    check_lines_up(b, node)
+    parts = lined_up(b, node)
     source, reduction = node.arguments["self"], node.arguments["reduction"]
     spec = b.value(source).spec
     pixels = replace(node, name=f"{node.name}.pixels", spec=spec)
-    each = as_it_is(b, pixels, b.value(source).axes, reduction=_NONE)
+    each = as_it_is(b, pixels, b.value(source).axes, **{**parts, "reduction": _NONE})
     if reduction == _NONE:
         b.local(node.name, "aten.alias.default", each, like=spec, axes=b.value(source).axes)
         return

@@ -15,15 +15,13 @@ def pad(b: Builder, node: Node) -> None:
     """Padding by a constant: output i reads input i - (pixels before it), and the fill outside the image."""
     a = node.arguments
     before = list(a["pad"]) + [0] * (4 - len(a["pad"]))
-    if a.get("mode", "constant") != "constant" or any(before[4:]):
+    if a.get("mode", "constant") != "constant":
         raise no_rule(node, f"pads with mode={a.get('mode')!r} by {tuple(a['pad'])}, for which there is no rule")
     out_px = (node.spec.shape[-2], node.spec.shape[-1])
     fill = float(a.get("value") or 0.0)
-    _copied(b, node, b.padded(b.window(a["self"], out_px, Shift(-before[2]), Shift(-before[0]), fill)))
-
-
-def _copied(b: Builder, node: Node, ref: Ref) -> None:
-    b.local(node.name, "aten.alias.default", ref, like=node.spec, axes=(-2, -1))
+    x = b.padded(b.window(a["self"], out_px, Shift(-before[2]), Shift(-before[0]), fill))
+    channels = [0, 0, 0, 0, *before[4:]]
+    b.local(node.name, "aten.constant_pad_nd.default", x, channels, fill, like=node.spec, axes=(-2, -1))
 
 
 @entry("aten.slice.Tensor")

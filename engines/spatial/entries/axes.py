@@ -1,0 +1,152 @@
+"""Operators that work along axes other than rows and columns: each pixel by itself, with its channels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from engines.layer.graph import Node, Ref
+from engines.program.builder import Builder
+from engines.spatial.entries.reshaping import join
+from engines.spatial.kernels import operator_of
+from engines.spatial.ops import as_it_is, axes_without, entry, lined_up, no_rule, spec_of, split_arguments, whole_axes
+
+__all__ = ["check_along_other_axes"]
+
+
+def check_along_other_axes(b: Builder, node: Node, ref: Ref, dims: Sequence[int] | int | None) -> list[int]:
+    """The dimensions counted from the front.
+
+    Raises TraceError where one of them is spatial; None is all of them.
+    """
+    rows, cols, count = whole_axes(b, ref)
+    given = range(count) if dims is None else [dims] if isinstance(dims, int) else dims
+    found = [dim % count for dim in given]
+    if {rows, cols} & set(found) or not found:
+        raise no_rule(node, f"works along a spatial axis (dim={dims}), for which there is no rule")
+    return found
+
+
+def _only_first_is_tiled(b: Builder, node: Node) -> Ref:
+    first, *others = node.arguments.values()
+    if not b.is_tiled(first) or any(b.is_tiled(other) for other in others):
+        raise no_rule(node, "reads pixels in an argument for which there is no rule")
+    return first  # type: ignore[no-any-return]
+
+
+@entry(
+    *(
+        f"aten.{name}"
+        for name in (
+            "cumsum.default", "cumprod.default", "flip.default", "roll.default", "glu.default", "sort.default",
+            "sort.stable", "topk.default", "index_select.default", "repeat_interleave.self_int",
+            "narrow.default", "renorm.default",
+        )
+    )
+)  # fmt: skip
+def along(b: Builder, node: Node) -> None:
+    """Values of one pixel, in an order or a number of their own."""
+    source = _only_first_is_tiled(b, node)
+    dims = node.arguments.get("dim", node.arguments.get("dims"))
+    check_along_other_axes(b, node, source, dims)
+    as_it_is(b, node, b.value(source).axes)
+
+
+@entry(
+    *(
+        f"aten.{name}"
+        for name in (
+            "max.dim", "min.dim", "argmax.default", "argmin.default", "median.dim", "mode.default", "kthvalue.default",
+            "prod.dim_int", "any.dim", "any.dims", "all.dim", "all.dims", "count_nonzero.dim_IntList",
+        )
+    )
+)  # fmt: skip
+def reduced(b: Builder, node: Node) -> None:
+    """One value for all channels of a pixel."""
+    source = _only_first_is_tiled(b, node)
+    reduce_other_axes(b, node, source)
+
+
+def reduce_other_axes(b: Builder, node: Node, source: Ref) -> None:
+    """Run the node's own reduction along axes that are not spatial."""
+    dims = check_along_other_axes(b, node, source, node.arguments.get("dim"))
+    as_it_is(b, node, axes_without(b, source, [] if node.arguments.get("keepdim") else dims))
+
+
+@entry("aten.select.int")
+def select(b: Builder, node: Node) -> None:
+    """One channel of each pixel."""
+    dims = check_along_other_axes(b, node, node.arguments["self"], node.arguments["dim"])
+    as_it_is(b, node, axes_without(b, node.arguments["self"], dims))
+
+
+@entry("aten.gather.default", "aten.cosine_similarity.default", "aten.linalg_cross.default")
+def pixel_on_pixel(b: Builder, node: Node) -> None:
+    """Two images, of which each pixel's channels meet."""
+    parts = lined_up(b, node)
+    source = next(Ref(name) for name in node.reads if b.is_tiled(Ref(name)))
+    dims = check_along_other_axes(b, node, source, node.arguments["dim"])
+    gone = dims if node.operator == "aten.cosine_similarity.default" else []
+    as_it_is(b, node, axes_without(b, source, gone), **parts)
+
+
+@entry("aten.channel_shuffle.default", images=("self",))
+def shuffle_channels(b: Builder, node: Node) -> None:
+    """Channels lie along axis 1."""
+    as_it_is(b, node, (-2, -1))
+
+
+@entry("aten.one_hot.default")
+def one_hot(b: Builder, node: Node) -> None:
+    """A new last axis."""
+    rows, cols = b.value(node.arguments["self"]).axes or (-2, -1)
+    as_it_is(b, node, (rows - 1, cols - 1))
+
+
+@entry("aten.stack.default")
+def stack(b: Builder, node: Node) -> None:
+    """A new axis, in front of the spatial ones or behind."""
+    parts = lined_up(b, node)
+    source = next(ref for ref in node.arguments["tensors"] if b.is_tiled(ref))
+    rows, cols, count = whole_axes(b, source)
+    new = node.arguments["dim"] % (count + 1)
+    axes = (rows + (new <= rows) - count - 1, cols + (new <= cols) - count - 1)
+    as_it_is(b, node, axes, **parts)
+
+
+entry("aten.concat.default", "aten.concatenate.default")(join)
+
+
+@entry(
+    *(
+        f"aten.{name}"
+        for name in (
+            "transpose.int", "swapaxes.default", "swapdims.default", "movedim.int", "movedim.intlist",
+            "moveaxis.int", "moveaxis.intlist", "t.default", "mT.default", "numpy_T.default",
+        )
+    )
+)  # fmt: skip
+def reorder(b: Builder, node: Node) -> None:
+    """The spatial axes move with the others; where to, ATen itself is asked."""
+    rows, cols, count = whole_axes(b, node.arguments["self"])
+    positional, keywords = split_arguments(node, {"self": torch.empty(tuple(range(1, count + 1)), device="meta")})
+    order = [size - 1 for size in operator_of(node.operator)(*positional, **keywords).shape]
+    as_it_is(b, node, (order.index(rows) - count, order.index(cols) - count))
+
+
+@entry("aten.index.Tensor")
+def pick_channels(b: Builder, node: Node) -> None:
+    """Some channels, by a list of their numbers."""
+    source, indices = node.arguments["self"], node.arguments["indices"]
+    picked = [dim for dim, index in enumerate(indices) if index is not None]
+    check_along_other_axes(b, node, source, picked)
+    if len(picked) != 1 or not _is_list(b, indices[picked[0]]):
+        raise no_rule(node, "picks by something other than one list of channels, for which there is no rule")
+    as_it_is(b, node, b.value(source).axes)
+
+
+def _is_list(b: Builder, ref: Any) -> bool:
+    spec = spec_of(b, ref.name)
+    return not b.is_tiled(ref) and len(spec.shape) == 1 and spec.dtype != "bool"

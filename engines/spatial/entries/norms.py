@@ -1,0 +1,221 @@
+"""Instance, group and layer norm, and variances over space: batch norm's moments, over other groups of values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from engines.layer.graph import Node, Ref, TensorSpec
+from engines.program.builder import Builder
+from engines.program.instructions import RunningStatistics
+from engines.spatial.entries.axes import reduce_other_axes
+from engines.spatial.kernels import batch_statistics, kernel, local_kernel
+from engines.spatial.ops import as_it_is, entry, local_shape, no_rule, whole_axes, whole_to_tile
+
+__all__: list[str] = []
+
+
+@local_kernel("tile.grouped")
+def grouped(x: Tensor, kept: Sequence[int]) -> Tensor:
+    """(1, groups, values): one group for each place along the axes `kept`."""
+    order = [*kept, *(axis for axis in range(x.dim()) if axis not in kept)]
+    groups = math.prod(x.shape[axis] for axis in kept)
+    return x.permute(order).reshape(1, groups, -1)
+
+
+@local_kernel("tile.normalise_groups")
+def normalise_groups(
+    x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, counts: list[int], eps: float,
+    rows: int, shape: Sequence[int],
+) -> Tensor:  # fmt: skip
+    """`x` is (1, groups, values); weight and bias repeat until there is one for each of `rows`.
+
+    Wu and He, 2018 (arXiv:1803.08494), section 3. One fused kernel does it: every channel of every image is
+    a row there, with the moments of its group.
+    """
+    moments = moments.repeat_interleave(rows // x.shape[1], -1)
+    affine = [None if vector is None else vector.repeat(rows // len(vector)) for vector in (weight, bias)]
+    return kernel("tile.batch_norm")(x.reshape(1, rows, -1), moments, *affine, counts, eps).reshape(shape)
+
+
+@local_kernel("tile.variance")
+def variance(
+    moments: Tensor, counts: list[int], correction: float, root: bool, shape: Sequence[int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Variance (or its root) and mean of each group, in the whole-image shape of the result."""
+    mean, biased = batch_statistics(moments, counts)
+    spread = biased * biased.new_tensor(sum(counts)) / max(0.0, sum(counts) - correction)
+    return (spread.sqrt() if root else spread).to(dtype).view(shape), mean.to(dtype).view(shape)
+
+
+Rows = Callable[[Ref], Ref]
+"""(...) -> (1, groups, values): the values of a tensor by group."""
+
+
+def _along(b: Builder, node: Node, kept: Sequence[int]) -> Rows:
+    """One group for each place along the axes `kept`, from the front."""
+    return lambda x: _once(b, f"{node.name}.{x.name}.grouped", "tile.grouped", x, tuple(kept))
+
+
+def _in_order(b: Builder, node: Node, groups: int) -> Rows:
+    """Groups of values that follow each other."""
+    return lambda x: _once(b, f"{node.name}.{x.name}.grouped", "aten.reshape.default", x, (1, groups, -1))
+
+
+def _once(b: Builder, name: str, kernel: str, x: Ref, setting: Sequence[int]) -> Ref:
+    return Ref(name) if name in b.values else b.local(name, kernel, x, setting, like=b.value(x).spec)
+
+
+def _moments(b: Builder, name: str, x: Ref, rows: Rows, groups: int) -> tuple[Ref, list[int]]:
+    """The moments of each group from all tiles, and how many values each tile has of a group."""
+    value = b.value(x)
+    per_group = value.spec.numel // groups
+    tiles = list(b.tiles(value.size_px).values()) if value.axes else []
+    counts = [per_group // math.prod(value.size_px) * tile.pixels for tile in tiles] or [per_group]
+    slot = b.tile if value.axes else 0
+    like = TensorSpec((len(counts), 2, groups), "float64")
+    own = b.local(f"{name}.moments", "tile.moments", rows(b.owned(x)), slot, len(counts), like=like)
+    return b.all_reduce(own) if value.axes else own, counts
+
+
+def _channelwise(b: Builder, node: Node, groups: int) -> tuple[Ref, list[int]]:
+    """A norm of (N, C, ...) whose `groups` are runs of channels of one image; its moments."""
+    a, value = node.arguments, b.value(node.arguments["input"])
+    channels = value.spec.shape[1]
+    rows = _in_order(b, node, groups)
+    moments, counts = _moments(b, node.name, a["input"], rows, groups)
+    shape = local_shape(b, node.spec, value.axes)
+    b.local(
+        node.name, "tile.normalise_groups", rows(b.beneath(a["input"])), moments, a["weight"], a["bias"],
+        counts, a["eps"], value.spec.shape[0] * channels, shape, like=node.spec, axes=value.axes,
+    )  # fmt: skip
+    return moments, counts
+
+
+@entry("aten.instance_norm.default", everywhere=True, images=("input",))
+def instance_norm(b: Builder, node: Node) -> None:
+    """Every channel of every image is a group (Ulyanov et al., 2016, arXiv:1607.08022)."""
+    a, value = node.arguments, b.value(node.arguments["input"])
+    if not a["use_input_stats"]:
+        as_it_is(b, node, value.axes)
+        return
+    moments, counts = _channelwise(b, node, value.spec.shape[0] * value.spec.shape[1])
+    if a["running_mean"]:
+        names = a["running_mean"].name, a["running_var"].name
+        b.statistics.append(RunningStatistics(*names, moments.name, a["momentum"], tuple(counts)))
+
+
+@entry("aten.group_norm.default", images=("input",))
+def group_norm(b: Builder, node: Node) -> None:
+    """Neighbouring channels of an image are a group."""
+    _channelwise(b, node, b.value(node.arguments["input"]).spec.shape[0] * node.arguments["num_groups"])
+
+
+def _normalises_space(b: Builder, node: Node) -> bool:
+    """Whether the last axes, over which a layer norm goes, hold rows and columns.
+
+    Raises TraceError where they hold one of the two.
+    """
+    rows, cols, count = whole_axes(b, node.arguments["input"])
+    first = count - len(node.arguments["normalized_shape"])
+    if (rows >= first) != (cols >= first):
+        raise no_rule(node, "normalises over one spatial axis of two, for which there is no rule")
+    return rows >= first
+
+
+def _scaled(b: Builder, node: Node, name: str, shape: Sequence[int], axes: tuple[int, int]) -> None:
+    """Weight and bias of a layer norm are pixels: a tile has its own."""
+    for argument, operator in (("weight", "mul"), ("bias", "add")):
+        if (vector := node.arguments.get(argument)) is not None:
+            part = whole_to_tile(b, node, vector, b.value(Ref(name)))
+            b.local(f"{node.name}.{operator}", f"aten.{operator}.Tensor", Ref(name), part, like=node.spec, axes=axes)
+            name = f"{node.name}.{operator}"
+    b.local(node.name, "aten.reshape.default", Ref(name), shape, like=node.spec, axes=axes)
+
+
+@entry("aten.layer_norm.default")
+def layer_norm(b: Builder, node: Node) -> None:
+    """Over channels: each pixel by itself. Over space too: a group for each image (arXiv:1607.06450)."""
+    value = b.value(node.arguments["input"])
+    if not _normalises_space(b, node):
+        as_it_is(b, node, value.axes)
+        return
+    shape = local_shape(b, node.spec, value.axes)
+    kept = range(len(shape) - len(node.arguments["normalized_shape"]))
+    groups = math.prod(value.spec.shape[axis] for axis in kept)
+    rows = _along(b, node, kept)
+    moments, counts = _moments(b, node.name, node.arguments["input"], rows, groups)
+    whole = f"{node.name}.normalised"
+    b.local(
+        whole, "tile.normalise_groups", rows(b.beneath(node.arguments["input"])), moments, None, None,
+        counts, node.arguments["eps"], groups, shape,
+        like=node.spec, axes=value.axes,
+    )  # fmt: skip
+    _scaled(b, node, whole, shape, value.axes)
+
+
+@local_kernel("tile.square_sums")
+def square_sums(x: Tensor, axes: int) -> Tensor:
+    """Sums of squares over the last `axes` axes."""
+    return x.square().sum(list(range(-axes, 0)), keepdim=True)
+
+
+@local_kernel("tile.by_root_mean_square")
+def by_root_mean_square(x: Tensor, squares: Tensor, count: int, eps: float | None) -> Tensor:
+    """Zhang and Sennrich, 2019 (arXiv:1910.07467), equation 4."""
+    return x * (squares / count + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
+
+
+@entry("aten.rms_norm.default")
+def rms_norm(b: Builder, node: Node) -> None:
+    """As a layer norm, but for the mean."""
+    source, axes = node.arguments["input"], len(node.arguments["normalized_shape"])
+    value = b.value(source)
+    if not _normalises_space(b, node):
+        as_it_is(b, node, value.axes)
+        return
+    like = TensorSpec((*value.spec.shape[:-axes], *(1,) * axes), value.spec.dtype)
+    total = b.all_reduce(b.local(f"{node.name}.squares", "tile.square_sums", b.owned(source), axes, like=like))
+    whole, count = f"{node.name}.normalised", value.spec.numel // like.numel
+    b.local(
+        whole, "tile.by_root_mean_square", b.beneath(source), total, count, node.arguments["eps"],
+        like=node.spec, axes=value.axes,
+    )  # fmt: skip
+    _scaled(b, node, whole, local_shape(b, node.spec, value.axes), value.axes)
+
+
+_SPREADS = [
+    f"aten.{name}.{overload}"
+    for name in ("var", "std", "var_mean", "std_mean")
+    for overload in ("default", "dim", "correction")
+]
+
+
+@entry(*_SPREADS)
+def spread(b: Builder, node: Node) -> None:
+    """Variance and deviation; over space from the moments of all tiles."""
+    a, source = node.arguments, node.arguments["self"]
+    rows, cols, count = whole_axes(b, source)
+    dims = {dim % count for dim in a.get("dim") or range(count)}
+    if not {rows, cols} & dims:
+        reduce_other_axes(b, node, source)
+        return
+    if not {rows, cols} <= dims:
+        raise no_rule(node, "reduces one spatial axis of two, for which there is no rule")
+    correction = a.get("correction", a.get("unbiased", True))
+    sizes = b.value(source).spec.shape
+    kept = [axis for axis in range(count) if axis not in dims]
+    shape = [1 if axis in dims else sizes[axis] for axis in range(count) if axis not in dims or a.get("keepdim")]
+    groups = math.prod(sizes[axis] for axis in kept)
+    moments, counts = _moments(b, node.name, source, _along(b, node, kept), groups)
+    dtype = getattr(torch, b.value(source).spec.dtype)
+    name = node.name if node.spec is None else f"{node.name}.both"
+    both = b.local(
+        name, "tile.variance", moments, counts, float(1 if correction is None else correction), "std" in node.operator,
+        shape, dtype, like=TensorSpec(tuple(shape), b.value(source).spec.dtype),
+    )  # fmt: skip
+    if node.spec is not None:
+        b.local(node.name, "getitem", both, 0, like=node.spec)

@@ -1,0 +1,65 @@
+"""Matrix products in which pixels are a batch, or in which all of space is summed over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engines.layer.graph import Node, Ref
+from engines.program.builder import Builder
+from engines.spatial.ops import as_it_is, entry, no_rule, spec_of, whole_axes
+
+__all__: list[str] = []
+
+
+@entry("aten.linear.default")
+def linear(b: Builder, node: Node) -> None:
+    """Over channels that are the last axis."""
+    _by_a_weight(b, node, node.arguments["input"], node.arguments["weight"], node.arguments["bias"])
+
+
+@entry("aten.matmul.default")
+def matmul(b: Builder, node: Node) -> None:
+    """Likewise, by a matrix that all pixels share."""
+    _by_a_weight(b, node, node.arguments["self"], node.arguments["other"])
+
+
+def _by_a_weight(b: Builder, node: Node, pixels: Ref, weight: Ref, *more: Ref | None) -> None:
+    if not b.is_tiled(pixels) or any(b.is_tiled(other) for other in (weight, *more)):
+        raise no_rule(node, "multiplies pixels with pixels, for which there is no rule")
+    rows, cols, count = whole_axes(b, pixels)
+    if count - 1 in (rows, cols) or len(spec_of(b, weight.name).shape) != 2:
+        raise no_rule(node, "multiplies along a spatial axis, for which there is no rule")
+    as_it_is(b, node, b.value(pixels).axes)
+
+
+@entry("aten.einsum.default")
+def einsum(b: Builder, node: Node) -> None:
+    """Rows and columns must both stay, or both be summed over: then so are the ranks."""
+    equation = node.arguments["equation"].replace(" ", "")
+    terms, arrow, out = equation.partition("->")
+    operands = list(zip(terms.split(","), node.arguments["tensors"], strict=True))
+    letters = _spatial(b, operands)
+    if not arrow or "." in equation or len(letters) != 1:
+        raise no_rule(node, "has no explicit result, or its operands name rows and columns differently")
+    rows, cols = letters.pop()
+    if any((rows in term or cols in term) and not b.is_tiled(ref) for term, ref in operands):
+        raise no_rule(node, "multiplies rows or columns with what is no image")
+    if rows in out and cols in out:
+        as_it_is(b, node, (out.index(rows) - len(out), out.index(cols) - len(out)))
+    elif rows in out or cols in out:
+        raise no_rule(node, "sums over one spatial axis of two, for which there is no rule")
+    else:
+        part = as_it_is(b, replace(node, name=f"{node.name}.part"), None)
+        b.local(node.name, "aten.alias.default", b.all_reduce(part), like=node.spec)
+
+
+def _spatial(b: Builder, operands: list[tuple[str, Ref]]) -> set[tuple[str, str]]:
+    """The letters of rows and columns in each tiled operand, repeated ones included."""
+    found = set()
+    for term, ref in operands:
+        if b.is_tiled(ref):
+            rows, cols, _ = whole_axes(b, ref)
+            found.add((term[rows], term[cols]))
+            if term.count(term[rows]) > 1 or term.count(term[cols]) > 1:
+                found.add(("", ""))
+    return found

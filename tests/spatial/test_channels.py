@@ -1,0 +1,184 @@
+"""Channels and batch reordered, split, merged, picked, multiplied: rows and columns stay where they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engines.errors import TraceError
+from engines.spatial.tiles import Grid
+from tests.exact import close, whole_numbers, with_whole_weights
+from tests.spatial.drawn import Pair, check, images_on_grids, seeds, trials
+
+LAST, FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
+
+
+def matrix(x: Tensor) -> Tensor:
+    """(3, 4), made of what a graph can make."""
+    return torch.arange(12.0, dtype=x.dtype, device=x.device).reshape(3, 4) - 5
+
+
+def shuffled(x: Tensor) -> Tensor:
+    """ShuffleNet's own way to write it (Zhang et al., 2017, arXiv:1707.01083)."""
+    n, channels, height, width = x.shape
+    return x.view(n, 2, channels // 2, height, width).transpose(1, 2).contiguous().view(n, channels, height, width)
+
+
+SHAPES = {
+    "channel shuffle by views": shuffled,
+    "channel shuffle": lambda x: F.channel_shuffle(x, 2),
+    "unflatten and flatten": lambda x: x.unflatten(1, (2, 2)).mul(2).flatten(1, 2),
+    "flatten batch into channels": lambda x: (2 * x.flatten(0, 1)[None]).view(x.shape),
+    "reshape without a size": lambda x: x.reshape(1, -1, *x.shape[2:]).relu().reshape(*x.shape[:3], -1),
+    "channels last, split": lambda x: x.permute(LAST).reshape(*x.shape[:1], *x.shape[2:], 2, 2).sum(-1).permute(FIRST),
+    "unsqueeze and squeeze": lambda x: x.unsqueeze(1).mul(2).squeeze(1),
+    "squeeze of every one": lambda x: (x.sum(1, keepdim=True) * 2)[:, None],
+    "unsqueeze last": lambda x: x.unsqueeze(-1).mul(3).squeeze(-1),
+    "reshape as": lambda x: x.view(2, 2, 2, *x.shape[2:]).reshape_as(x) * 2,
+    "transpose": lambda x: x.transpose(0, 1).mul(2).transpose(1, 0),
+    "transpose of space": lambda x: x.transpose(-1, -2).relu().transpose(2, 3),
+    "swapaxes": lambda x: x.swapaxes(1, 3).mul(3).swapaxes(3, 1),
+    "movedim": lambda x: x.movedim(1, -1).relu().movedim(-1, 1),
+    "movedim of several": lambda x: x.movedim((2, 3), (0, 1)).mul(2).permute(2, 3, 0, 1),
+    "mT": lambda x: x.mT.mul(2).mT,
+    "stack": lambda x: torch.stack([x, 2 * x, x.relu()], 1).sum(1),
+    "stack at the end": lambda x: torch.stack([x, 3 * x], -1).sum(-1),
+    "stack in front": lambda x: torch.stack([x, 3 * x]).mul(2).unbind(0)[1],
+    "expand": lambda x: x[:, :, None].expand(-1, -1, 3, -1, -1).sum(2),
+    "expand of one channel": lambda x: x.sum(1, keepdim=True).expand_as(x) * x,
+    "expand of what all ranks hold": lambda x: x.sum((2, 3), keepdim=True).expand_as(x) * x,
+    "repeat": lambda x: x.repeat(1, 2, 1, 1) * 2,
+    "tile": lambda x: x.tile(2, 1, 1, 1) * 2,
+    "repeat interleave": lambda x: x.repeat_interleave(2, 1) * 2,
+    "concat": lambda x: torch.concat([x, 2 * x], 1),
+    "new zeros": lambda x: torch.cat([x, x], 0) + x.new_ones((4, 1, 1, 1)) + x.new_zeros(()),
+}
+
+ALONG = {
+    "flip of channels": lambda x: x.flip(1) * 2,
+    "roll of channels": lambda x: x.roll(1, 1) + x,
+    "cumulative sum over channels": lambda x: x.cumsum(1),
+    "max over channels": lambda x: x.max(1, keepdim=True)[0] * x,
+    "max over channels, gone": lambda x: x.max(1)[0],
+    "max and mean, as attention has it": lambda x: torch.cat([x.max(1, True)[0], (4 * x).mean(1, True)], 1),
+    "amax over channels": lambda x: 12 * x.amax(1),
+    "min of batch": lambda x: x.min(0)[0],
+    "argmax over channels": lambda x: x * x.argmax(1, keepdim=True),
+    "product over channels": lambda x: x.mul(0).add(2).prod(1) * x.sum(1),
+    "any over channels": lambda x: x * (x > 2).any(1, keepdim=True),
+    "sorted channels": lambda x: x.sort(1)[0],
+    "best channels": lambda x: x.topk(2, 1)[0],
+    "median over channels": lambda x: x[:, :3].median(1)[0],
+    "one channel": lambda x: x[:, 1] * 2,
+    "one image": lambda x: x[0] + x[1],
+    "last channel, behind": lambda x: x.permute(LAST)[..., -1],
+    "a list of channels": lambda x: x[:, torch.arange(0, 4, 2, device=x.device)],
+    "channels by number": lambda x: x.index_select(1, torch.arange(0, 4, 3, device=x.device)),
+    "narrow": lambda x: x.narrow(1, 1, 2),
+    "gather": lambda x: x.gather(1, x[:, :1].relu().long()),
+    "one hot": lambda x: x * F.one_hot(x.argmax(1), 4).permute(FIRST),
+    "pad of channels": lambda x: F.pad(x, (0, 0, 0, 0, 1, 2)),
+    "pad of channels and columns": lambda x: F.pad(x, (2, 0, 0, 1, 1, 0), value=3.0),
+    "linear over channels last": lambda x: F.linear(x.permute(LAST), matrix(x)).permute(FIRST),
+    "matmul over channels last": lambda x: (x.permute(LAST) @ matrix(x).T).permute(FIRST),
+    "einsum of channels": lambda x: torch.einsum("nchw,kc->nkhw", x, matrix(x)),
+    "einsum of two images": lambda x: torch.einsum("nchw,nchw->nhw", x, 2 * x),
+    "einsum over space": lambda x: torch.einsum("nchw,nkhw->nck", x, 2 * x),
+    "einsum over all": lambda x: torch.einsum("nchw,nchw->", x, 2 * x),
+    "where a scalar": lambda x: torch.where(x > 0, x, 1.0),
+    "masked": lambda x: x.masked_fill(x > 1, 0.5),
+}  # fmt: skip
+
+CLOSE = {
+    "glu": lambda x: F.glu(x, 1),
+    "logsumexp over channels": lambda x: x.logsumexp(1),
+    "cosine similarity": lambda x: F.cosine_similarity(x + 0.5, x.flip(1) + 0.5),
+    "normalised channels": lambda x: F.normalize(x + 0.5),
+    "local response norm": lambda x: F.local_response_norm(x, 3),
+    "variance over channels": lambda x: x.var(1),
+    "logsigmoid": F.logsigmoid,
+    "hardswish": F.hardswish,
+}
+
+
+@pytest.mark.parametrize("name", [*SHAPES, *ALONG])
+@trials(5)
+@given(case=images_on_grids(), seed=seeds)
+def test_channels_and_batch(name: str, case: tuple[Grid, Pair], seed: int):
+    grid, size_px = case
+    check({**SHAPES, **ALONG}[name], whole_numbers(2, 4, *size_px, seed=seed), grid)
+
+
+@pytest.mark.parametrize("name", CLOSE)
+@trials(5)
+@given(case=images_on_grids(), seed=seeds)
+def test_functions_of_channels(name: str, case: tuple[Grid, Pair], seed: int):
+    grid, size_px = case
+    check(CLOSE[name], whole_numbers(2, 4, *size_px, seed=seed), grid, same=close)
+
+
+class Mixer(nn.Module):
+    """A perceptron on the channels of each pixel, as ConvNeXt has it (Liu et al., 2022, arXiv:2201.03545)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(torch.relu(self.wide(x.permute(LAST)))).permute(FIRST)
+
+
+@trials(12)
+@given(case=images_on_grids(), seed=seeds)
+def test_a_perceptron_on_each_pixel(case: tuple[Grid, Pair], seed: int):
+    grid, size_px = case
+    check(with_whole_weights(Mixer(), seed), whole_numbers(2, 4, *size_px, seed=seed), grid)
+
+
+class Places(nn.Module):
+    """What depends on the place: a learned code, one for each row, and the columns' numbers as a channel."""
+
+    def __init__(self, height: int, width: int) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.empty(2, height, width))
+        self.row = nn.Parameter(torch.empty(height, 1))
+        self.register_buffer("mask", whole_numbers(1, 1, height, width, seed=5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cols = torch.arange(x.shape[-1], dtype=x.dtype, device=x.device).expand(x.shape[0], 1, *x.shape[2:])
+        return torch.cat([(x + self.code) * self.mask, x * self.row, cols, torch.stack([x, 0 * x + self.code])[0]], 1)
+
+
+@trials(20)
+@given(case=images_on_grids(), seed=seeds)
+def test_each_tile_takes_its_own_part_of_what_depends_on_the_place(case: tuple[Grid, Pair], seed: int):
+    grid, size_px = case
+    check(with_whole_weights(Places(*size_px), seed), whole_numbers(3, 2, *size_px, seed=seed), grid)
+
+
+REFUSED = {
+    "rows and columns as one axis": lambda x: x.flatten(2),
+    "rows merged with channels": lambda x: x.flatten(1, 2),
+    "columns in two": lambda x: x.unflatten(-1, (2, 4)),
+    "rows upside down": lambda x: x.flip(1, 2),
+    "rows rolled": lambda x: x.roll(1, 2),
+    "all rolled": lambda x: x.roll(1),
+    "rows repeated": lambda x: x.repeat(1, 1, 2, 1),
+    "one row": lambda x: x[:, :, 3],
+    "max over rows": lambda x: x.max(2)[0],
+    "largest of all": lambda x: x * x.argmax(),
+    "product along columns": lambda x: x @ matrix(x).new_ones((8, 3)),
+    "einsum along columns": lambda x: torch.einsum("nchw,wk->nchk", x, x.new_ones((8, 3))),
+    "einsum of rows": lambda x: torch.einsum("nchw->nch", x),
+    "einsum across": lambda x: torch.einsum("nchw,ncwh->nhw", x, x),
+    "pixels by a mask": lambda x: x[:, :, torch.arange(3, device=x.device)],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_takes_rows_and_columns_apart_is_refused(name: str):
+    with pytest.raises(TraceError, match=r"^aten\."):
+        check(REFUSED[name], whole_numbers(1, 4, 8, 8), Grid(2, 2))

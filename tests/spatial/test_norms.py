@@ -1,0 +1,118 @@
+"""Norms whose groups are parts of an image, and variances over space, held against one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engines.errors import TraceError
+from engines.plan import Plan
+from engines.spatial.tiles import Grid
+from tests.exact import assert_exact, close, whole_numbers, with_whole_weights
+from tests.spatial.drawn import Pair, check, images_on_grids, seeds, trials
+
+LAST, FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
+
+
+def varied(image: Tensor) -> bool:
+    """Whether no channel of an image is all one value, of which a norm has no gradient but noise."""
+    return all(len(set(channel.flatten().tolist())) > 1 for channel in image.flatten(0, 1))
+
+
+@trials(20)
+@given(case=images_on_grids(), affine=st.booleans(), tracked=st.booleans(), training=st.booleans(), seed=seeds)
+def test_instance_norm(case: tuple[Grid, Pair], affine: bool, tracked: bool, training: bool, seed: int):
+    """Also its running statistics, which are means over the images of a batch."""
+    grid, size_px = case
+    norm = nn.InstanceNorm2d(3, affine=affine, track_running_stats=tracked, momentum=0.3)
+    image = whole_numbers(2, 3, *size_px, seed=seed)
+    assume(varied(image))
+    check(with_whole_weights(norm, seed).train(training), image, grid, same=close)
+
+
+@trials(15)
+@given(case=images_on_grids(), groups=st.sampled_from([1, 2, 4]), affine=st.booleans(), seed=seeds)
+def test_group_norm(case: tuple[Grid, Pair], groups: int, affine: bool, seed: int):
+    grid, size_px = case
+    image = whole_numbers(2, 4, *size_px, seed=seed)
+    assume(varied(image))
+    check(with_whole_weights(nn.GroupNorm(groups, 4, affine=affine), seed), image, grid, same=close)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@trials(10)
+@given(case=images_on_grids(), with_channels=st.booleans(), affine=st.booleans(), seed=seeds)
+def test_norm_over_space(norm: type[nn.Module], case: tuple[Grid, Pair], with_channels: bool, affine: bool, seed: int):
+    """Its weight has pixels: each tile takes its own."""
+    grid, size_px = case
+    image = whole_numbers(2, 3, *size_px, seed=seed)
+    assume(varied(image))
+    shape = (3, *size_px) if with_channels else size_px
+    check(with_whole_weights(norm(shape, elementwise_affine=affine), seed), image, grid, same=close)
+
+
+class OverChannels(nn.Module):
+    """A norm of each pixel, as ConvNeXt has it."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.permute(LAST)).permute(FIRST)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@trials(6)
+@given(case=images_on_grids(), seed=seeds)
+def test_norm_over_channels(norm: type[nn.Module], case: tuple[Grid, Pair], seed: int):
+    grid, size_px = case
+    check(with_whole_weights(OverChannels(norm(4)), seed), whole_numbers(2, 4, *size_px, seed=seed), grid, same=close)
+
+
+SPREADS = {
+    "variance over space": lambda x: x.var((2, 3)),
+    "biased variance": lambda x: x.var((-2, -1), unbiased=False, keepdim=True) * x,
+    "variance of all": lambda x: x.var(),
+    "variance by a correction": lambda x: x.var((1, 2, 3), correction=2),
+    "deviation": lambda x: x / (x.std((2, 3), keepdim=True) + 1),
+    "variance and mean": lambda x: torch.cat(torch.var_mean(x, (0, 2, 3)), 0),
+    "deviation behind permute": lambda x: x.permute(LAST).std((1, 2)),
+    "standardised by hand": lambda x: (x - x.mean((1, 2, 3), True)) / (x.var((1, 2, 3), keepdim=True) + 1e-5).sqrt(),
+    "variance over channels": lambda x: x.var(1),
+}
+
+
+@pytest.mark.parametrize("name", SPREADS)
+@trials(5)
+@given(case=images_on_grids(), seed=seeds)
+def test_variances(name: str, case: tuple[Grid, Pair], seed: int):
+    grid, size_px = case
+    image = whole_numbers(2, 4, *size_px, seed=seed)
+    assume(varied(image))
+    check(SPREADS[name], image, grid, same=close)
+
+
+def test_what_lies_far_from_zero_loses_nothing_to_cancellation():
+    """A mean of a million with a deviation of one: sums of squares in float64 would keep four digits."""
+    image = whole_numbers(2, 4, 8, 8) + 1e6
+    wider = lambda a, b: torch.allclose(a, b, rtol=1e-9, atol=1e-9)  # noqa: E731  (the oracle rounds too)
+    check(with_whole_weights(nn.GroupNorm(2, 4)), image, Grid(2, 2), same=wider)
+
+
+@pytest.mark.parametrize("grids", [("2x2",), ("1x3", "2x2")], ids=" then ".join)
+def test_norms_before_and_behind_the_joint(grids: tuple[str, ...]):
+    """On one rank, and where space is flattened, they are what they are."""
+    norms = [nn.InstanceNorm2d(4, affine=True, track_running_stats=True), nn.GroupNorm(2, 4), nn.LayerNorm((4, 6, 7))]
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), *norms, nn.Flatten(2), nn.InstanceNorm1d(4))
+    plan = Plan(split_size=3, spatial_size=len(grids), slice_method=grids, balance=(2, 1, 3), precision="float64")
+    assert_exact(with_whole_weights(model), whole_numbers(2, 2, 6, 7), plan, same=close)
+
+
+def test_a_norm_over_one_spatial_axis_is_refused():
+    with pytest.raises(TraceError, match=r"aten\.layer_norm.* normalises over one spatial axis of two"):
+        check(lambda x: F.layer_norm(x, (8,)), whole_numbers(1, 2, 8, 8), Grid(2, 2))
