@@ -121,8 +121,8 @@ def _check_images(b: Builder, node: Node) -> None:
 def as_it_is(b: Builder, node: Node, axes: tuple[int, int] | None, **changes: Any) -> Ref:
     """Run the node's own operator on local values, some arguments replaced.
 
-    A tiled result is computed from the pixels beneath it, any other from the pixels that the rank owns; what is given in
-    `changes` is taken as it is.
+    A tiled result is computed from the pixels beneath it, any other from the pixels that the rank owns; what is
+    given in `changes` is taken as it is.
     """
     pick = b.beneath if axes else b.owned
     changes = {name: _each(pick, value) for name, value in node.arguments.items() if name not in changes} | changes

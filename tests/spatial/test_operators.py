@@ -16,7 +16,7 @@ from engines.plan import Plan
 from engines.spatial.ops import _TABLE
 from engines.spatial.tiles import Grid
 from tests.exact import assert_exact, close, tiled, whole_numbers, with_whole_weights
-from tests.spatial.drawn import Geometry, Pair, check, geometries, images_on_grids, seeds, trials
+from tests.spatial.drawn import Calls, Geometry, Pair, check, geometries, images_on_grids, seeds, trials
 
 # ---- the space that is searched
 
