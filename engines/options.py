@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,6 +28,12 @@ _OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+_MODEL_ARGS = (
+    "JSON: an object of keywords, or a list of arguments; "
+    'an object {"PACKAGE.MODULE:CALLABLE": its arguments} in it is what that call returns'
+)
+
+
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong as every other part does: in one sentence, raised rather than printed."""
 
@@ -42,7 +49,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         default="engines.models:resnet110_v2",
         help="PACKAGE.MODULE:CALLABLE that returns a plain module",
     )
-    flags.add_argument("--model-args", default="{}", help="JSON: an object of keywords, or a list of arguments")
+    flags.add_argument("--model-args", default="{}", help=_MODEL_ARGS)
     flags.add_argument("--image-size", default="512", help="pixels: one number, or HEIGHTxWIDTH")
     flags.add_argument("--batch-size", type=int, default=1)
     flags.add_argument("--num-classes", type=int, default=10, help="given to the model if it takes num_classes")
@@ -109,35 +116,53 @@ def optimiser(options: argparse.Namespace) -> Optimiser:
 def build_model(options: argparse.Namespace) -> nn.Module:
     """Import the callable and call it, weights drawn from the seed. Raises TraceError where that fails."""
     torch.manual_seed(options.seed)
-    make = _imported(options.model)
-    positional, keywords = _arguments(options.model_args)
-    if "num_classes" in _parameters(make):
+    positional, keywords = _arguments(_built(_json(options.model_args)))
+    if "num_classes" in _parameters(_imported(options.model)):
         keywords.setdefault("num_classes", options.num_classes)
-    try:
-        model = make(*positional, **keywords)
-    except Exception as error:
-        raise TraceError(f"{options.model} failed with {type(error).__name__}: {error}. Check --model-args.") from error
+    model = _call(options.model, positional, keywords)
     if not isinstance(model, nn.Module):
         raise TraceError(f"{options.model} returned {type(model).__name__}, not a torch.nn.Module.")
     return model
 
 
-def _imported(path: str) -> Callable[..., Any]:
-    module, _, name = path.partition(":")
+def _json(text: str) -> Any:
     try:
-        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
-    except Exception as error:
-        raise TraceError(f"--model {path!r} cannot be imported ({error}). Name it PACKAGE.MODULE:CALLABLE.") from error
-
-
-def _arguments(text: str) -> tuple[Sequence[Any], dict[str, Any]]:
-    try:
-        value = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise PlanError(f"--model-args {text!r} is not JSON ({error}).") from error
+
+
+def _built(value: Any) -> Any:
+    """JSON in which an object with the one key `PACKAGE.MODULE:CALLABLE` is what that call returns: a config, say."""
+    if isinstance(value, list):
+        return [_built(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    items = {key: _built(item) for key, item in value.items()}
+    path = next(iter(items), "")
+    return _call(path, *_arguments(items[path])) if len(items) == 1 and ":" in path else items
+
+
+def _arguments(value: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     if isinstance(value, dict):
         return (), value
     return (value if isinstance(value, list) else [value]), {}
+
+
+def _call(path: str, positional: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    make = _imported(path)
+    try:
+        return make(*positional, **keywords)
+    except Exception as error:
+        raise TraceError(f"{path} failed with {type(error).__name__}: {error}. Check --model-args.") from error
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    try:
+        return attrgetter(name)(importlib.import_module(module))  # type: ignore[no-any-return]
+    except Exception as error:
+        raise TraceError(f"{path!r} cannot be imported ({error}). Name it PACKAGE.MODULE:CALLABLE.") from error
 
 
 def _parameters(make: Callable[..., Any]) -> Sequence[str]:

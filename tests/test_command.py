@@ -153,6 +153,18 @@ def test_arguments_may_be_a_list_or_one_value(arguments: str):
     assert model.state_dict().keys() == resnet20_v1().state_dict().keys()
 
 
+CALLS = {
+    '{"torch.nn:ReLU": {}}': nn.ReLU,
+    '[{"torch.nn:Sequential": [{"torch.nn:Conv2d": [3, 4, 1]}, {"torch.nn:ReLU": {"inplace": true}}]}]': nn.Sequential,
+}
+
+
+@pytest.mark.parametrize(("arguments", "kind"), CALLS.items(), ids=CALLS)
+def test_arguments_may_be_calls_themselves(arguments: str, kind: type[nn.Module]):
+    """As of models that take a configuration."""
+    assert isinstance(options.build_model(chosen(MODEL, "torch.nn:Sequential", "--model-args", arguments))[0], kind)
+
+
 def test_a_model_that_takes_no_classes_is_given_none():
     built = options.build_model(chosen(MODEL, "torch.nn:ReLU"))
     assert isinstance(built, nn.ReLU)
@@ -174,6 +186,14 @@ BAD_MODELS = {
     (UNET, "--model-args", "{width: 4}"): (PlanError, "'{width: 4}' is not JSON"),
     (UNET, "--model-args", '{"depht": 4}'): (TraceError, "UNet failed with TypeError: .*depht.*Check --model-args"),
     (UNET, "--model-args", "[4]"): (TraceError, "UNet failed with TypeError: .*positional.*Check --model-args"),
+    (UNET, "--model-args", '{"width": {"engines.plan:Plen": {}}}'): (
+        TraceError,
+        "'engines.plan:Plen' cannot be imported",
+    ),
+    (UNET, "--model-args", '{"width": {"engines.plan:Plan": [0]}}'): (
+        TraceError,
+        "engines.plan:Plan failed with PlanE",
+    ),
     ("engines.plan:Plan",): (TraceError, "engines.plan:Plan returned Plan, not a torch.nn.Module"),
 }
 
@@ -284,7 +304,7 @@ NOT_AS_ASKED = {
     "ranks": (5, ("--slice-method", "1x5", "--image-size", 16), "PlanError: The plan needs 6 ranks (5 + 1 over 2 "),
     "flag": (2, (*TWO, "--tiles", 4), "PlanError: Unrecognized arguments: --tiles 4"),
     "knob": (2, (*TWO, "--parts", 4), "PlanError: parts=4 has no engine in this version yet"),
-    "import": (2, (*TWO, "--model", "mine:Huge"), "TraceError: --model 'mine:Huge' cannot be imported"),
+    "import": (2, (*TWO, "--model", "mine:Huge"), "TraceError: 'mine:Huge' cannot be imported"),
     "arguments": (
         2,
         (*TWO, "--model", "mine:Tiny", "--model-args", '{"wide": 4}'),

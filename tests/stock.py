@@ -1,0 +1,110 @@
+"""Models from packages that people use, as the command line's flags: not a line of theirs is changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["MORE", "STOCK", "Stock"]
+
+Arguments = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Stock:
+    """`size` is an image, height x width, of which five columns remain where the model cuts it smallest.
+
+    `small` and `narrow` are an image and arguments for the tests, which make the same layers with fewer
+    channels. A model that answers for each pixel is tiled to its loss. With too high a `rate`, the first steps take
+    a deep model to where one rounding of the image in one process changes gradients by 1e-10.
+    """
+
+    model: str
+    arguments: Arguments
+    narrow: Arguments
+    small: str = "64x72"
+    size: str = "100x132"
+    rate: float = 0.001
+    per_pixel: bool = False
+
+    @property
+    def package(self) -> str:
+        """What has to be installed."""
+        return self.model.partition(".")[0].partition(":")[0]
+
+    def flags(self, narrow: bool = False) -> list[str]:
+        """All but the plan."""
+        arguments, size = (self.narrow, self.small) if narrow else (self.arguments, self.size)
+        values = {"model": self.model, "model-args": json.dumps(arguments), "image-size": size}
+        return [f"--{name}={value}" for name, value in values.items()] + [
+            "--batch-size=2",
+            f"--learning-rate={self.rate}",
+        ]
+
+
+def _monai(name: str, arguments: Arguments, narrow: Arguments, **choices: Any) -> Stock:
+    wide = {"spatial_dims": 2, **arguments}
+    return Stock(f"monai.networks.nets:{name}", wide, {**wide, **narrow}, **choices)
+
+
+def _segmenter(name: str, arguments: Arguments, **choices: Any) -> Stock:
+    small = choices.pop("small", "36x44")
+    three = {"in_channels": 3, "out_channels": 3}
+    return _monai(name, {**three, **arguments}, choices.pop("narrow", {}), small=small, per_pixel=True, **choices)
+
+
+def _classifier(name: str, arguments: Arguments, narrow: Arguments, **choices: Any) -> Stock:
+    """Of transformers, which take a configuration."""
+    configs = ({"num_labels": 5, **arguments}, {"num_labels": 5, **arguments, **narrow})
+    given = ({"config": {f"transformers:{name}Config": config}} for config in configs)
+    return Stock(f"transformers:{name}ForImageClassification", *given, **choices)
+
+
+_FIVE = {"in_channels": 3, "out_channels": 5}
+_RESNET = {"n_input_channels": 3, "num_classes": 5}
+_THIN = {"widen_factor": 0.25}
+_UNET = {"channels": [8, 16, 32], "strides": [2, 2]}
+_FEW = {"depths": [1, 1, 2, 1], "hidden_sizes": [32, 48, 64, 96]}
+_NO_DROPOUT = {"classifier_dropout_prob": 0}
+
+STOCK: dict[str, Stock] = {
+    "MONAI DenseNet121": _monai(
+        "DenseNet121", _FIVE, {"growth_rate": 8, "init_features": 16}, small="64x100", size="100x164"
+    ),
+    "MONAI ResNet-18": _monai("resnet18", _RESNET, _THIN),
+    "MONAI ResNet-50": _monai("resnet50", _RESNET, _THIN, rate=0.0001),
+    "MONAI UNet": _segmenter("UNet", {**_UNET, "num_res_units": 2}),
+    "MONAI AttentionUnet": _segmenter("AttentionUnet", _UNET),
+    "transformers ResNet": _classifier("ResNet", {}, {**_FEW, "embedding_size": 16}),
+}
+"""Those of the README's table."""
+
+MORE: dict[str, Stock] = {
+    "MONAI SEResNet50": _monai(
+        "SEResNet50", {"in_channels": 3, "num_classes": 5}, {"layers": [1, 1, 1, 1]}, rate=0.0001
+    ),
+    "MONAI BasicUNet": _segmenter("BasicUNet", {}, narrow={"features": [8, 8, 16, 24, 32, 8]}, small="48x80"),
+    "MONAI BasicUNetPlusPlus": _segmenter(
+        "BasicUNetPlusPlus", {}, narrow={"features": [8, 8, 16, 24, 32, 8]}, small="48x80"
+    ),
+    "MONAI SegResNet": _segmenter("SegResNet", {}, small="40x72"),
+    "MONAI SegResNetDS": _segmenter("SegResNetDS", {}, narrow={"init_filters": 8}, small="40x72"),
+    "MONAI DynUNet": _segmenter(
+        "DynUNet",
+        {"kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2], "filters": [8, 16, 32]},
+    ),
+    "MONAI FlexibleUNet": _segmenter(
+        "FlexibleUNet", {"backbone": "resnet18"}, narrow={"decoder_channels": [32, 24, 16, 8, 8]}, small="64x96"
+    ),
+    "MONAI HighResNet": _segmenter("HighResNet", {}),
+    "transformers BiT": _classifier("Bit", {}, {**_FEW, "embedding_size": 16, "num_groups": 8}),
+    "transformers ConvNeXt": _classifier("ConvNext", {}, _FEW, small="64x96"),
+    "transformers ConvNeXt V2": _classifier("ConvNextV2", {}, _FEW, small="64x96"),
+    "transformers MobileNetV1": _classifier("MobileNetV1", _NO_DROPOUT, {"depth_multiplier": 0.25}),
+    "transformers MobileNetV2": _classifier("MobileNetV2", _NO_DROPOUT, {"depth_multiplier": 0.35}),
+    "transformers PoolFormer": _classifier("PoolFormer", {}, _FEW),
+    "transformers RegNet": _classifier("RegNet", {}, {**_FEW, "embedding_size": 16, "groups_width": 16}),
+}
+"""More of those that work."""
