@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from engines import options
+from engines.bench.halo import bench_halo
 from engines.bench.memory import bench_memory
 from engines.bench.step import bench_step
 from engines.bench.verify import verify
@@ -99,4 +100,18 @@ def _bench_memory(world: World, arguments: Sequence[str]) -> bool:
     return True
 
 
-_COMMANDS: dict[str, Command] = {"verify": _verify, "bench step": _bench_step, "bench memory": _bench_memory}
+def _bench_halo(world: World, arguments: Sequence[str]) -> bool:
+    """A halo exchange, there and back, beside the same by hand."""
+    chosen = options.halo_parser().parse_args(arguments)
+    case = options.halo_case(chosen)
+    line = bench_halo(world, case, chosen.warmup, chosen.iterations, chosen.with_compute, chosen.validate)
+    _print(world, line)
+    return bool(line.get("valid", True))
+
+
+_COMMANDS: dict[str, Command] = {
+    "verify": _verify,
+    "bench step": _bench_step,
+    "bench memory": _bench_memory,
+    "bench halo": _bench_halo,
+}

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from engines.bench.halo import HaloCase
 from engines.errors import PlanError, TraceError
 from engines.layout import check_fits
 from engines.plan import Plan
 from engines.training import Optimiser, Recipe, prepare
 
-__all__ = ["build_model", "image_size", "optimiser", "parser", "plan", "positive", "recipe"]
+__all__ = ["build_model", "halo_case", "halo_parser", "image_size", "optimiser", "parser", "plan", "positive", "recipe"]
 
 _OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9),
@@ -59,6 +60,43 @@ def parser(description: str) -> argparse.ArgumentParser:
     flags.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
     _add_plan_flags(flags)
     return flags
+
+
+def halo_parser() -> argparse.ArgumentParser:
+    """The flags of the halo benchmark, in the predecessor's names."""
+    flags = _Parser(
+        description="Time a halo exchange, there and back, against the same by hand in mpi4py.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    flags.add_argument("--image-size", default="1024", help="pixels: one number, or HEIGHTxWIDTH")
+    flags.add_argument("--num-spatial-parts", type=_value, default=None, help=f"{_HELP['num_spatial_parts']} (4)")
+    flags.add_argument("--slice-method", type=_value, default="square", help=_HELP["slice_method"])
+    counts = {"batch-size": 1, "halo-len": 3, "in-channels": 1, "out-channels": 256, "warmup": 10, "iterations": 100}
+    for name, default in counts.items():
+        flags.add_argument(f"--{name}", type=positive, default=default)
+    flags.add_argument("--dtype", "--precision", default="float32", help="float32 or float64")
+    flags.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
+    flags.add_argument("--with-compute", action="store_true", help="time the convolution that reads the halo as well")
+    flags.add_argument("--validate", action="store_true", help="check windows and gradients, exactly")
+    return flags
+
+
+def halo_case(options: argparse.Namespace) -> HaloCase:
+    """What the flags of the halo benchmark ask for. Raises PlanError."""
+    wanted = Plan(
+        split_size=1,
+        num_spatial_parts=options.num_spatial_parts,
+        slice_method=options.slice_method,
+        precision=options.dtype,
+    )
+    shape = (options.batch_size, options.in_channels, *image_size(options.image_size))
+    return HaloCase(
+        plan=wanted,
+        image_shape=shape,
+        out_channels=options.out_channels,
+        halo_px=options.halo_len,
+        device=options.device,
+    )
 
 
 def _add_plan_flags(flags: argparse.ArgumentParser) -> None:

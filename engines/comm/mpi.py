@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +19,7 @@ __all__ = ["MpiWorld"]
 
 # A rank that waits looks this often before it lets others run, and this often more before it sleeps, each time
 # a little longer: where ranks share cores, the one that is waited for needs the core.
-_EAGER, _YIELDING, _NAP_S, _REST_S = 20, 60, 5e-5, 2e-3
+_EAGER, _YIELDING, _NAP_S, _REST_S = 2, 100, 5e-5, 2e-3
 _BY_OTHERS = (MPI.ERR_REVOKED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 
 
@@ -45,7 +44,7 @@ class _Requests:
 
     def wait(self, nap_s: float = _NAP_S) -> None:
         looks = 0
-        with self.world.noticing():
+        with self.world:
             while not MPI.Request.Testall(self.requests):
                 looks += 1
                 if looks > _YIELDING:
@@ -71,7 +70,7 @@ class _Route:
     def __call__(self) -> Pending:
         for device_tensor, host_tensor in self.filled:
             host_tensor.copy_(device_tensor)
-        with self.world.noticing():
+        with self.world:
             if self.comm is not self.world.comm:  # the first call, or the first after a failure
                 self._connect(self.world.comm)
             MPI.Prequest.Startall(self.pending.requests)
@@ -84,7 +83,7 @@ class _Route:
 
 
 class MpiWorld:
-    """A communicator. After a failure `recover` makes a fresh one."""
+    """A communicator. After a failure `recover` makes a fresh one. `with world:` turns MPI's errors into ours."""
 
     def __init__(self, comm: MPI.Intracomm | None = None) -> None:
         self._adopt((comm or MPI.COMM_WORLD).Dup())
@@ -94,18 +93,19 @@ class MpiWorld:
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
 
-    @contextmanager
-    def noticing(self) -> Iterator[None]:
+    def __enter__(self) -> MpiWorld:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """MPI's errors as ours; whoever sees that another rank has failed tells the rest."""
-        try:
-            yield
-        except MPI.Exception as error:
-            released = self._others_failed(error)
-            self.fail()
-            said = error.Get_error_string()
-            if released:
-                raise ReleasedError(f"released: another rank has failed ({said})") from error
-            raise RankError(f"MPI failed ({said})") from error
+        if not isinstance(error, MPI.Exception):
+            return
+        released = self._others_failed(error)
+        self.fail()
+        said = error.Get_error_string()
+        if released:
+            raise ReleasedError(f"released: another rank has failed ({said})") from error
+        raise RankError(f"MPI failed ({said})") from error
 
     def _others_failed(self, error: MPI.Exception) -> bool:
         """Of several requests MPI says only that one has failed; the communicator knows why."""
@@ -115,7 +115,7 @@ class MpiWorld:
         """Start messages. CUDA tensors pass through the host."""
         incoming = [(message, _host(message.tensor)) for message in receives]
         outgoing = [(message, _host(message.tensor, filled=True)) for message in sends]
-        with self.noticing():
+        with self:
             requests = [self.comm.Irecv(_buffer(host), m.peer, m.tag) for m, host in incoming]
             requests += [self.comm.Isend(_buffer(host), m.peer, m.tag) for m, host in outgoing]
         staged = [(message.tensor, host) for message, host in incoming if host is not message.tensor]
@@ -128,12 +128,12 @@ class MpiWorld:
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, pickled."""
         self.rest()
-        with self.noticing():
+        with self:
             return self.comm.allgather(value)
 
     def rest(self) -> None:
         """Return when every rank is here; sleeps meanwhile."""
-        with self.noticing():
+        with self:
             barrier = self.comm.Ibarrier()
         _Requests([barrier], [], self).wait(nap_s=_REST_S)
 

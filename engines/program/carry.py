@@ -62,6 +62,7 @@ class Carrier:
         self._kept = (_index(exchange, kept, exchange.own), _index(exchange, kept, exchange.window)) if kept else None
         self._keeps_all = kept is not None and kept == exchange.own
         self._room: Tensor | None = None
+        self._middle: tuple[int, tuple[int, ...]] | None = None
         self._route = None if arena is None else self._routed(arena, world.prepare)
 
     @property
@@ -74,9 +75,11 @@ class Carrier:
 
         Handed to `there` as the source, its pixels need not be copied: the window is the memory around them.
         """
-        self._room = self._empty_window()
+        self._room = self._filled_window()
         # `.data` counts its changes apart: what borrowed pixels do to the window is no change of the source.
-        return self._room.data[self._kept[1]]
+        middle = self._room.data[self._kept[1]]
+        self._middle = middle.data_ptr(), middle.stride()
+        return middle
 
     def there(self, source: Tensor | None) -> tuple[Tensor | None, int]:
         """This rank's window (None where it wants none) and the bytes that it sent."""
@@ -113,12 +116,10 @@ class Carrier:
     def _begun(self, source: Tensor | None) -> Tensor:
         """The window but for what others send."""
         window, self._room = self._room, None
-        if window is None or source is None or not _same(window[self._kept[1]], source):
-            window = self._empty_window()
+        if window is None or source is None or (source.data_ptr(), source.stride()) != self._middle:
+            window = self._filled_window()
             if source is not None and self._kept:
                 window[self._kept[1]].copy_(source[self._kept[0]])
-        for index in self._outside:
-            window[index].fill_(self.exchange.fill)
         return window
 
     def _start_from_own(self, grad: Tensor | None, source: Tensor, alone: bool) -> None:
@@ -130,6 +131,13 @@ class Carrier:
             source.grad = torch.zeros_like(source)
         if self._kept:
             source.grad[self._kept[0]].add_(grad[self._kept[1]])
+
+    def _filled_window(self) -> Tensor:
+        """Memory for a window, with the fill where it lies outside the image."""
+        window = self._empty_window()
+        for index in self._outside:
+            window[index].fill_(self.exchange.fill)
+        return window
 
     def _empty_window(self) -> Tensor:
         shape, dtype = self.exchange.shape_of(self.exchange.window), getattr(torch, self.exchange.dtype)
@@ -190,11 +198,6 @@ def _shaped(flat: Tensor, shape: Sequence[int]) -> Tensor:
         return flat.view(shape)
     batch, channels, height, width = shape
     return flat.view(batch, height, width, channels).permute(0, 3, 1, 2)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same elements of the same memory."""
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
 def _index(exchange: Exchange, tile: Tile, frame: Tile) -> Index:

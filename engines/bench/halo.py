@@ -1,0 +1,214 @@
+"""Milliseconds and bytes of a halo exchange, there and back, against the same by hand in mpi4py.
+
+The exchange is the one that the compiler makes for a convolution, run by its `Carrier` as in a training.
+Measured in turn in each iteration, every time after a barrier:
+
+- `ms`: the exchange, of a tile that lies where its window will be, as a ReLU before a convolution leaves it;
+- `copied_ms`: of a tile that does not, as anything else leaves it: all its pixels are copied into a new window;
+- `by_hand_ms`: the borders copied into contiguous buffers, `RawMessages`, and the buffers copied (back: added) to
+  where they belong, in memory that never changes: no window is made, no pixel of the tile itself is moved;
+- `messages_ms`: the `RawMessages` alone, with the same bytes to the same peers, corners included.
+
+`ratio` is ms / by_hand_ms, `ratio_copied` copied_ms / by_hand_ms, `ratio_messages_only` ms / messages_ms, each
+of the sums over the ranks. `spread` is the distance of the quartiles of `ms`, divided by its median.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from engines.bench.halo_valid import pattern, valid
+from engines.comm.device import choose_device, memory_format, threads_of
+from engines.comm.world import World
+from engines.errors import PlanError
+from engines.layout import Layout, check_fits
+from engines.plan import Plan
+from engines.program.carry import Carrier, carriers
+from engines.program.compile import Compiler
+from engines.program.instructions import Compute, Exchange
+from engines.program.segment import Segment
+from engines.training import prepare
+
+if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
+    from engines.bench.halo_by_hand import ByHand
+    from engines.comm.mpi import MpiWorld
+
+__all__ = ["HaloCase", "bench_halo", "made"]
+
+Times = Mapping[str, Sequence[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HaloCase:
+    """An image of (N, C, H, W) on the plan's tiles, of which a convolution of 2 * `halo_px` + 1 reads."""
+
+    plan: Plan
+    image_shape: tuple[int, int, int, int]
+    out_channels: int
+    halo_px: int
+    device: str = "auto"
+
+    def check(self, ranks: int) -> None:
+        """Raises PlanError where there is nothing to exchange, or not as many ranks as tiles."""
+        check_fits(self.plan, ranks)
+        if ranks == 1:
+            raise PlanError("One tile has nobody to borrow from. Use num_spatial_parts=2 or more.")
+        height_px, width_px = self.image_shape[2:]
+        if self.halo_px > min(height_px, width_px):
+            raise PlanError(
+                f"A halo of {self.halo_px} pixels is wider than the image of {height_px}x{width_px}. "
+                f"Use --halo-len {min(height_px, width_px)} or less, or a larger --image-size."
+            )
+
+
+@dataclass(frozen=True)
+class Made:
+    """What one rank does: the exchange, and the convolution (with its weights) that reads the window."""
+
+    exchange: Exchange
+    convolution: Segment
+    carrier: Carrier
+    device: torch.device
+
+
+def made(case: HaloCase, world: World) -> Made:
+    """The exchange and the convolution of this rank, from the compiler. Raises PlanError."""
+    case.check(world.size)
+    kernel_px = 2 * case.halo_px + 1
+    model = nn.Conv2d(case.image_shape[1], case.out_channels, kernel_px, padding=case.halo_px)
+    recipe = prepare(model, case.plan, case.image_shape)
+    forward = Compiler(recipe.graph, case.plan, input_gradient=True).program(world.rank).forward
+    (exchange,) = (item for item in forward if isinstance(item, Exchange))
+    (op,) = (op for item in forward if isinstance(item, Compute) for op in item.ops if "conv2d" in op.kernel)
+    device = choose_device(case.device, world.rank)
+    dtype = getattr(torch, case.plan.precision)
+    weights = {
+        name: tensor.to(device, dtype, memory_format=memory_format(tensor.dim())).requires_grad_()
+        for name, tensor in recipe.state.items()
+    }
+    convolution = Segment(Compute("convolution", (op,), (exchange.target,), (op.out,), True), weights)
+    return Made(exchange, convolution, carriers([exchange], world, device)[exchange.name], device)
+
+
+def bench_halo(
+    world: MpiWorld, case: HaloCase, warmup: int, iterations: int, with_compute: bool = False, validate: bool = False
+) -> dict[str, object]:
+    """One line of what was measured; the same on every rank. Raises PlanError."""
+    from engines.bench.halo_by_hand import ByHand
+
+    own = made(case, world)
+    torch.set_num_threads(threads_of(Layout.of(case.plan), world.rank))
+    checked = {"valid": valid(world, own.exchange, own.carrier, own.device)} if validate else {}
+    works = _works(own, ByHand(world, own.exchange, own.device), with_compute)
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(warmup + iterations):
+        for name, prepare_work in works.items():
+            work = prepare_work()
+            world.comm.Barrier()
+            times[name].append(_seconds(work, own.device))
+            world.comm.Barrier()  # a rank that is done must not take the core of one that is not
+    told = {name: seconds[warmup:] for name, seconds in times.items()}
+    traffic = own.exchange.bytes_of(own.exchange.sends), len(own.exchange.sends)
+    return {**checked, **_line(case, world.gather((told, *traffic)), with_compute)}
+
+
+def _works(own: Made, by_hand: ByHand, with_compute: bool) -> dict[str, Callable[[], Callable[[], object]]]:
+    """What is measured, by name: each prepares itself, and returns what is to be timed."""
+    carrier, exchange = own.carrier, own.exchange
+    pixels = pattern(exchange, exchange.own, own.device)
+    grad = torch.ones_like(carrier.there(pixels)[0])
+
+    def there() -> Callable[[], object]:
+        tile = carrier.room().copy_(pixels)
+        return lambda: carrier.there(tile)
+
+    def back() -> Callable[[], object]:
+        source = pixels.detach()
+        return lambda: carrier.back(grad, source, alone=True)
+
+    works = {
+        "forward.ms": there,
+        "forward.by_hand_ms": lambda: by_hand.ready(pixels),
+        "forward.messages_ms": lambda: by_hand.messages_there,
+        "forward.copied_ms": lambda: lambda: carrier.there(pixels),
+        "backward.ms": back,
+        "backward.by_hand_ms": lambda: by_hand.back,
+        "backward.messages_ms": lambda: by_hand.messages_back,
+    }
+    return works | _compute(own, pixels) if with_compute else works
+
+
+def _compute(own: Made, pixels: Tensor) -> dict[str, Callable[[], Callable[[], object]]]:
+    """The convolution of the window, forward and backward."""
+    window = own.carrier.there(pixels)[0].requires_grad_()
+    made: list[Tensor] = []
+
+    def forward() -> Callable[[], object]:
+        made.clear()
+        return lambda: made.extend(own.convolution({own.exchange.target: window}))
+
+    def backward() -> Callable[[], object]:
+        grad = torch.ones_like(made[0])
+        return lambda: torch.autograd.backward(made, [grad])
+
+    return {"forward.convolution_ms": forward, "backward.convolution_ms": backward}
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start_s = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start_s
+
+
+def _line(case: HaloCase, ranks: Sequence[tuple[Times, int, int]], with_compute: bool) -> dict[str, object]:
+    ways = {way: _way(way, [times for times, _, _ in ranks]) for way in ("forward", "backward")}
+    both = {key: sum(sum(way[key]) for way in ways.values()) for key in ("ms", "by_hand_ms", "messages_ms")}
+    return {
+        "ranks": len(ranks),
+        "tiles": str(case.plan.grids[0]),
+        "image_shape": case.image_shape,
+        "halo_px": case.halo_px,
+        "dtype": case.plan.precision,
+        "bytes": [sent for _, sent, _ in ranks],
+        "messages": [count for _, _, count in ranks],
+        "ratio": _ratio(both["ms"], both["by_hand_ms"]),
+        "ratio_messages_only": _ratio(both["ms"], both["messages_ms"]),
+        **ways,
+    }
+
+
+def _way(way: str, ranks: Sequence[Times]) -> dict[str, object]:
+    """What all ranks measured going one way, each list in rank order."""
+    names = [name.split(".")[1] for name in ranks[0] if name.startswith(way)]
+    line: dict[str, object] = {
+        name: [round(statistics.median(times[f"{way}.{name}"]) * 1e3, 4) for times in ranks] for name in names
+    }
+    line["spread"] = [_spread(times[f"{way}.ms"]) for times in ranks]
+    total = {name: sum(line[name]) for name in names}
+    line["ratio"] = _ratio(total["ms"], total["by_hand_ms"])
+    line["ratio_messages_only"] = _ratio(total["ms"], total["messages_ms"])
+    if "copied_ms" in total:
+        line["ratio_copied"] = _ratio(total["copied_ms"], total["by_hand_ms"])
+    return line
+
+
+def _ratio(ours: float, theirs: float) -> float:
+    return round(ours / theirs, 3)
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    if len(seconds) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(seconds, n=4)
+    return round((high - low) / middle, 3)

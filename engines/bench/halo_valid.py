@@ -1,0 +1,79 @@
+"""Whether an exchange is right: its window against the whole image, and its way back against the adjoint.
+
+Pixels and gradients are whole numbers made from their coordinates, so any rank knows the whole image without
+holding it, nothing is rounded, and equality is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from engines.comm.device import memory_format
+from engines.comm.world import World
+from engines.program.carry import Carrier
+from engines.program.instructions import Exchange
+from engines.spatial.tiles import Tile
+
+__all__ = ["pattern", "valid"]
+
+_STEPS, _VALUES = (17, 31, 7919, 104_729), 1021  # primes: neighbouring pixels, channels and samples differ
+
+
+def pattern(exchange: Exchange, tile: Tile, device: torch.device, salt: int = 0) -> Tensor:
+    """The pixels of `tile`, which may reach outside the image: (N, C, h, w), whole numbers within 510 of 0."""
+    places = [range(exchange.shape[0]), range(exchange.shape[1])]
+    places += [range(span.start, span.stop) for span in (tile.rows, tile.cols)]
+    total = torch.tensor(salt * 127)
+    for axis, (step, place) in enumerate(zip(_STEPS, places, strict=True)):
+        total = total + (torch.tensor(place) * step).view(-1, *(1,) * (3 - axis))
+    values = total.remainder_(_VALUES).sub_(_VALUES // 2).to(device, getattr(torch, exchange.dtype))
+    return values.contiguous(memory_format=memory_format(4))
+
+
+def valid(world: World, exchange: Exchange, carrier: Carrier, device: torch.device) -> bool:
+    """Whether every rank got its window and its gradient to the bit, and <Fx, y> = <x, F*y>; collective."""
+    pixels = pattern(exchange, exchange.own, device)
+    grad = pattern(exchange, exchange.window, device, salt=1 + world.rank)
+    windows = world.gather(exchange.window)
+    copied = carrier.there(pixels)[0]
+    made_in_place = carrier.there(carrier.room().copy_(pixels))[0] if carrier.has_room else copied
+    source = pixels.clone()
+    carrier.back(grad.clone(memory_format=torch.preserve_format), source, alone=True)
+    expected = _window(exchange, device)
+    right = (
+        torch.equal(copied, expected)
+        and torch.equal(made_in_place, expected)
+        and torch.equal(source.grad, _home(exchange, dict(enumerate(windows)), device))
+    )
+    reports = world.gather((right, _dot(copied, grad), _dot(pixels, source.grad)))
+    return _all_agree(reports)
+
+
+def _all_agree(reports: Sequence[tuple[bool, float, float]]) -> bool:
+    there, back = (sum(report[side] for report in reports) for side in (1, 2))
+    return all(report[0] for report in reports) and there == back
+
+
+def _window(exchange: Exchange, device: torch.device) -> Tensor:
+    """The window cut out of the whole image, with the fill around it."""
+    inside = exchange.window & Tile.whole(*exchange.shape[-2:])
+    window = pattern(exchange, exchange.window, device).fill_(exchange.fill)
+    window[..., *inside.within(exchange.window)] = pattern(exchange, inside, device)
+    return window
+
+
+def _home(exchange: Exchange, windows: Mapping[int, Tile], device: torch.device) -> Tensor:
+    """The gradients of this rank's pixels, from all windows that show them."""
+    home = torch.zeros_like(pattern(exchange, exchange.own, device))
+    for rank, window in windows.items():
+        if seen := window & exchange.own:
+            home[..., *seen.within(exchange.own)] += pattern(exchange, seen, device, salt=1 + rank)
+    return home
+
+
+def _dot(one: Tensor, other: Tensor) -> float:
+    """Exact: the terms are whole numbers, and sums stay below 2 ** 53."""
+    return (one.double() * other.double()).sum().item()

@@ -1,0 +1,103 @@
+"""A value made where its window will be: the same numbers, and no copy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from engines.comm.loopback import LoopbackWorld, run_ranks
+from engines.plan import Plan
+from engines.program.carry import Carrier, carriers
+from engines.program.compile import Compiler
+from engines.program.instructions import Compute, Exchange
+from engines.program.room import find_rooms, roomy
+from engines.training import prepare
+from tests.exact import assert_exact, tiled, whole_numbers, with_whole_weights
+
+RANKS = 4
+
+
+class Net(nn.Module):
+    """A ReLU that one convolution reads, and one that a skip reads as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 5, padding=2)
+        self.third = nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x).relu()).relu()
+        return self.third(x) + x[:, :2]
+
+
+def ready(world: LoopbackWorld, net: nn.Module, recipe) -> tuple[list[Carrier], list[str]]:
+    program = Compiler(recipe.graph, recipe.plan).program(world.rank)
+    exchanges = [item for item in program.forward if isinstance(item, Exchange)]
+    found = carriers(exchanges, world, torch.device("cpu"))
+    rooms = find_rooms(program, found)
+    segments = [item for item in program.forward if isinstance(item, Compute)]
+    used = [op.out for item in segments for op in item.ops if roomy(item, op, rooms)]
+    return [found[item.name] for item in exchanges], used
+
+
+def on_ranks(work):
+    net = Net()
+    recipe = prepare(net, tiled("2x2"), (1, 3, 9, 10))
+    return run_ranks(RANKS, lambda world: work(*ready(world, net, recipe)))
+
+
+def test_only_a_value_that_the_exchange_alone_reads_gets_room():
+    assert on_ranks(lambda _, used: used) == [["relu"]] * RANKS
+
+
+def test_the_window_is_the_memory_around_the_value():
+    def work(found: list[Carrier], _: list[str]) -> bool:
+        carrier = found[1]
+        value = carrier.room().fill_(3.0)
+        before = value._version
+        window, _sent = carrier.there(value)
+        plain, _sent = carrier.there(value.clone())
+        same_memory = window.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+        return same_memory and torch.equal(window, plain) and value._version == before
+
+    assert on_ranks(work) == [True] * RANKS
+
+
+def test_a_room_serves_its_own_value_once():
+    """Another value, and the same one a second time, get windows of their own."""
+
+    def work(found: list[Carrier], _: list[str]) -> bool:
+        carrier = found[1]
+        value = carrier.room().fill_(3.0)
+        other = torch.full_like(value, 5.0)
+        windows = [carrier.there(tensor)[0] for tensor in (other, value, value)]
+        addresses = {window.untyped_storage().data_ptr() for window in windows}
+        return len(addresses) == 3 and value.untyped_storage().data_ptr() not in addresses and bool((value == 3).all())
+
+    assert on_ranks(work) == [True] * RANKS
+
+
+def test_the_net_is_exact():
+    for grid in ("2x2", "1x3", "3x1"):
+        assert_exact(with_whole_weights(Net()), whole_numbers(2, 3, 9, 10), tiled(grid))
+
+
+def test_relu_into_room_is_relu():
+    from engines.program.room import _ReluInto
+
+    x = torch.tensor([-1.0, -0.0, 0.0, 2.0, float("inf"), float("nan")]).view(1, 1, 2, 3)
+    frame = torch.zeros(1, 1, 4, 5)
+    ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+    made, plain = _ReluInto.apply(ours, lambda: frame.data[..., 1:3, 1:4]), theirs.relu()
+    grad = torch.arange(6.0).view(1, 1, 2, 3) + 1
+    made.backward(grad)
+    plain.backward(grad)
+    assert torch.equal(made.nan_to_num(-7.0), plain.nan_to_num(-7.0))
+    assert torch.equal(torch.signbit(made), torch.signbit(plain))
+    assert torch.equal(ours.grad, theirs.grad)
+    assert not frame[..., 0, :].any()
+
+
+def test_a_plan_of_one_rank_needs_no_room():
+    recipe = prepare(Net(), Plan(split_size=1, slice_method="1x1"), (1, 3, 9, 10))
+    assert run_ranks(1, lambda world: ready(world, Net(), recipe)[1]) == [[]]
