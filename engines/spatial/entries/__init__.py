@@ -9,7 +9,19 @@ from engines.spatial.entries import (
     products,
     reduction,
     reshaping,
+    sampling,
     shapes,
 )
 
-__all__ = ["axes", "convolution", "normalisation", "norms", "pooling", "products", "reduction", "reshaping", "shapes"]
+__all__ = [
+    "axes",
+    "convolution",
+    "normalisation",
+    "norms",
+    "pooling",
+    "products",
+    "reduction",
+    "reshaping",
+    "sampling",
+    "shapes",
+]

@@ -1,12 +1,10 @@
-"""Pools and nearest-neighbour upsampling: windows without weights."""
+"""Pools: windows without weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from engines.layer.graph import Node, Ref
+from engines.layer.graph import Node
 from engines.program.builder import Builder
 from engines.spatial.entries.convolution import folded, pair
 from engines.spatial.entries.reduction import mean_over_space
@@ -80,34 +78,3 @@ def adaptive_average_pool(b: Builder, node: Node) -> None:
 
 def _cells(size_px: int, count: int) -> list[tuple[int, int]]:
     return [(index * size_px // count, -(-(index + 1) * size_px // count)) for index in range(count)]
-
-
-@entry("aten.upsample_nearest2d.vec", images=("input",))
-def upsample_nearest(b: Builder, node: Node) -> None:
-    """Output i copies one input pixel; which one, ATen itself is asked."""
-    a = node.arguments
-    value = b.value(a["input"])
-    picks = _picks(value.size_px, _out_px(node), a["scale_factors"])
-    rules = [Reach(lambda i, p=p: p[i], lambda i, p=p: p[i]) for p in picks]
-    window = b.window(a["input"], _out_px(node), rules[0], rules[1])
-    out = b.tiles(_out_px(node))[b.rank]
-    rows, cols = (
-        tuple(pick - held.start for pick in axis[span.start : span.stop])
-        for axis, span, held in zip(picks, (out.rows, out.cols), (window.held.rows, window.held.cols), strict=True)
-    )
-    b.local(node.name, "tile.gather", Ref(window.name), rows, cols, like=node.spec, axes=(-2, -1))
-
-
-def _picks(size_px: tuple[int, int], out_px: tuple[int, int], scales: Sequence[float] | None) -> list[list[int]]:
-    """The input row of each output row and the input column of each output column."""
-    height, width = (_picked(size_px, out_px, scales, axis) for axis in (0, 1))
-    return [height, width]
-
-
-def _picked(size_px: Sequence[int], out_px: Sequence[int], scales: Sequence[float] | None, axis: int) -> list[int]:
-    """One axis, the other as short as can be: ATen only copies where neither changes its size."""
-    other = 1 if size_px[1 - axis] == out_px[1 - axis] else 2
-    ramp = torch.arange(size_px[axis], dtype=torch.float64)[None, None, :, None]
-    scale = scales[axis] if scales else None
-    picked = torch.ops.aten.upsample_nearest2d.default(ramp, [out_px[axis], other], scale, None)
-    return picked[0, 0, :, 0].int().tolist()  # type: ignore[no-any-return]

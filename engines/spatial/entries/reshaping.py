@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
+from engines.spatial.entries.sampling import mirrored_pad
 from engines.spatial.ops import as_it_is, axes_without, entry, no_rule, pointwise, spec_of, whole_axes
 from engines.spatial.windows import Shift, SlidingWindow
 
@@ -16,7 +17,8 @@ def pad(b: Builder, node: Node) -> None:
     a = node.arguments
     before = list(a["pad"]) + [0] * (4 - len(a["pad"]))
     if a.get("mode", "constant") != "constant":
-        raise no_rule(node, f"pads with mode={a.get('mode')!r} by {tuple(a['pad'])}, for which there is no rule")
+        mirrored_pad(b, node)
+        return
     out_px = (node.spec.shape[-2], node.spec.shape[-1])
     fill = float(a.get("value") or 0.0)
     x = b.padded(b.window(a["self"], out_px, Shift(-before[2]), Shift(-before[0]), fill))
