@@ -15,6 +15,7 @@ from engines.errors import PlanError
 from engines.program.carry import carry_back, carry_there
 from engines.program.instructions import (
     DEVICE,
+    SEED,
     Agree,
     AllReduce,
     Compute,
@@ -28,6 +29,7 @@ from engines.program.instructions import (
 from engines.program.segment import Segment
 from engines.program.timeline import Event
 from engines.program.update import sum_gradients, update_buffers
+from engines.spatial.draws import step_seed
 
 __all__ = ["Worker"]
 
@@ -47,14 +49,16 @@ class Worker:
         buffers: Mapping[str, Tensor],
         optimiser: torch.optim.Optimizer | None = None,
         device: torch.device | None = None,
+        seed: int = 0,
     ) -> None:
         self.program, self.world = program, world
         self.weights, self.buffers, self.optimiser = weights, buffers, optimiser
         self.device = device or torch.device("cpu")
         self.events: list[Event] = []
-        owned = {**weights, **buffers, DEVICE.name: self.device}
+        self.seed, self.steps_begun = seed, -1
+        self._owned: dict[str, Any] = {**weights, **buffers, DEVICE.name: self.device}
         self._segments = {
-            step.instruction.name: Segment(step.instruction, owned)
+            step.instruction.name: Segment(step.instruction, self._owned)
             for step in program.steps
             if isinstance(step.instruction, Compute)
         }
@@ -67,6 +71,8 @@ class Worker:
     def restart(self, inputs: Mapping[str, Tensor]) -> None:
         """Go to the start of a training step with this rank's part of the inputs."""
         self.position = 0
+        self.steps_begun += 1
+        self._owned[SEED.name] = step_seed(self.seed, self.steps_begun)
         self.events = []
         self._values: dict[str, Tensor] = dict(inputs)
         self._leaves: dict[str, Tensor] = dict(inputs)

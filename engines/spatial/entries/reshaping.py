@@ -92,14 +92,6 @@ def leaky_by_channel(b: Builder, node: Node) -> None:
     as_it_is(b, node, b.value(source).axes)
 
 
-@entry("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default", everywhere=True)
-def dropout(b: Builder, node: Node) -> None:
-    """Nothing where it is switched off. Masks that do not depend on the tiles are still to come."""
-    if node.arguments["train"] and node.arguments["p"] > 0 and len(b.stage.ranks) > 1:
-        raise no_rule(node, "draws random numbers, which the tiles of a stage do not share")
-    as_it_is(b, node, b.value(node.arguments["input"]).axes)
-
-
 @entry("aten.permute.default")
 def reorder(b: Builder, node: Node) -> None:
     """The spatial axes move with the others."""

@@ -103,16 +103,20 @@ def upsample(b: Builder, node: Node) -> None:
 
 
 def _upsampled(node: Node, size_px: tuple[int, int], axis: int) -> Taps:
-    """One axis, the other as short as can be: ATen only copies where neither changes its size."""
+    """One axis. The other one changes its size only where that of the image does: ATen copies where neither changes.
+
+    It is of two pixels, because antialiasing is wrong in ATen (2.13, on a CPU) where it stays one.
+    """
     name, a = node.operator.removesuffix(".vec"), node.arguments
     out_px = node.spec.shape[-2:]
-    other = 1 if size_px[1 - axis] == out_px[1 - axis] else 2
+    other = 2 if size_px[1 - axis] == out_px[1 - axis] else 4
     scales = (a["scale_factors"][axis] if a["scale_factors"] else None, None)
     aligned = [a["align_corners"]] if "align_corners" in a else []
 
     def resample(rows: Tensor) -> Tensor:
         run = operator_of(f"{name}.default")
-        return run(rows[None, :, :, None], [out_px[axis], other], *aligned, *scales)[0, :, :, 0]  # type: ignore[no-any-return]
+        two = rows[None, :, :, None].expand(-1, -1, -1, 2).contiguous()
+        return run(two, [out_px[axis], other], *aligned, *scales)[0, :, :, 0]  # type: ignore[no-any-return]
 
     return taps(size_px[axis], resample, _REACH_PX[name] * math.ceil(max(1.0, size_px[axis] / out_px[axis])))
 
