@@ -3,6 +3,7 @@
 from engines.spatial.entries import (
     axes,
     convolution,
+    extremes,
     normalisation,
     norms,
     pooling,
@@ -17,6 +18,7 @@ from engines.spatial.entries import (
 __all__ = [
     "axes",
     "convolution",
+    "extremes",
     "normalisation",
     "norms",
     "pooling",

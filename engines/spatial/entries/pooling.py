@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from engines.layer.graph import Node
+from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
 from engines.spatial.entries.convolution import folded, pair
 from engines.spatial.entries.reduction import mean_over_space
 from engines.spatial.ops import as_it_is, entry
 from engines.spatial.tiles import Span
 from engines.spatial.windows import Reach, SlidingWindow
+
+__all__ = ["Cells", "cells_of"]
 
 
 def _out_px(node: Node) -> tuple[int, int]:
@@ -62,18 +64,26 @@ def adaptive_average_pool(b: Builder, node: Node) -> None:
     if _out_px(node) == (1, 1):
         mean_over_space(b, node, node.arguments["self"], [-2, -1], keepdim=True)
         return
-    value = b.value(node.arguments["self"])
-    cells = [_cells(size, count) for size, count in zip(value.size_px, _out_px(node), strict=True)]
+    x, rows, cols = cells_of(b, node.arguments["self"], _out_px(node))
+    b.local(node.name, "tile.adaptive_average", x, rows, cols, like=node.spec, axes=(-2, -1))
+
+
+Cells = tuple[tuple[int, int], ...]
+
+
+def cells_of(b: Builder, ref: Ref, out_px: tuple[int, int]) -> tuple[Ref, Cells, Cells]:
+    """The window that this tile's cells of an adaptive pool read, and (start, stop) of each cell in it."""
+    cells = [_cells(size, count) for size, count in zip(b.value(ref).size_px, out_px, strict=True)]
     rules = [Reach(lambda i, c=c: c[i][0], lambda i, c=c: c[i][1] - 1) for c in cells]
-    window = b.window(node.arguments["self"], _out_px(node), rules[0], rules[1])
-    x, out = b.padded(window), b.tiles(_out_px(node))[b.rank]
+    window = b.window(ref, out_px, rules[0], rules[1])
+    x, out = b.padded(window), b.tiles(out_px)[b.rank]
     rows, cols = (
         tuple((start - wanted.start, stop - wanted.start) for start, stop in axis[span.start : span.stop])
         for axis, span, wanted in zip(
             cells, (out.rows, out.cols), (window.wanted.rows, window.wanted.cols), strict=True
         )
     )
-    b.local(node.name, "tile.adaptive_average", x, rows, cols, like=node.spec, axes=(-2, -1))
+    return x, rows, cols
 
 
 def _cells(size_px: int, count: int) -> list[tuple[int, int]]:
