@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from engines.layer.answers import prediction_of
 from engines.layer.trace import MODEL
+from engines.spatial.draws import SameDraws
 from engines.training import Loss, Optimiser
 
 __all__ = ["Comparison", "OneProcess", "Record", "compare", "one_process"]
@@ -31,9 +33,16 @@ class Record:
 
 
 class OneProcess:
-    """A copy of the plain model, trained as anyone would in one process. The model given is not changed."""
+    """A copy of the plain model, trained as anyone would in one process. The model given is not changed.
 
-    def __init__(self, model: nn.Module, loss: Loss, optimiser: Optimiser, dtype: torch.dtype = torch.float32) -> None:
+    With a `seed` it draws the random numbers that ranks draw with that seed.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, optimiser: Optimiser, dtype: torch.dtype = torch.float32,
+        seed: int | None = None,
+    ) -> None:  # fmt: skip
+        self.seed, self.steps = seed, 0
         self.model, self.dtype = copy.deepcopy(model).to(dtype), dtype
         self.loss = copy.deepcopy(loss).to(dtype) if isinstance(loss, nn.Module) else loss
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -42,8 +51,10 @@ class OneProcess:
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """One training step; the loss before it."""
         self.model.zero_grad()
-        answer = self.model(batch["images"].to(self.dtype))
-        value = self.loss(prediction_of(answer), batch["labels"])
+        self.steps += 1
+        with nullcontext() if self.seed is None else SameDraws(self.seed, self.steps):
+            answer = self.model(batch["images"].to(self.dtype))
+            value = self.loss(prediction_of(answer), batch["labels"])
         if self.optimiser:
             value.backward()
             self.optimiser.step()
@@ -56,10 +67,11 @@ class OneProcess:
 
 
 def one_process(
-    model: nn.Module, loss: Loss, optimiser: Optimiser, batches: Iterable[Mapping[str, Tensor]], dtype: torch.dtype
-) -> Record:
+    model: nn.Module, loss: Loss, optimiser: Optimiser, batches: Iterable[Mapping[str, Tensor]], dtype: torch.dtype,
+    seed: int | None = None,
+) -> Record:  # fmt: skip
     """What one process does with these batches."""
-    alone = OneProcess(model, loss, optimiser, dtype)
+    alone = OneProcess(model, loss, optimiser, dtype, seed)
     losses, gradients = zip(*((alone.step(batch), alone.gradients) for batch in batches), strict=True)
     weights = {name: p.detach() for name, p in alone.model.named_parameters()}
     return Record(losses, gradients, weights, dict(alone.model.named_buffers()))

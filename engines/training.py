@@ -21,6 +21,7 @@ from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
 from engines.program.timeline import Event
 from engines.program.worker import Worker
+from engines.spatial.draws import has_draws
 
 __all__ = ["Loss", "Optimiser", "RankTraining", "Recipe", "StepReport", "label_spec", "prepare", "sgd"]
 
@@ -42,6 +43,12 @@ class Recipe:
     optimiser: Optimiser
     state: Mapping[str, Tensor]
     device: str = "auto"
+    seed: int = 0
+
+    @property
+    def draws(self) -> int | None:
+        """The seed, where the model draws random numbers."""
+        return self.seed if has_draws(self.graph) else None
 
 
 def prepare(
@@ -57,7 +64,7 @@ def prepare(
 
     `image_shape` is (N, C, H, W). Without `loss` it is cross-entropy, without `labels` they are class
     numbers: (N,) for a classifier, (N, H, W) where the model answers for each pixel.
-    Raises TraceError, PlanError or ImageError.
+    What the model draws follows from `torch.manual_seed`. Raises TraceError, PlanError or ImageError.
     """
     if len(image_shape) != 4 or any(size < 1 for size in image_shape):
         raise ImageError(f"image_shape={tuple(image_shape)} must be (N, C, H, W), four positive numbers.")
@@ -67,7 +74,7 @@ def prepare(
     graph = trace(model, loss, images, labels or usual)
     compile_plan(graph, plan)
     _check_optimiser(optimiser)
-    return Recipe(graph, plan, optimiser, _state(model, loss, graph), device)
+    return Recipe(graph, plan, optimiser, _state(model, loss, graph), device, torch.initial_seed())
 
 
 def _check_optimiser(optimiser: Optimiser) -> None:
@@ -119,7 +126,7 @@ class RankTraining:
         self.buffers = {name: self._own(recipe.state[name]) for name in program.buffers}
         trained = [w.requires_grad_() for name, w in self.weights.items() if name in recipe.graph.trainable]
         optimiser = recipe.optimiser(trained) if trained else None
-        self.worker = Worker(program, world, self.weights, self.buffers, optimiser, self.device)
+        self.worker = Worker(program, world, self.weights, self.buffers, optimiser, self.device, recipe.seed)
 
     def _own(self, tensor: Tensor) -> Tensor:
         """A copy on this rank's device, in the precision and memory format that it computes with."""

@@ -120,7 +120,7 @@ class Training:
             for program in self.programs
         ]
         records = self.cluster.call(_record, per_rank=work)
-        oracle = one_process(self.model, self.loss, recipe.optimiser, whole, torch.float64)
+        oracle = one_process(self.model, self.loss, recipe.optimiser, whole, torch.float64, recipe.draws)
         return verdict(compare(oracle, records), recipe, self.plan.ranks, time.perf_counter() - start_s)
 
     def timeline(self) -> Timeline:

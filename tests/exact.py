@@ -16,6 +16,7 @@ from engines.layer.trace import MODEL
 from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.worker import Worker
+from engines.spatial.draws import SameDraws
 from engines.spatial.tiles import Tile
 from engines.training import Loss, cut_inputs, prepare
 
@@ -81,15 +82,14 @@ def assert_exact(
 ) -> None:  # fmt: skip
     """Output, loss, gradients of image and weights, and buffers of every rank are those of one process."""
     oracle, pixels = copy.deepcopy(model), images.clone().requires_grad_()
-    torch.manual_seed(0)
-    prediction = prediction_of(oracle(pixels))
-    output = next(iter(tensors_of(prediction).values()))
-    labels = whole_numbers(*output.shape, seed=1) if labels is None else labels
-    value = loss(prediction, labels)
+    with SameDraws(seed=0):
+        prediction = prediction_of(oracle(pixels))
+        output = next(iter(tensors_of(prediction).values()))
+        labels = whole_numbers(*output.shape, seed=1) if labels is None else labels
+        value = loss(prediction, labels)
     value.backward()
     owned = {f"{MODEL}{name}": tensor for name, tensor in oracle.state_dict(keep_vars=True).items()}
     start = ready(model, images, labels, plan, loss)
-    torch.manual_seed(0)
     for rank, worker in enumerate(run_ranks(plan.ranks, lambda world: finish(start(world)))):
         program, whose = worker.program, f"rank {rank} of {plan.summary}"
         if "images" in program.feeds:

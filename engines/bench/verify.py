@@ -54,7 +54,7 @@ def verify(world: World, recipe: Recipe, model: nn.Module, loss: Loss, seed: int
     records = world.gather(rank_record(training, map(training.cut, whole)))
     answer = None
     if world.rank == 0:
-        oracle = one_process(model, loss, recipe.optimiser, whole, getattr(torch, recipe.plan.precision))
+        oracle = one_process(model, loss, recipe.optimiser, whole, getattr(torch, recipe.plan.precision), recipe.draws)
         answer = verdict(compare(oracle, records), recipe, world.size, time.perf_counter() - start_s)
     return world.gather(answer)[0]  # type: ignore[no-any-return]
 

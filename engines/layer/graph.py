@@ -12,7 +12,13 @@ __all__ = ["MODEL", "WITHOUT_GRADIENT", "ModelGraph", "Node", "Ref", "TensorSpec
 MODEL = "model."
 """What the names of the model's own weights and buffers begin with; those of the loss do not."""
 
-WITHOUT_GRADIENT = frozenset({"aten.detach.default", "aten.zeros_like.default", "aten.ones_like.default"})
+WITHOUT_GRADIENT = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        "detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
+        "new_empty", "new_zeros", "new_ones", "new_full",
+    )
+)  # fmt: skip
 """Operators whose result does not lead back to their arguments."""
 
 _ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}

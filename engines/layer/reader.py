@@ -18,6 +18,13 @@ from engines.layer.graph import MODEL, ModelGraph, Node, Ref, TensorSpec, behind
 
 __all__ = ["Reader", "spec_of"]
 
+_RENAMED = {  # in-place operators whose out-of-place form has another name
+    "bernoulli_.float": "bernoulli.p",
+    "bernoulli_.Tensor": "bernoulli.Tensor",
+    "normal_.default": "normal_functional.default",
+    "fill_.Scalar": "full_like.default",
+    "zero_.default": "zeros_like.default",
+}
 _CHECKS = ("_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
 _OURS = ("/torch/", str(Path(__file__).parent))
 
@@ -177,7 +184,10 @@ def spec_of(value: Tensor) -> TensorSpec:
 
 def _out_of_place(target: Any, node: fx.Node) -> Any:
     """`relu_` -> `relu`."""
-    packet, overload = str(target).removeprefix("aten.").split(".")
+    if (name := str(target).removeprefix("aten.")) in _RENAMED:
+        packet, overload = _RENAMED[name].split(".")
+        return getattr(getattr(torch.ops.aten, packet), overload)
+    packet, overload = name.split(".")
     plain = getattr(torch.ops.aten, packet.removesuffix("_"), None) if packet.endswith("_") else None
     if plain is None or not hasattr(plain, overload):
         raise TraceError(f"{target} in {_source(node)} writes to its input and has no out-of-place form. Replace it.")

@@ -17,6 +17,7 @@ from engines.spatial.tiles import Tile
 
 __all__ = [
     "DEVICE",
+    "SEED",
     "Agree",
     "AllReduce",
     "Compute",
@@ -34,6 +35,9 @@ __all__ = [
 
 DEVICE = Ref("@device")
 """Where a rank has its tensors, as an argument of a kernel; each rank puts its own."""
+
+SEED = Ref("@seed")
+"""What random numbers follow from, likewise: the same number on every rank, another one for each training step."""
 
 
 class Phase(Enum):

@@ -15,6 +15,7 @@ from engines.errors import PlanError
 from engines.program.carry import carriers
 from engines.program.instructions import (
     DEVICE,
+    SEED,
     Agree,
     AllReduce,
     Compute,
@@ -29,6 +30,7 @@ from engines.program.room import find_rooms
 from engines.program.segment import Segment
 from engines.program.timeline import Event
 from engines.program.update import sum_gradients, update_buffers
+from engines.spatial.draws import step_seed
 
 __all__ = ["Worker"]
 
@@ -48,17 +50,19 @@ class Worker:
         buffers: Mapping[str, Tensor],
         optimiser: torch.optim.Optimizer | None = None,
         device: torch.device | None = None,
+        seed: int = 0,
     ) -> None:
         self.program, self.world = program, world
         self.weights, self.buffers, self.optimiser = weights, buffers, optimiser
         self.device = device or torch.device("cpu")
         self.events: list[Event] = []
+        self.seed, self.steps_begun = seed, -1
         exchanges = [step.instruction for step in program.steps if isinstance(step.instruction, Exchange)]
         self._carriers = carriers(exchanges, world, self.device)
         rooms = find_rooms(program, self._carriers)
-        owned = {**weights, **buffers, DEVICE.name: self.device}
+        self._owned: dict[str, Any] = {**weights, **buffers, DEVICE.name: self.device}
         self._segments = {
-            step.instruction.name: Segment(step.instruction, owned, rooms)
+            step.instruction.name: Segment(step.instruction, self._owned, rooms)
             for step in program.steps
             if isinstance(step.instruction, Compute)
         }
@@ -71,6 +75,8 @@ class Worker:
     def restart(self, inputs: Mapping[str, Tensor]) -> None:
         """Go to the start of a training step with this rank's part of the inputs."""
         self.position = 0
+        self.steps_begun += 1
+        self._owned[SEED.name] = step_seed(self.seed, self.steps_begun)
         self.events = []
         self._values: dict[str, Tensor] = dict(inputs)
         self._leaves: dict[str, Tensor] = dict(inputs)

@@ -185,12 +185,6 @@ def _transposed(
     return cut if bias is None else cut + _per_channel(bias, cut)
 
 
-def _gather(x: Tensor, rows: tuple[int, ...], cols: tuple[int, ...]) -> Tensor:
-    """Rows and columns picked by their position in the window."""
-    picked = x.index_select(-2, torch.tensor(rows, device=x.device))
-    return picked.index_select(-1, torch.tensor(cols, device=x.device))
-
-
 def _cross_entropy_sums(
     x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float
 ) -> Tensor:
@@ -226,7 +220,6 @@ _KERNELS |= {
     "tile.pad": _pad,
     "tile.adaptive_average": _adaptive_average,
     "tile.conv_transpose": _transposed,
-    "tile.gather": _gather,
     "tile.cross_entropy_sums": _cross_entropy_sums,
     "tile.ratio": _ratio,
     "tile.first": lambda sums: sums[0],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engines.spatial.tiles import Span, Tile
 
-__all__ = ["Reach", "Shift", "SlidingWindow", "SpanRule", "TransposedWindow", "halo_widths", "window"]
+__all__ = ["Picks", "Reach", "Shift", "SlidingWindow", "SpanRule", "TransposedWindow", "halo_widths", "window"]
 
 SpanRule = Callable[[Span], Span]
 """Output pixels along one axis -> the input pixels that they read, the image's outside included."""
@@ -71,6 +71,21 @@ class Reach:
 
     def __call__(self, out: Span) -> Span:
         return Span(self.first(out.start), self.last(out.stop - 1) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Picks:
+    """Anything at all: output i reads the inputs `table[i]`, in any order."""
+
+    table: tuple[tuple[int, ...], ...]
+
+    def __call__(self, out: Span) -> Span:
+        """
+        >>> Picks(((1,), (0,), (1, 2)))(Span(0, 2))
+        Span(start=0, stop=2)
+        """
+        reads = [index for row in self.table[out.start : out.stop] for index in row]
+        return Span(min(reads), max(reads) + 1)
 
 
 def window(out: Tile, rows: SpanRule, cols: SpanRule) -> Tile:

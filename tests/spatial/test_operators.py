@@ -153,25 +153,6 @@ def test_global_average_pool_and_a_classifier(case: tuple[Grid, Pair], seed: int
 # ---- pixels that move
 
 
-@trials(25)
-@given(case=images_on_grids(), scale=st.tuples(*[st.integers(1, 4)] * 2), seed=seeds)
-def test_nearest_upsample_by_whole_numbers(case: tuple[Grid, Pair], scale: Pair, seed: int):
-    grid, size_px = case
-    check(nn.Upsample(scale_factor=scale), whole_numbers(2, 2, *size_px, seed=seed), grid)
-
-
-@trials(40)
-@given(case=images_on_grids(), scale=st.tuples(*[st.floats(0.5, 3.5)] * 2), seed=seeds, data=st.data())
-def test_nearest_upsample_by_fractions(
-    case: tuple[Grid, Pair], scale: tuple[float, float], seed: int, data: st.DataObject
-):
-    grid, size_px = case
-    out_px = tuple(math.floor(size * factor) for size, factor in zip(size_px, scale, strict=True))
-    assume(out_px[0] >= grid.rows and out_px[1] >= grid.cols)
-    how = data.draw(st.sampled_from([{"size": out_px}, {"scale_factor": scale}]))
-    check(nn.Upsample(**how), whole_numbers(1, 2, *size_px, seed=seed), grid)
-
-
 @trials(60)
 @given(case=images_on_grids(), pads=st.tuples(*[st.integers(-3, 5)] * 4), value=st.integers(-2, 2), seed=seeds)
 @example(case=(Grid(3, 1), (3, 1)), pads=(0, 0, 0, 3), value=2, seed=0)

@@ -3,13 +3,29 @@
 from engines.spatial.entries import (
     axes,
     convolution,
+    extremes,
     normalisation,
     norms,
     pooling,
     products,
+    random,
     reduction,
     reshaping,
+    sampling,
     shapes,
 )
 
-__all__ = ["axes", "convolution", "normalisation", "norms", "pooling", "products", "reduction", "reshaping", "shapes"]
+__all__ = [
+    "axes",
+    "convolution",
+    "extremes",
+    "normalisation",
+    "norms",
+    "pooling",
+    "products",
+    "random",
+    "reduction",
+    "reshaping",
+    "sampling",
+    "shapes",
+]

@@ -150,3 +150,13 @@ def pick_channels(b: Builder, node: Node) -> None:
 def _is_list(b: Builder, ref: Any) -> bool:
     spec = spec_of(b, ref.name)
     return not b.is_tiled(ref) and len(spec.shape) == 1 and spec.dtype != "bool"
+
+
+@entry("aten.avg_pool3d.default", "aten.max_pool3d.default", images=("self",))
+def pool_of_channels(b: Builder, node: Node) -> None:
+    """A pool along the axis before rows and columns, as local response norm has it."""
+    a = node.arguments
+    settings = [a["kernel_size"], a["stride"] or (1, 1, 1), a.get("dilation", (1, 1, 1))]
+    if any(tuple(setting)[-2:] != (1, 1) for setting in settings) or any(tuple(a["padding"])[-2:]):
+        raise no_rule(node, "pools three axes, for which there is no rule")
+    as_it_is(b, node, (-2, -1))

@@ -1,8 +1,6 @@
-"""Pools and nearest-neighbour upsampling: windows without weights."""
+"""Pools: windows without weights."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
@@ -13,6 +11,8 @@ from engines.spatial.entries.reduction import mean_over_space
 from engines.spatial.ops import as_it_is, entry
 from engines.spatial.tiles import Span
 from engines.spatial.windows import Reach, SlidingWindow
+
+__all__ = ["Cells", "cells_of"]
 
 
 def _out_px(node: Node) -> tuple[int, int]:
@@ -64,50 +64,27 @@ def adaptive_average_pool(b: Builder, node: Node) -> None:
     if _out_px(node) == (1, 1):
         mean_over_space(b, node, node.arguments["self"], [-2, -1], keepdim=True)
         return
-    value = b.value(node.arguments["self"])
-    cells = [_cells(size, count) for size, count in zip(value.size_px, _out_px(node), strict=True)]
+    x, rows, cols = cells_of(b, node.arguments["self"], _out_px(node))
+    b.local(node.name, "tile.adaptive_average", x, rows, cols, like=node.spec, axes=(-2, -1))
+
+
+Cells = tuple[tuple[int, int], ...]
+
+
+def cells_of(b: Builder, ref: Ref, out_px: tuple[int, int]) -> tuple[Ref, Cells, Cells]:
+    """The window that this tile's cells of an adaptive pool read, and (start, stop) of each cell in it."""
+    cells = [_cells(size, count) for size, count in zip(b.value(ref).size_px, out_px, strict=True)]
     rules = [Reach(lambda i, c=c: c[i][0], lambda i, c=c: c[i][1] - 1) for c in cells]
-    window = b.window(node.arguments["self"], _out_px(node), rules[0], rules[1])
-    x, out = b.padded(window), b.outputs(_out_px(node))[b.rank]
+    window = b.window(ref, out_px, rules[0], rules[1])
+    x, out = b.padded(window), b.outputs(out_px)[b.rank]
     rows, cols = (
         tuple((start - wanted.start, stop - wanted.start) for start, stop in axis[span.start : span.stop])
         for axis, span, wanted in zip(
             cells, (out.rows, out.cols), (window.wanted.rows, window.wanted.cols), strict=True
         )
     )
-    b.local(node.name, "tile.adaptive_average", x, rows, cols, like=node.spec, axes=(-2, -1))
+    return x, rows, cols
 
 
 def _cells(size_px: int, count: int) -> list[tuple[int, int]]:
     return [(index * size_px // count, -(-(index + 1) * size_px // count)) for index in range(count)]
-
-
-@entry("aten.upsample_nearest2d.vec", images=("input",))
-def upsample_nearest(b: Builder, node: Node) -> None:
-    """Output i copies one input pixel; which one, ATen itself is asked."""
-    a = node.arguments
-    value = b.value(a["input"])
-    picks = _picks(value.size_px, _out_px(node), a["scale_factors"])
-    rules = [Reach(lambda i, p=p: p[i], lambda i, p=p: p[i]) for p in picks]
-    window = b.window(a["input"], _out_px(node), rules[0], rules[1])
-    out = b.outputs(_out_px(node))[b.rank]
-    rows, cols = (
-        tuple(pick - held.start for pick in axis[span.start : span.stop])
-        for axis, span, held in zip(picks, (out.rows, out.cols), (window.held.rows, window.held.cols), strict=True)
-    )
-    b.local(node.name, "tile.gather", Ref(window.name), rows, cols, like=node.spec, axes=(-2, -1))
-
-
-def _picks(size_px: tuple[int, int], out_px: tuple[int, int], scales: Sequence[float] | None) -> list[list[int]]:
-    """The input row of each output row and the input column of each output column."""
-    height, width = (_picked(size_px, out_px, scales, axis) for axis in (0, 1))
-    return [height, width]
-
-
-def _picked(size_px: Sequence[int], out_px: Sequence[int], scales: Sequence[float] | None, axis: int) -> list[int]:
-    """One axis, the other as short as can be: ATen only copies where neither changes its size."""
-    other = 1 if size_px[1 - axis] == out_px[1 - axis] else 2
-    ramp = torch.arange(size_px[axis], dtype=torch.float64)[None, None, :, None]
-    scale = scales[axis] if scales else None
-    picked = torch.ops.aten.upsample_nearest2d.default(ramp, [out_px[axis], other], scale, None)
-    return picked[0, 0, :, 0].int().tolist()  # type: ignore[no-any-return]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
+from engines.spatial.entries.sampling import mirrored_pad
 from engines.spatial.ops import as_it_is, axes_without, entry, no_rule, pointwise, spec_of, whole_axes
 from engines.spatial.windows import Shift, SlidingWindow
 
@@ -16,7 +17,8 @@ def pad(b: Builder, node: Node) -> None:
     a = node.arguments
     before = list(a["pad"]) + [0] * (4 - len(a["pad"]))
     if a.get("mode", "constant") != "constant":
-        raise no_rule(node, f"pads with mode={a.get('mode')!r} by {tuple(a['pad'])}, for which there is no rule")
+        mirrored_pad(b, node)
+        return
     out_px = (node.spec.shape[-2], node.spec.shape[-1])
     fill = float(a.get("value") or 0.0)
     x = b.padded(b.window(a["self"], out_px, Shift(-before[2]), Shift(-before[0]), fill))
@@ -90,14 +92,6 @@ def leaky_by_channel(b: Builder, node: Node) -> None:
     if spec_of(b, node.arguments["weight"].name).numel > 1:
         _check_not_spatial(b, node, source, 1)
     as_it_is(b, node, b.value(source).axes)
-
-
-@entry("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default", everywhere=True)
-def dropout(b: Builder, node: Node) -> None:
-    """Nothing where it is switched off. Masks that do not depend on the tiles are still to come."""
-    if node.arguments["train"] and node.arguments["p"] > 0 and len(b.stage.ranks) > 1:
-        raise no_rule(node, "draws random numbers, which the tiles of a stage do not share")
-    as_it_is(b, node, b.value(node.arguments["input"]).axes)
 
 
 @entry("aten.permute.default")

@@ -1,0 +1,188 @@
+"""Random numbers by place: a function of the step, the draw and the whole-image position, whoever asks.
+
+So the mask of a dropout is the same however an image is cut, and a stage may compute it anew. The
+generator is SplitMix64 (Steele, Lea and Flood, 2014, "Fast splittable pseudorandom number generators", OOPSLA,
+figure 17), whose state after i steps is known without taking them: position i of a tensor gets the i-th number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engines.layer.graph import ModelGraph, Node
+from engines.spatial.kernels import local_kernel
+
+__all__ = ["SETTINGS", "SameDraws", "draw_number", "draws", "has_draws", "step_seed"]
+
+Place = Sequence[tuple[int, int, int]]
+"""For each axis of a tensor: its whole size, and the start and stop of the part that is here."""
+
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_WORD = 1 << 64
+
+
+def _signed(word: int) -> int:
+    word %= _WORD
+    return word - _WORD if word >= _WORD >> 1 else word
+
+
+def _mixed(word: int) -> int:
+    """SplitMix64's finaliser, which is Stafford's 13th variant of MurmurHash3's.
+
+    >>> hex(_mixed(0x9E3779B97F4A7C15))
+    '0xe220a8397b1dcdaf'
+    """
+    word = ((word ^ (word >> 30)) * _FIRST) % _WORD
+    word = ((word ^ (word >> 27)) * _SECOND) % _WORD
+    return word ^ (word >> 31)
+
+
+def step_seed(seed: int, step: int) -> int:
+    """The seed of one training step."""
+    return _mixed((_mixed(seed % _WORD) + step * _GOLDEN) % _WORD)
+
+
+def _shifted(word: Tensor, by: int) -> Tensor:
+    """Right by so many bits, zeros coming in: int64 keeps its sign."""
+    return (word >> by).bitwise_and_((1 << (64 - by)) - 1)
+
+
+def uniform(seed: int, draw: int, place: Place, device: torch.device) -> Tensor:
+    """Numbers of [0, 1) in float64, multiples of 2 ** -53."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for size, start, stop in place:
+        index = index[..., None] * size + torch.arange(start, stop, device=device)
+    word = index.add_(1).mul_(_signed(_GOLDEN)).add_(_signed(step_seed(seed, draw)))
+    word = word.bitwise_xor_(_shifted(word, 30)).mul_(_signed(_FIRST))
+    word = word.bitwise_xor_(_shifted(word, 27)).mul_(_signed(_SECOND))
+    word = word.bitwise_xor_(_shifted(word, 31))
+    return _shifted(word, 11).double().mul_(2.0**-53)
+
+
+Draw = Callable[[], Tensor]
+Law = Callable[[Draw, Mapping[str, Any]], Tensor]
+
+
+def _normal(draw: Draw, a: Mapping[str, Any]) -> Tensor:
+    """Box and Muller, 1958 (Annals of Mathematical Statistics 29), equation 1."""
+    radius = draw().neg_().log1p_().mul_(-2).sqrt_()
+    return radius * draw().mul_(2 * math.pi).cos_() * a.get("std", 1.0) + a.get("mean", 0.0)
+
+
+def _between(draw: Draw, a: Mapping[str, Any]) -> Tensor:
+    low, high = a.get("from", 0.0), a.get("to", 1.0)
+    return draw() * (high - low) + low
+
+
+def _integers(draw: Draw, a: Mapping[str, Any]) -> Tensor:
+    low = a.get("low", 0)
+    return (draw() * (a["high"] - low)).floor_() + low
+
+
+def _bernoulli(draw: Draw, a: Mapping[str, Any]) -> Tensor:
+    return (draw() < a["p"]).double()
+
+
+_LAWS: dict[str, Law] = {
+    "rand": _between,
+    "rand_like": _between,
+    "uniform": _between,
+    "randn": _normal,
+    "randn_like": _normal,
+    "normal_functional": _normal,
+    "normal": _normal,
+    "randint": _integers,
+    "randint_like": _integers,
+    "bernoulli": _bernoulli,
+    "exponential": lambda draw, a: draw().neg_().log1p_().div_(-a.get("lambd", 1.0)),
+}
+SETTINGS = ("p", "from", "to", "mean", "std", "low", "high", "lambd")
+"""The arguments that a law reads; a tensor of probabilities is `p` too."""
+
+_DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+
+draws = tuple(
+    f"aten.{name}"
+    for name in (
+        "rand.default", "rand_like.default", "uniform.default", "randn.default", "randn_like.default",
+        "normal_functional.default", "randint.default", "randint.low", "randint_like.default", "randint_like.low_dtype",
+        "bernoulli.default", "bernoulli.p", "exponential.default", *(f"{name}.default" for name in _DROPOUTS),
+    )
+)  # fmt: skip
+"""The operators that draw by place."""
+
+
+@local_kernel("tile.draw")
+def draw_by_place(
+    seed: int, number: int, place: Place, device: torch.device, name: str, dtype: torch.dtype, **arguments: Any
+) -> Tensor:
+    """The part at `place` of what the operator `name` draws."""
+    streams = iter((2 * number, 2 * number + 1))
+    made = _LAWS[name](lambda: uniform(seed, next(streams), place, device), arguments)
+    if dtype.is_floating_point and torch.finfo(dtype).bits < 64 and name in ("rand", "rand_like", "uniform"):
+        return made.sub_(made.remainder(torch.finfo(dtype).eps)).to(dtype)  # 1 is never drawn
+    return made.to(dtype)
+
+
+@local_kernel("tile.dropout")
+def dropout(x: Tensor, seed: int, number: int, place: Place, device: torch.device, p: float, alpha: bool) -> Tensor:
+    """`x` times a mask that is 0 with probability `p`, as ATen computes it."""
+    noise = (uniform(seed, 2 * number, place, device) < 1 - p).to(x.dtype)
+    if not alpha:
+        return x * noise.div_(1 - p)
+    low = 1.7580993408473766  # Klambauer et al., 2017 (arXiv:1706.02515), equation 14: the lowest value of a SELU
+    gain = 1 / math.sqrt((low * low * p + 1) * (1 - p))
+    shift = noise.sub(1).mul_(low * gain).add_(low * gain * p)
+    return x * noise.mul_(gain) + shift
+
+
+def _is_drawn(node: Node) -> bool:
+    if node.operator not in draws:
+        return False
+    a = node.arguments
+    return bool(a["train"]) and 0 < a["p"] < 1 if "train" in a else True
+
+
+def draw_number(graph: ModelGraph, node: Node) -> int | None:
+    """How many draws come before this one in the model; None where nothing is drawn."""
+    if not _is_drawn(node):
+        return None
+    return [other.name for other in graph.nodes if _is_drawn(other)].index(node.name)
+
+
+def has_draws(graph: ModelGraph) -> bool:
+    """Whether a model draws random numbers by place."""
+    return any(_is_drawn(node) for node in graph.nodes)
+
+
+class SameDraws(TorchDispatchMode):
+    """Inside, a plain model in one process draws what its tiles draw, so that it can be their oracle."""
+
+    def __init__(self, seed: int, step: int = 1) -> None:
+        super().__init__()
+        self.seed, self.number = step_seed(seed, step), 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        law = name.removesuffix("_")
+        made = func(*args, **(kwargs or {}))
+        if law not in _LAWS:
+            return made
+        schema = func._schema.arguments
+        arguments = {s.name: s.default_value for s in schema}  # ATen leaves out what is the default
+        arguments |= {s.name: value for s, value in zip(schema, args, strict=False)} | (kwargs or {})
+        given = {name: arguments[name] for name in SETTINGS if arguments.get(name) is not None}
+        if func._schema.name == "aten::bernoulli" and "p" not in given:
+            given["p"] = args[0]
+        place = [(size, 0, size) for size in made.shape]
+        drawn = draw_by_place(self.seed, self.number, place, made.device, law, made.dtype, **given)
+        self.number += 1
+        return made.copy_(drawn) if name.endswith("_") else drawn

@@ -1,0 +1,153 @@
+"""Dropout and other draws: the same numbers for the same pixels, however the image is cut."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engines.comm.loopback import run_ranks
+from engines.plan import Plan
+from engines.spatial.draws import step_seed, uniform
+from engines.spatial.tiles import Grid
+from tests.exact import assert_exact, close, finish, ready, tiled, weighted_sum, whole_numbers, with_whole_weights
+from tests.spatial.drawn import Pair, check, images_on_grids, seeds, trials
+
+CPU = torch.device("cpu")
+
+
+def kept(x: Tensor) -> Tensor:
+    """Stochastic depth (Huang et al., 2016, arXiv:1603.09382) as timm writes it."""
+    return x * x.new_empty((x.shape[0], 1, 1, 1)).bernoulli_(0.5).div_(0.5)
+
+
+DRAWS = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "dropout of most": lambda x: F.dropout(x, 0.75),
+    "dropout of all": lambda x: F.dropout(x, 1.0) + x,
+    "dropout of nothing": lambda x: F.dropout(x, 0.0) * 2,
+    "dropout in place": lambda x: F.dropout(2 * x, 0.5, inplace=True),
+    "dropout of channels": lambda x: F.dropout2d(x, 0.5),
+    "dropout behind permute": lambda x: F.dropout(x.permute(0, 2, 3, 1), 0.5).permute(0, 3, 1, 2),
+    "one dropout behind another": lambda x: F.dropout(F.dropout(x, 0.5), 0.5),
+    "dropout twice": lambda x: F.dropout(x, 0.5) - F.dropout(x, 0.5),
+    "switched off and on": lambda x: F.dropout(x, 0.5, training=False) + F.dropout(x, 0.5),
+    "stochastic depth": kept,
+    "stochastic depth by rand": lambda x: x * (torch.rand(x.shape[0], 1, 1, 1, dtype=x.dtype) + 0.5).floor(),
+    "a mask for every pixel": lambda x: x * (torch.rand_like(x) > 0.5),
+    "a mask for all images": lambda x: x * (torch.rand(x.shape[1:], dtype=x.dtype) > 0.5),
+    "bernoulli of a probability": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "bernoulli by number": lambda x: x * torch.bernoulli(x.detach(), 0.5),
+    "whole numbers": lambda x: x * torch.randint(0, 5, (2, 1, 1, 1)),
+    "behind the global pool": lambda x: x * F.dropout(x.sum((2, 3), keepdim=True), 0.5),
+}
+FLOATS = {
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.4, training=True),
+    "alpha dropout of channels": lambda x: F.feature_alpha_dropout(x, 0.4, training=True),
+    "dropout of few": lambda x: F.dropout(x, 0.1),
+    "noise": lambda x: x + torch.randn_like(x),
+    "noise for channels": lambda x: x * torch.randn(1, x.shape[1], 1, 1, dtype=x.dtype),
+    "noise in place": lambda x: x + torch.empty_like(x).normal_(2.0, 0.5),
+    "uniform in place": lambda x: x * torch.empty_like(x).uniform_(-1, 3),
+    "gumbel": lambda x: F.gumbel_softmax(x, dim=1),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@trials(5)
+@given(case=images_on_grids(), seed=seeds)
+def test_draws(name: str, case: tuple[Grid, Pair], seed: int):
+    """Bit for bit those of one process, forward and backward."""
+    grid, size_px = case
+    check(DRAWS[name], whole_numbers(2, 4, *size_px, seed=seed), grid)
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@trials(5)
+@given(case=images_on_grids(), seed=seeds)
+def test_draws_of_fractions(name: str, case: tuple[Grid, Pair], seed: int):
+    grid, size_px = case
+    check(FLOATS[name], whole_numbers(2, 4, *size_px, seed=seed), grid, same=close)
+
+
+@pytest.mark.parametrize("grids", [("2x2",), ("1x3", "2x2")], ids=" then ".join)
+def test_draws_in_several_stages(grids: tuple[str, ...]):
+    """A draw is numbered in the whole model, and on a stage of one rank it is the same."""
+    layers = [nn.Conv2d(2, 4, 3, padding=1), nn.Dropout(0.5), nn.Conv2d(4, 4, 3, padding=1), nn.Dropout2d(0.5)]
+    plan = Plan(split_size=2, spatial_size=len(grids), slice_method=grids, precision="float64")
+    assert_exact(with_whole_weights(nn.Sequential(*layers)), whole_numbers(2, 2, 6, 7), plan)
+
+
+def masks(grid: str, steps: int) -> list[Tensor]:
+    """What a dropout of ones looks like in each step on the first rank."""
+    ones = torch.ones(2, 3, 16, 16).double()
+    start = ready(nn.Sequential(nn.Dropout(0.5)), ones, ones, tiled(grid), weighted_sum)
+
+    def run(world: object) -> list[Tensor]:
+        worker, made = start(world), []
+        for _ in range(steps):
+            finish(worker)
+            made.append(worker.peek(worker.program.prediction).clone())
+            worker.restart({"images": ones[..., :worker.program.feeds["images"].tile.rows.stop, :16],
+                            "labels": ones[..., :worker.program.feeds["images"].tile.rows.stop, :16]})  # fmt: skip
+        return made
+
+    return run_ranks(tiled(grid).ranks, run)[0]
+
+
+def test_another_step_draws_another_mask():
+    first, second = masks("1x1", 2)
+    assert 0.4 < (first != second).double().mean() < 0.6
+
+
+@given(seed=st.integers(0, 2**64 - 1), step=st.integers(0, 2**31))
+def test_seeds_of_steps_are_words(seed: int, step: int):
+    assert 0 <= step_seed(seed, step) < 2**64 != step_seed(seed, step + 1)
+
+
+def test_numbers_are_those_of_splitmix():
+    """The first outputs for seed 1234567, as published with the reference implementation (Vigna, splitmix64.c)."""
+    from engines.spatial import draws
+
+    state, mixed = 1234567, []
+    for _ in range(3):
+        state = (state + draws._GOLDEN) % 2**64
+        mixed.append(draws._mixed(state))
+    assert mixed == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+@pytest.mark.parametrize("part", [(0, 64, 0, 64), (3, 40, 7, 64)])
+def test_a_part_is_cut_out_of_the_whole(part: tuple[int, int, int, int]):
+    r0, r1, c0, c1 = part
+    whole = uniform(5, 2, [(3, 0, 3), (64, 0, 64), (64, 0, 64)], CPU)
+    assert torch.equal(uniform(5, 2, [(3, 0, 3), (64, r0, r1), (64, c0, c1)], CPU), whole[:, r0:r1, c0:c1])
+
+
+def test_numbers_are_uniform_and_do_not_follow_from_their_neighbours():
+    """Mean and variance within five deviations of what they estimate; so are products of neighbours of all kinds."""
+    n = 2**20
+    u = uniform(1, 0, [(1024, 0, 1024), (1024, 0, 1024)], CPU)
+    assert 0 <= u.min() < u.max() < 1
+    centred = (u - 0.5) * 12**0.5
+    assert abs(centred.mean()) < 5 / n**0.5
+    assert abs(centred.square().mean() - 1) < 5 / n**0.5
+    others = [centred.roll(1, 0), centred.roll(1, 1), centred.roll((1, 1), (0, 1)),
+              (uniform(1, 1, [(1024, 0, 1024)] * 2, CPU) - 0.5) * 12**0.5,
+              (uniform(2, 0, [(1024, 0, 1024)] * 2, CPU) - 0.5) * 12**0.5]  # fmt: skip
+    assert all(abs((centred * other).mean()) < 5 / n**0.5 for other in others)
+    counts = torch.histc(u, 64, 0, 1)
+    assert ((counts - n / 64).square() / (n / 64)).sum() < 130  # chi squared, 63 degrees of freedom
+
+
+def test_an_oracle_draws_as_pytorch_does_when_it_is_not_asked():
+    """Outside of `SameDraws` nothing changes."""
+    model = nn.Dropout(0.5)
+    torch.manual_seed(0)
+    first = model(torch.ones(8, 8))
+    torch.manual_seed(0)
+    assert torch.equal(first, copy.deepcopy(model)(torch.ones(8, 8)))
