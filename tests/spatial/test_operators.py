@@ -422,6 +422,11 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "crop": lambda: Calls(lambda x: x[..., 1:, :-1]),
     "chunk": lambda: Calls(lambda x: torch.cat(x.chunk(2, dim=1)[::-1], dim=1)),
     "weighed": lambda: Calls(lambda x: x + x.sum((2, 3), keepdim=True)),
+    "bilinear": lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
+    "copied border": lambda: nn.ReplicationPad2d((1, 0, 0, 2)),
+    "moved axes": lambda: Calls(lambda x: x.permute(2, 0, 3, 1).relu().permute(1, 3, 0, 2)),
+    "another shape": lambda: Calls(lambda x: x.unsqueeze(1).flip(2).flatten(1, 2)),
+    "shuffled": lambda: Calls(lambda x: F.pixel_shuffle(torch.cat([x, 2 * x, x, -x], 1), 2)),
 }
 
 
