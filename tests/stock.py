@@ -16,7 +16,7 @@ Arguments = Mapping[str, Any]
 class Stock:
     """`size` is an image, height x width, of which five columns remain where the model cuts it smallest.
 
-    `small` and `narrow` are an image and arguments for the tests, which make the same layers with fewer
+    `small`, `narrow` and `grid` are image, arguments and tiles for the tests: the same layers with fewer
     channels. A model that answers for each pixel is tiled to its loss. With too high a `rate`, the first steps take
     a deep model to where one rounding of the image in one process changes gradients by 1e-10.
     """
@@ -27,6 +27,7 @@ class Stock:
     small: str = "64x72"
     size: str = "100x132"
     rate: float = 0.001
+    grid: str = "1x3"
     per_pixel: bool = False
 
     @property
@@ -34,14 +35,19 @@ class Stock:
         """What has to be installed."""
         return self.model.partition(".")[0].partition(":")[0]
 
-    def flags(self, narrow: bool = False) -> list[str]:
-        """All but the plan."""
-        arguments, size = (self.narrow, self.small) if narrow else (self.arguments, self.size)
-        values = {"model": self.model, "model-args": json.dumps(arguments), "image-size": size}
-        return [f"--{name}={value}" for name, value in values.items()] + [
-            "--batch-size=2",
-            f"--learning-rate={self.rate}",
-        ]
+    def flags(self, split: int, grid: str, narrow: bool = False) -> list[str]:
+        """Model, image and plan: `split` stages, of which the first is cut by `grid`, or all of them."""
+        values = {
+            "model": self.model,
+            "model-args": json.dumps(self.narrow if narrow else self.arguments),
+            "image-size": self.small if narrow else self.size,
+            "batch-size": 2,
+            "learning-rate": self.rate,
+            "split-size": split,
+            "spatial-size": split if self.per_pixel else 1,
+            "slice-method": grid,
+        }
+        return [f"--{name}={value}" for name, value in values.items()]
 
 
 def _monai(name: str, arguments: Arguments, narrow: Arguments, **choices: Any) -> Stock:
@@ -62,12 +68,19 @@ def _classifier(name: str, arguments: Arguments, narrow: Arguments, **choices: A
     return Stock(f"transformers:{name}ForImageClassification", *given, **choices)
 
 
+def _upernet(backbone: Arguments) -> Arguments:
+    """On a ConvNeXt, all of whose stages it reads."""
+    stages = {"out_features": ["stage1", "stage2", "stage3", "stage4"], "hidden_sizes": [96, 192, 384, 768]}
+    thin = {"hidden_size": 32, "auxiliary_channels": 16} if backbone else {}
+    config = {"backbone_config": {"transformers:ConvNextConfig": {**stages, **backbone}}, "num_labels": 3, **thin}
+    return {"config": {"transformers:UperNetConfig": config}}
+
+
 _FIVE = {"in_channels": 3, "out_channels": 5}
 _RESNET = {"n_input_channels": 3, "num_classes": 5}
 _THIN = {"widen_factor": 0.25}
 _UNET = {"channels": [8, 16, 32], "strides": [2, 2]}
 _FEW = {"depths": [1, 1, 2, 1], "hidden_sizes": [32, 48, 64, 96]}
-_NO_DROPOUT = {"classifier_dropout_prob": 0}
 
 STOCK: dict[str, Stock] = {
     "MONAI DenseNet121": _monai(
@@ -102,9 +115,19 @@ MORE: dict[str, Stock] = {
     "transformers BiT": _classifier("Bit", {}, {**_FEW, "embedding_size": 16, "num_groups": 8}),
     "transformers ConvNeXt": _classifier("ConvNext", {}, _FEW, small="64x96"),
     "transformers ConvNeXt V2": _classifier("ConvNextV2", {}, _FEW, small="64x96"),
-    "transformers MobileNetV1": _classifier("MobileNetV1", _NO_DROPOUT, {"depth_multiplier": 0.25}),
-    "transformers MobileNetV2": _classifier("MobileNetV2", _NO_DROPOUT, {"depth_multiplier": 0.35}),
+    "transformers MobileNetV1": _classifier(
+        "MobileNetV1", {"classifier_dropout_prob": 0}, {"depth_multiplier": 0.25}, rate=0.0001
+    ),
+    "transformers MobileNetV2": _classifier("MobileNetV2", {}, {"depth_multiplier": 0.35}, rate=0.00001),
     "transformers PoolFormer": _classifier("PoolFormer", {}, _FEW),
+    "transformers UperNet": Stock(
+        "transformers:UperNetForSemanticSegmentation",
+        _upernet({}),
+        _upernet(_FEW),
+        small="64x100",
+        per_pixel=True,
+        grid="2x2",
+    ),
     "transformers RegNet": _classifier("RegNet", {}, {**_FEW, "embedding_size": 16, "groups_width": 16}),
 }
 """More of those that work."""

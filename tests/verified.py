@@ -1,4 +1,4 @@
-"""`python tests/verified.py`: run `verify` over models, grids and stages, and write the README's table of them."""
+"""`python -m tests.verified [own] [stock]`: run `verify` over models and plans, and write the README's tables."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from engines import options
 from engines.bench.gpu_check import launch
+from tests.stock import STOCK
 
 README = Path(__file__).parents[1] / "README.md"
-TABLE = re.compile(r"(<!-- verified[^>]*-->\n).*?(<!-- /verified -->)", re.DOTALL)
 SIZES = ("128", "100x132")
 RESNETS = ("--model engines.models:resnet110_v2", "--model engines.models:resnet20_v1")
 UNET = "--model engines.models.unet:UNet --num-classes 3"
@@ -26,32 +27,57 @@ PLANS = (
     "--split-size 2 --spatial-size 2 --slice-method horizontal --num-spatial-parts 2",
     "--split-size 3 --spatial-size 2 --slice-method 2x2",
 )
+STOCK_PLANS = ((2, "2x2"), (1, "1x3"), (1, "3x1"), (2, "2x3"), (1, "1x5"))  # stages, tiles
 
 
 def cases() -> list[str]:
-    """The arguments of each run."""
+    """The arguments of each run of our own models."""
     models = [f"{model} --image-size {size}" for model in (*RESNETS, UNET) for size in SIZES]
     models.append(f"{AMOEBA} --image-size 128 --batch-size 2")
     return [f"{model} {plan}" for model in models for plan in PLANS]
 
 
-def main() -> int:
-    rows, good = [], True
+def own_rows() -> Iterator[str]:
+    """One command in each row."""
+    yield "| command, on as many ranks as the plan needs | largest gradient error seen |\n|---|---|\n"
     for case in cases():
-        arguments = ["-m", "engines", "verify", *shlex.split(case)]
-        ranks = _ranks(arguments)
-        done = launch(ranks, arguments)
-        line = json.loads(done.stdout.splitlines()[-1]) if done.stdout.strip() else {"ok": False, "grad_rel": 1.0}
-        print(ranks, case, json.dumps(line), done.stderr[-300:] if not line["ok"] else "", flush=True)
-        good &= bool(line["ok"])
-        rows.append(f"| `-n {ranks} ... verify {case}` | {line['grad_rel']:.0e} |\n")
-    README.write_text(TABLE.sub(lambda match: match[1] + "".join(rows) + match[2], README.read_text()))
-    return 0 if good else 1
+        flags = shlex.split(case)
+        yield f"| `-n {_ranks(flags)} ... verify {case}` | {gradient_error(flags)} |\n"
 
 
-def _ranks(arguments: list[str]) -> int:
-    return options.plan(options.parser("").parse_args(arguments[3:])).ranks
+def stock_rows() -> Iterator[str]:
+    """One model in each row, one plan in each column."""
+    heads = [f"{grid}, {split} stage{'s' if split > 1 else ''}" for split, grid in STOCK_PLANS]
+    yield f"| largest gradient error seen | image | {' | '.join(heads)} |\n|{'---|' * (2 + len(heads))}\n"
+    for name, stock in STOCK.items():
+        cells = [gradient_error(stock.flags(*plan)) for plan in STOCK_PLANS]
+        yield f"| {name} | {stock.size} | {' | '.join(cells)} |\n"
+
+
+def gradient_error(flags: Sequence[str]) -> str:
+    """Of one run of `verify`; where that finds anything wrong, it says so."""
+    ranks = _ranks(flags)
+    done = launch(ranks, ["-m", "engines", "verify", *flags])
+    line = json.loads(done.stdout.splitlines()[-1]) if done.stdout.strip() else {"ok": False}
+    print(ranks, shlex.join(flags), json.dumps(line), "" if line["ok"] else done.stderr[-300:], flush=True)
+    return f"{line['grad_rel']:.0e}" if line["ok"] else "wrong"
+
+
+def _ranks(flags: Sequence[str]) -> int:
+    return options.plan(options.parser("").parse_args(flags)).ranks
+
+
+TABLES: dict[str, Callable[[], Iterator[str]]] = {"own": own_rows, "stock": stock_rows}
+
+
+def main(names: Sequence[str]) -> int:
+    """Write the tables of those names, or all; 0 if nothing in them is wrong."""
+    made = {name: "".join(TABLES[name]()) for name in names or TABLES}
+    for name, table in made.items():
+        place = re.compile(rf"(<!-- verified {name}[^>]*-->\n).*?(<!-- /verified -->)", re.DOTALL)
+        README.write_text(place.sub(lambda match, table=table: match[1] + table + match[2], README.read_text()))
+    return int(any("| wrong |" in table for table in made.values()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -110,12 +110,13 @@ class _Cuts:
     def _open(self, whole: _Part, depth: int, wraps_all: bool) -> Iterator[_Part]:
         """The parts of a module, unless a cut inside carries more than one at its ends.
 
-        `wraps_all`: it holds every weight of the model, as the model itself does, and is opened like it.
+        `wraps_all`: it holds every weight of the model, as the model itself does, and is opened like it. So is one
+        that does most of the work: the inner levels of a U-Net whose modules lie in each other.
         """
         parts = list(self._children(whole, depth))
         within = max(self.alive[whole.start], self.alive[whole.stop])
-        chain = whole.name in self.graph.chains
-        if not (wraps_all or chain) and any(self.alive[part.start] > within for part in parts[1:]):
+        open_anyway = wraps_all or whole.name in self.graph.chains or self._does_most(whole)
+        if not open_anyway and any(self.alive[part.start] > within for part in parts[1:]):
             yield whole
             return
         heavy = [part for part in parts if any(self.weighted[part.start : part.stop])]
@@ -124,6 +125,9 @@ class _Cuts:
                 yield from self._open(part, depth + 1, wraps_all and heavy == [part])
             else:
                 yield part
+
+    def _does_most(self, part: _Part) -> bool:
+        return 2 * sum(node.flops for node in self.graph.nodes[part.start : part.stop]) > self.graph.flops
 
     def _children(self, whole: _Part, depth: int) -> Iterator[_Part]:
         """Runs of nodes of one child module; what the module itself does stands alone, node by node."""

@@ -47,6 +47,22 @@ class Wrapped(nn.Module):
         return self.model(x / 255)
 
 
+class Level(nn.Module):
+    """A U-Net as some packages write it: each level holds the ones below, and hands its input past them."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(6, 3, 3, padding=1)
+        self.below = Level(depth - 1) if depth else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(torch.cat([x, self.below(self.down(x))], dim=1))
+
+
+def nested_unet() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), Level(5))
+
+
 @cache
 def graph_of(make: Callable[[], nn.Module]) -> ModelGraph:
     return trace(make(), lambda prediction, labels: prediction.sum(),
@@ -111,6 +127,16 @@ def test_a_wrapper_around_a_model_does_not_change_its_layers():
     assert [layer.flops for layer in layers(graph_of(wrapped_unet))[1:]] == [
         layer.flops for layer in layers(graph_of(UNet))[1:]
     ]
+
+
+def test_levels_that_lie_in_each_other_are_layers_of_their_own():
+    """The outer ones do most of the work, so they are opened; what is small enough is a block."""
+    found = layers(graph_of(nested_unet))
+    assert max(layer.flops for layer in found) < sum(layer.flops for layer in found) / 2
+    assert [layer.name for layer in found] == [
+        "0", "1.down", "1.below.down", "1.below.below.down", "1.below.below.below", "1.below.below.up",
+        "1.below.up", "1.up",
+    ]  # fmt: skip
 
 
 # ---- stages
