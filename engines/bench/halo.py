@@ -1,7 +1,7 @@
 """Milliseconds and bytes of a halo exchange, there and back, against the same by hand in mpi4py.
 
 The exchange is the one that the compiler makes for a convolution, run by its `Carrier` as in a training.
-Measured in turn in each iteration, every time after a barrier:
+Measured in turn in each iteration, in alternating order, every time between two barriers:
 
 - `ms`: the exchange, of a tile that lies where its window will be, as a ReLU before a convolution leaves it (the
   fill around the image is written when that memory is made, which is not counted here, nor by hand);
@@ -49,9 +49,9 @@ def bench_halo(
     checked = {"valid": valid(world, own.exchange, own.carrier, own.device)} if validate else {}
     works = _works(own, ByHand(world, own.exchange, own.device), with_compute)
     times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(warmup + iterations):
-        for name, prepare_work in works.items():
-            work = prepare_work()
+    for index in range(warmup + iterations):
+        for name in sorted(works, reverse=bool(index % 2)):  # there and back again: what came before warms caches
+            work = works[name]()
             world.comm.Barrier()
             times[name].append(_seconds(work, own.device))
             world.comm.Barrier()  # a rank that is done must not take the core of one that is not
@@ -96,8 +96,9 @@ def _compute(own: Made, pixels: Tensor) -> dict[str, Callable[[], Callable[[], o
         return lambda: made.extend(own.convolution({own.exchange.target: window}))
 
     def backward() -> Callable[[], object]:
-        grad = torch.ones_like(made[0])
-        return lambda: torch.autograd.backward(made, [grad])
+        outputs = own.convolution({own.exchange.target: window})
+        grads = [torch.ones_like(output) for output in outputs]
+        return lambda: torch.autograd.backward(outputs, grads)
 
     return {"forward.convolution_ms": forward, "backward.convolution_ms": backward}
 
