@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engines.bench.halo import HaloCase
+from engines.bench.halo_case import HaloCase
 from engines.errors import PlanError, TraceError
 from engines.layout import check_fits
 from engines.plan import Plan

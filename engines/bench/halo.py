@@ -1,9 +1,10 @@
 """Milliseconds and bytes of a halo exchange, there and back, against the same by hand in mpi4py.
 
 The exchange is the one that the compiler makes for a convolution, run by its `Carrier` as in a training.
-Measured in turn in each iteration, every time after a barrier:
+Measured in turn in each iteration, in alternating order, every time between two barriers:
 
-- `ms`: the exchange, of a tile that lies where its window will be, as a ReLU before a convolution leaves it;
+- `ms`: the exchange, of a tile that lies where its window will be, as a ReLU before a convolution leaves it (the
+  fill around the image is written when that memory is made, which is not counted here, nor by hand);
 - `copied_ms`: of a tile that does not, as anything else leaves it: all its pixels are copied into a new window;
 - `by_hand_ms`: the borders copied into contiguous buffers, `RawMessages`, and the buffers copied (back: added) to
   where they belong, in memory that never changes: no window is made, no pixel of the tile itself is moved;
@@ -18,83 +19,23 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from engines.bench.halo_case import HaloCase, Made, made
 from engines.bench.halo_valid import pattern, valid
-from engines.comm.device import choose_device, memory_format, threads_of
-from engines.comm.world import World
-from engines.errors import PlanError
-from engines.layout import Layout, check_fits
-from engines.plan import Plan
-from engines.program.carry import Carrier, carriers
-from engines.program.compile import Compiler
-from engines.program.instructions import Compute, Exchange
-from engines.program.segment import Segment
-from engines.training import prepare
+from engines.comm.device import threads_of
+from engines.layout import Layout
 
 if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
     from engines.bench.halo_by_hand import ByHand
     from engines.comm.mpi import MpiWorld
 
-__all__ = ["HaloCase", "bench_halo", "made"]
+__all__ = ["bench_halo"]
 
 Times = Mapping[str, Sequence[float]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HaloCase:
-    """An image of (N, C, H, W) on the plan's tiles, of which a convolution of 2 * `halo_px` + 1 reads."""
-
-    plan: Plan
-    image_shape: tuple[int, int, int, int]
-    out_channels: int
-    halo_px: int
-    device: str = "auto"
-
-    def check(self, ranks: int) -> None:
-        """Raises PlanError where there is nothing to exchange, or not as many ranks as tiles."""
-        check_fits(self.plan, ranks)
-        if ranks == 1:
-            raise PlanError("One tile has nobody to borrow from. Use num_spatial_parts=2 or more.")
-        height_px, width_px = self.image_shape[2:]
-        if self.halo_px > min(height_px, width_px):
-            raise PlanError(
-                f"A halo of {self.halo_px} pixels is wider than the image of {height_px}x{width_px}. "
-                f"Use --halo-len {min(height_px, width_px)} or less, or a larger --image-size."
-            )
-
-
-@dataclass(frozen=True)
-class Made:
-    """What one rank does: the exchange, and the convolution (with its weights) that reads the window."""
-
-    exchange: Exchange
-    convolution: Segment
-    carrier: Carrier
-    device: torch.device
-
-
-def made(case: HaloCase, world: World) -> Made:
-    """The exchange and the convolution of this rank, from the compiler. Raises PlanError."""
-    case.check(world.size)
-    kernel_px = 2 * case.halo_px + 1
-    model = nn.Conv2d(case.image_shape[1], case.out_channels, kernel_px, padding=case.halo_px)
-    recipe = prepare(model, case.plan, case.image_shape)
-    forward = Compiler(recipe.graph, case.plan, input_gradient=True).program(world.rank).forward
-    (exchange,) = (item for item in forward if isinstance(item, Exchange))
-    (op,) = (op for item in forward if isinstance(item, Compute) for op in item.ops if "conv2d" in op.kernel)
-    device = choose_device(case.device, world.rank)
-    dtype = getattr(torch, case.plan.precision)
-    weights = {
-        name: tensor.to(device, dtype, memory_format=memory_format(tensor.dim())).requires_grad_()
-        for name, tensor in recipe.state.items()
-    }
-    convolution = Segment(Compute("convolution", (op,), (exchange.target,), (op.out,), True), weights)
-    return Made(exchange, convolution, carriers([exchange], world, device)[exchange.name], device)
 
 
 def bench_halo(
@@ -108,15 +49,15 @@ def bench_halo(
     checked = {"valid": valid(world, own.exchange, own.carrier, own.device)} if validate else {}
     works = _works(own, ByHand(world, own.exchange, own.device), with_compute)
     times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(warmup + iterations):
-        for name, prepare_work in works.items():
-            work = prepare_work()
+    for index in range(warmup + iterations):
+        for name in sorted(works, reverse=bool(index % 2)):  # there and back again: what came before warms caches
+            work = works[name]()
             world.comm.Barrier()
             times[name].append(_seconds(work, own.device))
             world.comm.Barrier()  # a rank that is done must not take the core of one that is not
     told = {name: seconds[warmup:] for name, seconds in times.items()}
     traffic = own.exchange.bytes_of(own.exchange.sends), len(own.exchange.sends)
-    return {**checked, **_line(case, world.gather((told, *traffic)), with_compute)}
+    return {**checked, **_line(case, world.gather((told, *traffic)))}
 
 
 def _works(own: Made, by_hand: ByHand, with_compute: bool) -> dict[str, Callable[[], Callable[[], object]]]:
@@ -155,8 +96,9 @@ def _compute(own: Made, pixels: Tensor) -> dict[str, Callable[[], Callable[[], o
         return lambda: made.extend(own.convolution({own.exchange.target: window}))
 
     def backward() -> Callable[[], object]:
-        grad = torch.ones_like(made[0])
-        return lambda: torch.autograd.backward(made, [grad])
+        outputs = own.convolution({own.exchange.target: window})
+        grads = [torch.ones_like(output) for output in outputs]
+        return lambda: torch.autograd.backward(outputs, grads)
 
     return {"forward.convolution_ms": forward, "backward.convolution_ms": backward}
 
@@ -171,7 +113,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start_s
 
 
-def _line(case: HaloCase, ranks: Sequence[tuple[Times, int, int]], with_compute: bool) -> dict[str, object]:
+def _line(case: HaloCase, ranks: Sequence[tuple[Times, int, int]]) -> dict[str, object]:
     ways = {way: _way(way, [times for times, _, _ in ranks]) for way in ("forward", "backward")}
     both = {key: sum(sum(way[key]) for way in ways.values()) for key in ("ms", "by_hand_ms", "messages_ms")}
     return {

@@ -62,7 +62,7 @@ class ByHand:
                 peer(move),
                 pixels := self._part(self.window, exchange, move.tile),
                 self._part(self.grad, exchange, move.tile),
-                torch.empty(pixels.shape, dtype=pixels.dtype, memory_format=torch.channels_last),
+                _host_buffer(pixels),
             )
             for move in moves
         ]
@@ -86,4 +86,10 @@ class ByHand:
             strip.buffer.copy_(strip.grad)
         self.messages_back()
         for strip in self.lent:
-            strip.grad.add_(strip.buffer)
+            strip.grad.add_(strip.buffer.to(strip.grad.device))
+
+
+def _host_buffer(like: Tensor) -> Tensor:
+    """What MPI reads and writes; pinned where a GPU copies to it."""
+    buffer = torch.empty(like.shape, dtype=like.dtype, memory_format=torch.channels_last)
+    return buffer.pin_memory() if like.is_cuda else buffer

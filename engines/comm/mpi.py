@@ -21,8 +21,6 @@ __all__ = ["MpiWorld"]
 # a little longer: where ranks share cores, the one that is waited for needs the core.
 _EAGER, _YIELDING, _NAP_S, _REST_S = 2, 100, 5e-5, 2e-3
 _BY_OTHERS = (MPI.ERR_REVOKED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
-
-
 # Messages are words of an element's size: MPI moves them and does not add.
 _WORDS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 
@@ -59,17 +57,11 @@ class _Route:
     """Messages between the same tensors again and again: MPI's persistent requests, made on the first call."""
 
     def __init__(self, world: MpiWorld, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        self.world = world
-        self.sends = [(message, _mirror(message.tensor)) for message in sends]
-        self.receives = [(message, _mirror(message.tensor)) for message in receives]
-        self.filled = [(m.tensor, host) for m, host in self.sends if host is not m.tensor]
-        self.staged = [(m.tensor, host) for m, host in self.receives if host is not m.tensor]
+        self.world, self.sends, self.receives = world, sends, receives
         self.comm: MPI.Intracomm | None = None
-        self.pending = _Requests([], self.staged, world)
+        self.pending = _Requests([], [], world)
 
     def __call__(self) -> Pending:
-        for device_tensor, host_tensor in self.filled:
-            host_tensor.copy_(device_tensor)
         with self.world:
             if self.comm is not self.world.comm:  # the first call, or the first after a failure
                 self._connect(self.world.comm)
@@ -77,9 +69,9 @@ class _Route:
         return self.pending
 
     def _connect(self, comm: MPI.Intracomm) -> None:
-        requests = [comm.Recv_init(_buffer(host), m.peer, m.tag) for m, host in self.receives]
-        requests += [comm.Send_init(_buffer(host), m.peer, m.tag) for m, host in self.sends]
-        self.comm, self.pending = comm, _Requests(requests, self.staged, self.world)
+        requests = [comm.Recv_init(_buffer(m.tensor), m.peer, m.tag) for m in self.receives]
+        requests += [comm.Send_init(_buffer(m.tensor), m.peer, m.tag) for m in self.sends]
+        self.comm, self.pending = comm, _Requests(requests, [], self.world)
 
 
 class MpiWorld:
@@ -122,7 +114,7 @@ class MpiWorld:
         return _Requests(requests, staged, self, [host for _, host in (*incoming, *outgoing)])
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
-        """Messages to be started again and again. CUDA tensors pass through the host."""
+        """Messages between host tensors, to be started again and again."""
         return _Route(self, sends, receives)
 
     def gather(self, value: Any) -> list[Any]:
@@ -161,13 +153,6 @@ def _host(tensor: Tensor, filled: bool = False) -> Tensor:
     if tensor.device.type == "cpu":
         return tensor
     return tensor.cpu() if filled else torch.empty_like(tensor, device="cpu")
-
-
-def _mirror(tensor: Tensor) -> Tensor:
-    """The tensor itself on the CPU, else a host buffer for it to keep: pinned, which devices copy to fastest."""
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 def _buffer(tensor: Tensor) -> list[Any]:

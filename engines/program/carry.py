@@ -50,8 +50,9 @@ class _Route:
 class Carrier:
     """One exchange on one rank, made ready to run again and again.
 
-    `arena` (bytes, or None) is memory for the messages while they travel, shared with other exchanges: one at a
-    time is under way. Windows and gradients are always tensors of their own, which autograd may hold.
+    `arena` (host memory, or None) holds the messages while they travel, shared with other exchanges: one at a time
+    is under way. Copies from a GPU into it wait for the GPU, so that nothing leaves before it is computed.
+    Windows and gradients are always tensors of their own, which autograd may hold.
     """
 
     def __init__(self, exchange: Exchange, world: World, device: torch.device, arena: Tensor | None = None) -> None:
@@ -110,7 +111,7 @@ class Carrier:
                 self._start_from_own(grad, source, alone)
             pending.wait()
             for parcel in route.lent:
-                source.grad[parcel.index].add_(parcel.pixels)
+                source.grad[parcel.index].add_(parcel.pixels.to(self.device))
         return self._sent[1]
 
     def _begun(self, source: Tensor | None) -> Tensor:
@@ -145,7 +146,7 @@ class Carrier:
 
     def _fresh_route(self) -> _Route:
         """For messages too large to be held between steps."""
-        arena = torch.empty(staging_bytes(self.exchange), dtype=torch.uint8, device=self.device)
+        arena = torch.empty(staging_bytes(self.exchange), dtype=torch.uint8)
         return self._routed(arena, lambda sends, receives: partial(self.world.exchange, sends, receives))
 
     def _routed(self, arena: Tensor, ready: Callable[..., Callable[[], Pending]]) -> _Route:
@@ -168,7 +169,7 @@ def carriers(exchanges: Iterable[Exchange], world: World, device: torch.device) 
     """Every exchange of a program made ready, by name; they share the memory that messages travel through."""
     sizes = {exchange: staging_bytes(exchange) for exchange in {item.name: item for item in exchanges}.values()}
     kept = max((size for size in sizes.values() if size <= _KEPT_BYTES), default=0)
-    arena = torch.empty(kept, dtype=torch.uint8, device=device)
+    arena = torch.empty(kept, dtype=torch.uint8, pin_memory=device.type == "cuda")
     return {
         exchange.name: Carrier(exchange, world, device, arena if size <= _KEPT_BYTES else None)
         for exchange, size in sizes.items()

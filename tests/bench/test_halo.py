@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engines import command, options
-from engines.bench.halo import HaloCase, made
+from engines.bench.halo_case import HaloCase, made
 from engines.bench.halo_valid import pattern, valid
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import PlanError

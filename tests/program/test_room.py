@@ -10,7 +10,7 @@ from engines.plan import Plan
 from engines.program.carry import Carrier, carriers
 from engines.program.compile import Compiler
 from engines.program.instructions import Compute, Exchange
-from engines.program.room import find_rooms, roomy
+from engines.program.room import _ReluInto, find_rooms, roomy
 from engines.training import prepare
 from tests.exact import assert_exact, tiled, whole_numbers, with_whole_weights
 
@@ -83,8 +83,6 @@ def test_the_net_is_exact():
 
 
 def test_relu_into_room_is_relu():
-    from engines.program.room import _ReluInto
-
     x = torch.tensor([-1.0, -0.0, 0.0, 2.0, float("inf"), float("nan")]).view(1, 1, 2, 3)
     frame = torch.zeros(1, 1, 4, 5)
     ours, theirs = (x.clone().requires_grad_() for _ in range(2))
