@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["batch_statistics", "kernel", "local_kernel", "operator_of"]
+__all__ = ["Kernel", "batch_statistics", "has_kernel", "is_own", "kernel", "local_kernel", "operator_of", "own_kernels"]
 
 Kernel = Callable[..., Any]
 
@@ -18,6 +18,9 @@ _KERNELS: dict[str, Kernel] = {}
 
 def local_kernel(name: str) -> Callable[[Kernel], Kernel]:
     """Give a function a name by which entries of the operator table can have ranks call it.
+
+    Its tensors are what a rank holds; its gradient is autograd's. Under the name of a custom operator
+    (`mine.blur.default`) ranks call it in place of that, and need not know the operator.
 
     >>> @local_kernel("tile.twice")
     ... def twice(x):
@@ -42,6 +45,21 @@ def kernel(name: str) -> Callable[..., Any]:
     if name in _KERNELS:
         return _KERNELS[name]
     return operator_of(name)  # type: ignore[no-any-return]
+
+
+def has_kernel(name: str) -> bool:
+    """Whether a name is one of ours rather than ATen's."""
+    return name in _KERNELS
+
+
+def own_kernels() -> dict[str, Kernel]:
+    """Those that a user has added."""
+    return {name: function for name, function in _KERNELS.items() if is_own(function)}
+
+
+def is_own(function: Callable[..., Any]) -> bool:
+    """Whether a function is a user's, and not of this package."""
+    return not function.__module__.startswith(("engines.", "torch.")) and function.__module__ != "builtins"
 
 
 def operator_of(name: str) -> Any:

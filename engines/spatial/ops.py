@@ -2,12 +2,13 @@
 
 An entry is called only where an argument is tiled. It says which window a tile of outputs reads, with which
 local kernel, and what is summed over ranks; everything else runs as it is. To add an operator, write a
-function like those in `engines/spatial/entries/` under `@entry("aten.name.overload")`.
+function like those in `engines/spatial/entries/` under `@entry("aten.name.overload")`: see `entry`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from engines.errors import TraceError
 from engines.layer.graph import Node, Ref, TensorSpec, references
 from engines.program.builder import Builder, Value
 from engines.program.instructions import DEVICE
-from engines.spatial.kernels import operator_of
+from engines.spatial.kernels import Kernel, has_kernel, is_own, local_kernel, operator_of, own_kernels
 
 __all__ = [
+    "Additions",
     "Rule",
     "as_it_is",
     "axes_without",
@@ -62,20 +64,60 @@ _ANY_LAYOUT = {"aten.view.default": "aten.reshape.default"}
 
 
 def entry(*operators: str, everywhere: bool = False, images: tuple[str, ...] = ()) -> Callable[[Rule], Rule]:
-    """Add a rule to the table; `everywhere`: also where no argument is tiled.
+    """Add a rule to the table: a function of a `Builder` and a `Node`, called where an argument is tiled.
 
-    `images` names the only arguments that the rule takes tiled, and only with rows and columns last.
+    `everywhere`: also where no argument is tiled. `images` names the only arguments that the rule takes tiled, and
+    only with rows and columns last. A cell of a notebook may add rules: the ranks of a `Training` made after
+    that get them, and the kernels of `local_kernel`, by value.
+
+    A custom operator that blurs over 3 x 3 pixels. Outputs read one pixel further than their tile, and what lies
+    outside the image is 0; the kernel gets the window, and makes the tile of outputs of it:
+
+    >>> from torch.nn.functional import avg_pool2d
+    >>> from engines.spatial.kernels import local_kernel
+    >>> from engines.spatial.windows import SlidingWindow
+    >>> @local_kernel("mine.blur")
+    ... def blur(window):
+    ...     return avg_pool2d(window, 3, stride=1)
+    >>> @entry("mine.blur.default", images=("x",))
+    ... def blur_on_tiles(b, node):
+    ...     rule = SlidingWindow(kernel=3, padding=1)
+    ...     window = b.window(node.arguments["x"], node.spec.shape[-2:], rule, rule)
+    ...     b.local(node.name, "mine.blur", b.padded(window), like=node.spec, axes=(-2, -1))
     """
 
     def add(rule: Rule) -> Rule:
         for name in operators:
             _TABLE[name] = rule
             _IMAGES[name] = images
+            _EVERYWHERE.discard(name)
             if everywhere:
                 _EVERYWHERE.add(name)
         return rule
 
     return add
+
+
+@dataclass(frozen=True)
+class Additions:
+    """What a user has added to the table and to the kernels, to be carried to the ranks by value."""
+
+    rules: tuple[tuple[str, Rule, bool, tuple[str, ...]], ...] = ()
+    kernels: tuple[tuple[str, Kernel], ...] = ()
+
+    @classmethod
+    def now(cls) -> Additions:
+        """All so far."""
+        own = [(name, rule) for name, rule in _TABLE.items() if is_own(rule)]
+        rules = tuple((name, rule, name in _EVERYWHERE, _IMAGES[name]) for name, rule in own)
+        return cls(rules, tuple(own_kernels().items()))
+
+    def adopt(self) -> None:
+        """Make them this process's own."""
+        for name, rule, everywhere, images in self.rules:
+            entry(name, everywhere=everywhere, images=images)(rule)
+        for name, function in self.kernels:
+            local_kernel(name)(function)
 
 
 def lower(b: Builder, node: Node) -> None:
@@ -129,7 +171,7 @@ def as_it_is(b: Builder, node: Node, axes: tuple[int, int] | None, **changes: An
 def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """A node's arguments as the operator takes them. The device of whatever it makes is the rank's."""
     arguments = {**node.arguments, **changes}
-    if node.operator == "getitem":
+    if has_kernel(node.operator):
         return list(arguments.values()), {}
     schema = operator_of(node.operator)._schema.arguments
     keyword_only = {argument.name for argument in schema if argument.kwarg_only}
@@ -142,7 +184,7 @@ def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dic
 
 def is_pointwise(name: str) -> bool:
     """Whether each output pixel depends on the same pixel of the inputs only."""
-    return name in _POINTWISE or (name != "getitem" and torch.Tag.pointwise in operator_of(name).tags)
+    return name in _POINTWISE or (not has_kernel(name) and torch.Tag.pointwise in operator_of(name).tags)
 
 
 def pointwise(b: Builder, node: Node) -> None:
@@ -253,7 +295,7 @@ def refuse_if_read(b: Builder, node: Node, output: int, what: str) -> None:
 
 
 def _is_random(name: str) -> bool:
-    return name != "getitem" and torch.Tag.nondeterministic_seeded in operator_of(name).tags
+    return not has_kernel(name) and torch.Tag.nondeterministic_seeded in operator_of(name).tags
 
 
 def _check_deterministic(b: Builder, node: Node) -> None:
