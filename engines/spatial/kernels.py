@@ -59,7 +59,8 @@ def own_kernels() -> dict[str, Kernel]:
 
 def is_own(function: Callable[..., Any]) -> bool:
     """Whether a function is a user's, and not of this package."""
-    return not function.__module__.startswith(("engines.", "torch.")) and function.__module__ != "builtins"
+    home = getattr(function, "__module__", None) or "__main__"
+    return home != "builtins" and not home.startswith(("engines.", "torch."))
 
 
 def operator_of(name: str) -> Any:
@@ -203,13 +204,21 @@ def _cross_entropy_sums(
     """(2,): the summed loss of the tile's pixels, and what a mean over them divides by."""
     loss = functional.cross_entropy(x, target, weight, None, ignore_index, None, "sum", label_smoothing)
     if target.is_floating_point():
-        share = loss.new_tensor(target.numel() // target.shape[1])
-    elif weight is None:
-        share = (target != ignore_index).sum().to(loss.dtype)
-    else:
-        kept = target[target != ignore_index]
-        share = weight[kept].sum()
-    return torch.stack([loss, share])
+        return torch.stack([loss, loss.new_tensor(target.numel() // target.shape[1])])
+    return torch.stack([loss, _share(loss, target, weight, ignore_index)])
+
+
+def _share(loss: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What a mean over the labels divides by."""
+    if weight is None:
+        return (target != ignore_index).sum().to(loss.dtype)
+    return weight[target[target != ignore_index]].sum()
+
+
+def _nll_sums(x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """(2,): the same for what is a logarithm of probabilities already."""
+    loss = functional.nll_loss(x, target, weight, None, ignore_index, None, "sum")
+    return torch.stack([loss, _share(loss, target, weight, ignore_index)])
 
 
 def _ratio(sums: Tensor) -> Tensor:
@@ -233,6 +242,7 @@ _KERNELS |= {
     "tile.adaptive_average": _adaptive_average,
     "tile.conv_transpose": _transposed,
     "tile.cross_entropy_sums": _cross_entropy_sums,
+    "tile.nll_sums": _nll_sums,
     "tile.ratio": _ratio,
     "tile.first": lambda sums: sums[0],
     "getitem": lambda values, index: values[index],

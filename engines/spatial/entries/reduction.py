@@ -50,26 +50,39 @@ def reduce_sum(b: Builder, node: Node) -> None:
         b.local(node.name, "aten.alias.default", total, like=node.spec)
 
 
-@entry("aten.cross_entropy_loss.default", images=("self", "target"))
+@entry(
+    "aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss2d.default", images=("self", "target")
+)
 def cross_entropy(b: Builder, node: Node) -> None:
     """Over tiled predictions (N, K, H, W): the summed loss, and what the mean divides by, are summed over ranks."""
     a = node.arguments
     if a["reduction"] == _NONE:
         as_it_is(b, node, (-2, -1))
         return
+    plain = node.operator == "aten.cross_entropy_loss.default"
+    kernel, smoothing = ("tile.cross_entropy_sums", (a["label_smoothing"],)) if plain else ("tile.nll_sums", ())
     sums = b.local(
-        f"{node.name}.sums", "tile.cross_entropy_sums", a["self"], a["target"], a["weight"], a["ignore_index"],
-        a["label_smoothing"], like=replace(node.spec, shape=(2,)),
+        f"{node.name}.sums", kernel, a["self"], a["target"], a["weight"], a["ignore_index"], *smoothing,
+        like=replace(node.spec, shape=(2,)),
     )  # fmt: skip
     kernel = "tile.ratio" if a["reduction"] == _MEAN else "tile.first"
     b.local(node.name, kernel, b.all_reduce(sums), like=node.spec)
 
 
-@entry("aten.mse_loss.default", "aten.l1_loss.default", "aten.binary_cross_entropy_with_logits.default")
+@entry(
+    *(
+        f"aten.{name}.default"
+        for name in (
+            "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss",
+            "binary_cross_entropy", "binary_cross_entropy_with_logits",
+        )
+    )
+)  # fmt: skip
 def pixel_loss(b: Builder, node: Node) -> None:
     """A loss of each pixel by itself, summed over the tile and the ranks."""
     parts = lined_up(b, node)
-    source, reduction = node.arguments["self"], node.arguments["reduction"]
+    reduction = node.arguments["reduction"]
+    source = next(ref for ref in node.arguments.values() if b.is_tiled(ref))
     spec = b.value(source).spec
     pixels = replace(node, name=f"{node.name}.pixels", spec=spec)
     each = as_it_is(b, pixels, b.value(source).axes, **{**parts, "reduction": _NONE})
