@@ -154,8 +154,8 @@ def _where(wanted: Sequence[bool], grads: Sequence[Tensor]) -> tuple[Tensor | No
     return tuple(grad if want else None for want, grad in zip(wanted, grads, strict=True))
 
 
-def _sum_pixels(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
-    return x.sum(dims, keepdim=keepdim)
+def _sum_pixels(x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    return x.sum(dims, keepdim=keepdim, dtype=dtype)
 
 
 def _average_pool(

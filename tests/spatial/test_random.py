@@ -43,6 +43,7 @@ DRAWS = {
     "a mask for all images": lambda x: x * (torch.rand(x.shape[1:], dtype=x.dtype) > 0.5),
     "bernoulli of a probability": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
     "bernoulli by number": lambda x: x * torch.bernoulli(x.detach(), 0.5),
+    "whole numbers from zero": lambda x: x * torch.randint(5, (2, 1, 1, 1)),
     "whole numbers": lambda x: x * torch.randint(0, 5, (2, 1, 1, 1)),
     "behind the global pool": lambda x: x * F.dropout(x.sum((2, 3), keepdim=True), 0.5),
 }

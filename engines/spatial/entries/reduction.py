@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
 from engines.spatial.ops import as_it_is, axes_without, entry, lined_up, no_rule, whole_axes
@@ -23,7 +25,8 @@ def mean_over_space(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepd
 
 
 def _sum(b: Builder, out: str, ref: Ref, spec: TensorSpec, dims: Sequence[int], keepdim: bool) -> Ref:
-    return b.all_reduce(b.local(out, "tile.sum_pixels", ref, list(dims), keepdim, like=spec))
+    dtype = getattr(torch, spec.dtype)
+    return b.all_reduce(b.local(out, "tile.sum_pixels", ref, list(dims), keepdim, dtype, like=spec))
 
 
 def _dims(b: Builder, node: Node) -> tuple[list[int], bool]:
@@ -50,9 +53,7 @@ def reduce_sum(b: Builder, node: Node) -> None:
         b.local(node.name, "aten.alias.default", total, like=node.spec)
 
 
-@entry(
-    "aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss2d.default", images=("self", "target")
-)
+@entry("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", images=("self", "target"))
 def cross_entropy(b: Builder, node: Node) -> None:
     """Over tiled predictions (N, K, H, W): the summed loss, and what the mean divides by, are summed over ranks."""
     a = node.arguments
