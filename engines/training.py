@@ -21,8 +21,8 @@ from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
 from engines.program.timeline import Event
 from engines.program.worker import Worker
+from engines.spatial.additions import Additions
 from engines.spatial.draws import has_draws
-from engines.spatial.ops import Additions
 
 __all__ = ["Loss", "Optimiser", "RankTraining", "Recipe", "StepReport", "label_spec", "prepare", "sgd"]
 

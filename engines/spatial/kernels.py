@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["Kernel", "batch_statistics", "has_kernel", "is_own", "kernel", "local_kernel", "operator_of", "own_kernels"]
+__all__ = ["Kernel", "batch_statistics", "has_kernel", "kernel", "kernels", "local_kernel", "operator_of"]
 
 Kernel = Callable[..., Any]
 
@@ -52,15 +52,9 @@ def has_kernel(name: str) -> bool:
     return name in _KERNELS
 
 
-def own_kernels() -> dict[str, Kernel]:
-    """Those that a user has added."""
-    return {name: function for name, function in _KERNELS.items() if is_own(function)}
-
-
-def is_own(function: Callable[..., Any]) -> bool:
-    """Whether a function is a user's, and not of this package."""
-    home = getattr(function, "__module__", None) or "__main__"
-    return home != "builtins" and not home.startswith(("engines.", "torch."))
+def kernels() -> dict[str, Kernel]:
+    """All of ours by name."""
+    return dict(_KERNELS)
 
 
 def operator_of(name: str) -> Any:
@@ -198,33 +192,6 @@ def _transposed(
     return cut if bias is None else cut + _per_channel(bias, cut)
 
 
-def _cross_entropy_sums(
-    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float
-) -> Tensor:
-    """(2,): the summed loss of the tile's pixels, and what a mean over them divides by."""
-    loss = functional.cross_entropy(x, target, weight, None, ignore_index, None, "sum", label_smoothing)
-    if target.is_floating_point():
-        return torch.stack([loss, loss.new_tensor(target.numel() // target.shape[1])])
-    return torch.stack([loss, _share(loss, target, weight, ignore_index)])
-
-
-def _share(loss: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What a mean over the labels divides by."""
-    if weight is None:
-        return (target != ignore_index).sum().to(loss.dtype)
-    return weight[target[target != ignore_index]].sum()
-
-
-def _nll_sums(x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """(2,): the same for what is a logarithm of probabilities already."""
-    loss = functional.nll_loss(x, target, weight, None, ignore_index, None, "sum")
-    return torch.stack([loss, _share(loss, target, weight, ignore_index)])
-
-
-def _ratio(sums: Tensor) -> Tensor:
-    return sums[0] / sums[1]
-
-
 def _cut(x: Tensor, axes: tuple[int, ...], spans: tuple[tuple[int, int], ...]) -> Tensor:
     """The pixels (start, stop) along each axis of a whole value."""
     for axis, (start, stop) in zip(axes, spans, strict=True):
@@ -241,9 +208,5 @@ _KERNELS |= {
     "tile.pad": _pad,
     "tile.adaptive_average": _adaptive_average,
     "tile.conv_transpose": _transposed,
-    "tile.cross_entropy_sums": _cross_entropy_sums,
-    "tile.nll_sums": _nll_sums,
-    "tile.ratio": _ratio,
-    "tile.first": lambda sums: sums[0],
     "getitem": lambda values, index: values[index],
 }

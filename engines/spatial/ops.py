@@ -8,7 +8,6 @@ function like those in `engines/spatial/entries/` under `@entry("aten.name.overl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +16,9 @@ from engines.errors import TraceError
 from engines.layer.graph import Node, Ref, TensorSpec, references
 from engines.program.builder import Builder, Value
 from engines.program.instructions import DEVICE
-from engines.spatial.kernels import Kernel, has_kernel, is_own, local_kernel, operator_of, own_kernels
+from engines.spatial.kernels import has_kernel, operator_of
 
 __all__ = [
-    "Additions",
     "Rule",
     "as_it_is",
     "axes_without",
@@ -31,6 +29,7 @@ __all__ = [
     "no_rule",
     "pointwise",
     "refuse_if_read",
+    "rules",
     "spec_of",
     "whole_axes",
     "whole_to_tile",
@@ -98,26 +97,9 @@ def entry(*operators: str, everywhere: bool = False, images: tuple[str, ...] = (
     return add
 
 
-@dataclass(frozen=True)
-class Additions:
-    """What a user has added to the table and to the kernels, to be carried to the ranks by value."""
-
-    rules: tuple[tuple[str, Rule, bool, tuple[str, ...]], ...] = ()
-    kernels: tuple[tuple[str, Kernel], ...] = ()
-
-    @classmethod
-    def now(cls) -> Additions:
-        """All so far."""
-        own = [(name, rule) for name, rule in _TABLE.items() if is_own(rule)]
-        rules = tuple((name, rule, name in _EVERYWHERE, _IMAGES[name]) for name, rule in own)
-        return cls(rules, tuple(own_kernels().items()))
-
-    def adopt(self) -> None:
-        """Make them this process's own."""
-        for name, rule, everywhere, images in self.rules:
-            entry(name, everywhere=everywhere, images=images)(rule)
-        for name, function in self.kernels:
-            local_kernel(name)(function)
+def rules() -> dict[str, tuple[Rule, bool, tuple[str, ...]]]:
+    """The table: for each operator its rule, `everywhere` and `images`."""
+    return {name: (rule, name in _EVERYWHERE, _IMAGES[name]) for name, rule in _TABLE.items()}
 
 
 def lower(b: Builder, node: Node) -> None:

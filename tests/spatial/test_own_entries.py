@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from engines.errors import TraceError
 from engines.plan import Plan
 from engines.spatial import kernels, ops
+from engines.spatial.additions import Additions
 from engines.spatial.kernels import local_kernel
-from engines.spatial.ops import Additions, entry
+from engines.spatial.ops import entry
 from engines.spatial.windows import SlidingWindow
 from mpi4dl_nb import Cluster, Training
 from tests.exact import assert_exact, close, tiled, whole_numbers, with_whole_weights

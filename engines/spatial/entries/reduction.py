@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
+from engines.spatial.kernels import local_kernel
 from engines.spatial.ops import as_it_is, axes_without, entry, lined_up, no_rule, whole_axes
 
 __all__ = ["mean_over_space"]
@@ -51,6 +54,43 @@ def reduce_sum(b: Builder, node: Node) -> None:
     else:
         total = _sum(b, f"{node.name}.sum", source, node.spec, dims, keepdim)
         b.local(node.name, "aten.alias.default", total, like=node.spec)
+
+
+@local_kernel("tile.cross_entropy_sums")
+def cross_entropy_sums(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """(2,): the summed loss of the tile's pixels, and what a mean over them divides by."""
+    loss = functional.cross_entropy(x, target, weight, None, ignore_index, None, "sum", label_smoothing)
+    if target.is_floating_point():
+        return torch.stack([loss, loss.new_tensor(target.numel() // target.shape[1])])
+    return torch.stack([loss, _share(loss, target, weight, ignore_index)])
+
+
+def _share(loss: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What a mean over the labels divides by."""
+    if weight is None:
+        return (target != ignore_index).sum().to(loss.dtype)
+    return weight[target[target != ignore_index]].sum()
+
+
+@local_kernel("tile.nll_sums")
+def nll_sums(x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """(2,): the same for what is a logarithm of probabilities already."""
+    loss = functional.nll_loss(x, target, weight, None, ignore_index, None, "sum")
+    return torch.stack([loss, _share(loss, target, weight, ignore_index)])
+
+
+@local_kernel("tile.ratio")
+def ratio(sums: Tensor) -> Tensor:
+    """The mean."""
+    return sums[0] / sums[1]
+
+
+@local_kernel("tile.first")
+def first(sums: Tensor) -> Tensor:
+    """The sum."""
+    return sums[0]
 
 
 @entry("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", images=("self", "target"))
