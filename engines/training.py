@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
 from engines.program.timeline import Event
 from engines.program.worker import Worker
+from engines.spatial.additions import Additions
 from engines.spatial.draws import has_draws
 
 __all__ = ["Loss", "Optimiser", "RankTraining", "Recipe", "StepReport", "label_spec", "prepare", "sgd"]
@@ -35,7 +36,8 @@ sgd: Optimiser = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 class Recipe:
     """All that a rank must know: plain data, so that a model defined in a notebook cell needs no file.
 
-    `state` holds the weights and buffers that the rank needs, by the graph's names.
+    `state` holds the weights and buffers that the rank needs, by the graph's names. The user's own
+    entries and kernels come along in `additions`.
     """
 
     graph: ModelGraph
@@ -44,6 +46,7 @@ class Recipe:
     state: Mapping[str, Tensor]
     device: str = "auto"
     seed: int = 0
+    additions: Additions = field(default_factory=Additions)
 
     @property
     def draws(self) -> int | None:
@@ -74,7 +77,7 @@ def prepare(
     graph = trace(model, loss, images, labels or usual)
     compile_plan(graph, plan)
     _check_optimiser(optimiser)
-    return Recipe(graph, plan, optimiser, _state(model, loss, graph), device, torch.initial_seed())
+    return Recipe(graph, plan, optimiser, _state(model, loss, graph), device, torch.initial_seed(), Additions.now())
 
 
 def _check_optimiser(optimiser: Optimiser) -> None:
@@ -118,6 +121,7 @@ class RankTraining:
     """The weights, optimiser and worker of one rank."""
 
     def __init__(self, world: World, recipe: Recipe) -> None:
+        recipe.additions.adopt()
         program = Compiler(recipe.graph, recipe.plan).program(world.rank)
         self.program, self.graph = program, recipe.graph
         self.device = choose_device(recipe.device, world.rank)

@@ -98,6 +98,7 @@ def assert_exact(
         if program.loss:
             made, last = worker.peek(program.prediction), plan.grids[-1]
             tile = None if made.shape == output.shape else last.cut(*output.shape[-2:])[rank - plan.ranks]
+            assert made.dtype == output.dtype, f"type of the output, {whose}"
             assert same(made, _part(output, tile)), f"output, {whose}"
             assert same(worker.peek(program.loss), value), f"loss, {whose}"
         for name, weight in worker.weights.items():

@@ -98,7 +98,6 @@ _LAWS: dict[str, Law] = {
     "normal_functional": _normal,
     "normal": _normal,
     "randint": _integers,
-    "randint_like": _integers,
     "bernoulli": _bernoulli,
     "exponential": lambda draw, a: draw().neg_().log1p_().div_(-a.get("lambd", 1.0)),
 }
@@ -111,7 +110,7 @@ draws = tuple(
     f"aten.{name}"
     for name in (
         "rand.default", "rand_like.default", "uniform.default", "randn.default", "randn_like.default",
-        "normal_functional.default", "randint.default", "randint.low", "randint_like.default", "randint_like.low_dtype",
+        "normal_functional.default", "randint.default", "randint.low",
         "bernoulli.default", "bernoulli.p", "exponential.default", *(f"{name}.default" for name in _DROPOUTS),
     )
 )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["batch_statistics", "kernel", "local_kernel", "operator_of"]
+__all__ = ["Kernel", "batch_statistics", "has_kernel", "kernel", "kernels", "local_kernel", "operator_of"]
 
 Kernel = Callable[..., Any]
 
@@ -18,6 +18,9 @@ _KERNELS: dict[str, Kernel] = {}
 
 def local_kernel(name: str) -> Callable[[Kernel], Kernel]:
     """Give a function a name by which entries of the operator table can have ranks call it.
+
+    Its tensors are what a rank holds; its gradient is autograd's. Under the name of a custom operator
+    (`mine.blur.default`) ranks call it in place of that, and need not know the operator.
 
     >>> @local_kernel("tile.twice")
     ... def twice(x):
@@ -42,6 +45,16 @@ def kernel(name: str) -> Callable[..., Any]:
     if name in _KERNELS:
         return _KERNELS[name]
     return operator_of(name)  # type: ignore[no-any-return]
+
+
+def has_kernel(name: str) -> bool:
+    """Whether a name is one of ours rather than ATen's."""
+    return name in _KERNELS
+
+
+def kernels() -> dict[str, Kernel]:
+    """All of ours by name."""
+    return dict(_KERNELS)
 
 
 def operator_of(name: str) -> Any:
@@ -135,8 +148,8 @@ def _where(wanted: Sequence[bool], grads: Sequence[Tensor]) -> tuple[Tensor | No
     return tuple(grad if want else None for want, grad in zip(wanted, grads, strict=True))
 
 
-def _sum_pixels(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
-    return x.sum(dims, keepdim=keepdim)
+def _sum_pixels(x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    return x.sum(dims, keepdim=keepdim, dtype=dtype)
 
 
 def _average_pool(
@@ -185,25 +198,6 @@ def _transposed(
     return cut if bias is None else cut + _per_channel(bias, cut)
 
 
-def _cross_entropy_sums(
-    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float
-) -> Tensor:
-    """(2,): the summed loss of the tile's pixels, and what a mean over them divides by."""
-    loss = functional.cross_entropy(x, target, weight, None, ignore_index, None, "sum", label_smoothing)
-    if target.is_floating_point():
-        share = loss.new_tensor(target.numel() // target.shape[1])
-    elif weight is None:
-        share = (target != ignore_index).sum().to(loss.dtype)
-    else:
-        kept = target[target != ignore_index]
-        share = weight[kept].sum()
-    return torch.stack([loss, share])
-
-
-def _ratio(sums: Tensor) -> Tensor:
-    return sums[0] / sums[1]
-
-
 def _cut(x: Tensor, axes: tuple[int, ...], spans: tuple[tuple[int, int], ...]) -> Tensor:
     """The pixels (start, stop) along each axis of a whole value."""
     for axis, (start, stop) in zip(axes, spans, strict=True):
@@ -220,8 +214,5 @@ _KERNELS |= {
     "tile.pad": _pad,
     "tile.adaptive_average": _adaptive_average,
     "tile.conv_transpose": _transposed,
-    "tile.cross_entropy_sums": _cross_entropy_sums,
-    "tile.ratio": _ratio,
-    "tile.first": lambda sums: sums[0],
     "getitem": lambda values, index: values[index],
 }

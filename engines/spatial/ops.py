@@ -2,7 +2,7 @@
 
 An entry is called only where an argument is tiled. It says which window a tile of outputs reads, with which
 local kernel, and what is summed over ranks; everything else runs as it is. To add an operator, write a
-function like those in `engines/spatial/entries/` under `@entry("aten.name.overload")`.
+function like those in `engines/spatial/entries/` under `@entry("aten.name.overload")`: see `entry`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engines.errors import TraceError
 from engines.layer.graph import Node, Ref, TensorSpec, references
 from engines.program.builder import Builder, Value
 from engines.program.instructions import DEVICE
-from engines.spatial.kernels import operator_of
+from engines.spatial.kernels import has_kernel, operator_of
 
 __all__ = [
     "Rule",
@@ -29,6 +29,7 @@ __all__ = [
     "no_rule",
     "pointwise",
     "refuse_if_read",
+    "rules",
     "spec_of",
     "whole_axes",
     "whole_to_tile",
@@ -62,20 +63,43 @@ _ANY_LAYOUT = {"aten.view.default": "aten.reshape.default"}
 
 
 def entry(*operators: str, everywhere: bool = False, images: tuple[str, ...] = ()) -> Callable[[Rule], Rule]:
-    """Add a rule to the table; `everywhere`: also where no argument is tiled.
+    """Add a rule to the table: a function of a `Builder` and a `Node`, called where an argument is tiled.
 
-    `images` names the only arguments that the rule takes tiled, and only with rows and columns last.
+    `everywhere`: also where no argument is tiled. `images` names the only arguments that the rule takes tiled, and
+    only with rows and columns last. A cell of a notebook may add rules: the ranks of a `Training` made after
+    that get them, and the kernels of `local_kernel`, by value.
+
+    A custom operator that blurs over 3 x 3 pixels. Outputs read one pixel further than their tile, and what lies
+    outside the image is 0; the kernel gets the window, and makes the tile of outputs of it:
+
+    >>> from torch.nn.functional import avg_pool2d
+    >>> from engines.spatial.kernels import local_kernel
+    >>> from engines.spatial.windows import SlidingWindow
+    >>> @local_kernel("mine.blur")
+    ... def blur(window):
+    ...     return avg_pool2d(window, 3, stride=1)
+    >>> @entry("mine.blur.default", images=("x",))
+    ... def blur_on_tiles(b, node):
+    ...     rule = SlidingWindow(kernel=3, padding=1)
+    ...     window = b.window(node.arguments["x"], node.spec.shape[-2:], rule, rule)
+    ...     b.local(node.name, "mine.blur", b.padded(window), like=node.spec, axes=(-2, -1))
     """
 
     def add(rule: Rule) -> Rule:
         for name in operators:
             _TABLE[name] = rule
             _IMAGES[name] = images
+            _EVERYWHERE.discard(name)
             if everywhere:
                 _EVERYWHERE.add(name)
         return rule
 
     return add
+
+
+def rules() -> dict[str, tuple[Rule, bool, tuple[str, ...]]]:
+    """The table: for each operator its rule, `everywhere` and `images`."""
+    return {name: (rule, name in _EVERYWHERE, _IMAGES[name]) for name, rule in _TABLE.items()}
 
 
 def lower(b: Builder, node: Node) -> None:
@@ -151,7 +175,7 @@ def _each(pick: Callable[[Ref], Ref], argument: Any) -> Any:
 def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """A node's arguments as the operator takes them. The device of whatever it makes is the rank's."""
     arguments = {**node.arguments, **changes}
-    if node.operator == "getitem":
+    if has_kernel(node.operator):
         return list(arguments.values()), {}
     schema = operator_of(node.operator)._schema.arguments
     keyword_only = {argument.name for argument in schema if argument.kwarg_only}
@@ -164,7 +188,7 @@ def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dic
 
 def is_pointwise(name: str) -> bool:
     """Whether each output pixel depends on the same pixel of the inputs only."""
-    return name in _POINTWISE or (name != "getitem" and torch.Tag.pointwise in operator_of(name).tags)
+    return name in _POINTWISE or (not has_kernel(name) and torch.Tag.pointwise in operator_of(name).tags)
 
 
 def pointwise(b: Builder, node: Node) -> None:
@@ -270,7 +294,7 @@ def refuse_if_read(b: Builder, node: Node, output: int, what: str) -> None:
 
 
 def _is_random(name: str) -> bool:
-    return name != "getitem" and torch.Tag.nondeterministic_seeded in operator_of(name).tags
+    return not has_kernel(name) and torch.Tag.nondeterministic_seeded in operator_of(name).tags
 
 
 def _check_deterministic(b: Builder, node: Node) -> None:

@@ -82,6 +82,13 @@ SPREADS = {
     "deviation": lambda x: x / (x.std((2, 3), keepdim=True) + 1),
     "variance and mean": lambda x: torch.cat(torch.var_mean(x, (0, 2, 3)), 0),
     "deviation behind permute": lambda x: x.permute(LAST).std((1, 2)),
+    "deviation of all": lambda x: x.std() * x,
+    "deviation by a correction": lambda x: x.std((2, 3), correction=0),
+    "deviation and mean of all": lambda x: torch.stack(torch.std_mean(x)),
+    "deviation and mean": lambda x: torch.cat(torch.std_mean(x, (2, 3)), 1),
+    "deviation and mean by a correction": lambda x: torch.cat(torch.std_mean(x, (2, 3), correction=2), 1),
+    "variance and mean by a correction": lambda x: torch.cat(torch.var_mean(x, (2, 3), correction=2), 1),
+    "variance and mean of all": lambda x: torch.stack(torch.var_mean(x)),
     "standardised by hand": lambda x: (x - x.mean((1, 2, 3), True)) / (x.var((1, 2, 3), keepdim=True) + 1e-5).sqrt(),
     "variance over channels": lambda x: x.var(1),
 }

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engines.plan import Plan
-from engines.spatial.ops import _TABLE
 from engines.spatial.tiles import Grid
 from tests.exact import assert_exact, close, tiled, whole_numbers, with_whole_weights
 from tests.spatial.drawn import Calls, Geometry, Pair, check, geometries, images_on_grids, seeds, trials
@@ -542,18 +541,3 @@ WAYS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
 def test_ways_to_use_a_weight(name: str, grid: str):
     assert_exact(with_whole_weights(WAYS[name]()), whole_numbers(2, 2, 7, 5), tiled(grid))
-
-
-def test_every_entry_of_the_table_is_held_here():
-    """Whoever adds an entry adds a test above, and the entry's name here."""
-    held = {
-        "conv2d.default", "conv2d.padding", "conv_transpose2d.input", "max_pool2d.default",
-        "avg_pool2d.default", "adaptive_avg_pool2d.default", "upsample_nearest2d.vec", "pad.default",
-        "constant_pad_nd.default", "slice.Tensor", "cat.default", "chunk.default", "split.Tensor",
-        "split_with_sizes.default", "unbind.int", "permute.default", "mean.default", "mean.dim",
-        "sum.default", "sum.dim_IntList", "softmax.int", "log_softmax.int", "cross_entropy_loss.default",
-        "mse_loss.default", "l1_loss.default",
-        "binary_cross_entropy_with_logits.default", "batch_norm.default", "add_.Tensor",
-        "dropout.default", "feature_dropout.default", "alpha_dropout.default", "prelu.default",
-    }  # fmt: skip
-    assert {name.removeprefix("aten.") for name in _TABLE} - {"getitem"} <= held

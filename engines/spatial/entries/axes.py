@@ -41,8 +41,7 @@ def _only_first_is_tiled(b: Builder, node: Node) -> Ref:
         f"aten.{name}"
         for name in (
             "cumsum.default", "cumprod.default", "flip.default", "roll.default", "glu.default", "sort.default",
-            "sort.stable", "topk.default", "index_select.default", "repeat_interleave.self_int",
-            "narrow.default", "renorm.default",
+            "topk.default", "index_select.default", "repeat_interleave.self_int", "narrow.default",
         )
     )
 )  # fmt: skip
@@ -58,8 +57,8 @@ def along(b: Builder, node: Node) -> None:
     *(
         f"aten.{name}"
         for name in (
-            "max.dim", "min.dim", "argmax.default", "argmin.default", "median.dim", "mode.default", "kthvalue.default",
-            "prod.dim_int", "any.dim", "any.dims", "all.dim", "all.dims", "count_nonzero.dim_IntList",
+            "max.dim", "min.dim", "argmax.default", "argmin.default", "median.dim", "prod.dim_int",
+            "any.dim", "all.dim",
         )
     )
 )  # fmt: skip
@@ -82,7 +81,7 @@ def select(b: Builder, node: Node) -> None:
     as_it_is(b, node, axes_without(b, node.arguments["self"], dims))
 
 
-@entry("aten.gather.default", "aten.cosine_similarity.default", "aten.linalg_cross.default")
+@entry("aten.gather.default", "aten.cosine_similarity.default")
 def pixel_on_pixel(b: Builder, node: Node) -> None:
     """Two images, of which each pixel's channels meet."""
     parts = lined_up(b, node)
@@ -116,7 +115,7 @@ def stack(b: Builder, node: Node) -> None:
     as_it_is(b, node, axes, **parts)
 
 
-entry("aten.concat.default", "aten.concatenate.default")(join)
+entry("aten.concat.default")(join)
 
 
 @entry(
@@ -124,7 +123,7 @@ entry("aten.concat.default", "aten.concatenate.default")(join)
         f"aten.{name}"
         for name in (
             "transpose.int", "swapaxes.default", "swapdims.default", "movedim.int", "movedim.intlist",
-            "moveaxis.int", "moveaxis.intlist", "t.default", "mT.default", "numpy_T.default",
+            "moveaxis.int", "mT.default",
         )
     )
 )  # fmt: skip
@@ -152,11 +151,11 @@ def _is_list(b: Builder, ref: Any) -> bool:
     return not b.is_tiled(ref) and len(spec.shape) == 1 and spec.dtype != "bool"
 
 
-@entry("aten.avg_pool3d.default", "aten.max_pool3d.default", images=("self",))
+@entry("aten.avg_pool3d.default", images=("self",))
 def pool_of_channels(b: Builder, node: Node) -> None:
     """A pool along the axis before rows and columns, as local response norm has it."""
     a = node.arguments
-    settings = [a["kernel_size"], a["stride"] or (1, 1, 1), a.get("dilation", (1, 1, 1))]
+    settings = [a["kernel_size"], a["stride"] or (1, 1, 1)]
     if any(tuple(setting)[-2:] != (1, 1) for setting in settings) or any(tuple(a["padding"])[-2:]):
         raise no_rule(node, "pools three axes, for which there is no rule")
     as_it_is(b, node, (-2, -1))

@@ -117,15 +117,14 @@ def over_slots(slots: Tensor, operator: str, settings: Sequence[Any], shape: Seq
     return operator_of(operator)(slots, *settings, [0]).view(shape)  # type: ignore[no-any-return]
 
 
-@entry("aten.linalg_vector_norm.default", "aten.logsumexp.default", "aten.norm.Scalar", "aten.norm.ScalarOpt_dim")
+@entry("aten.linalg_vector_norm.default", "aten.logsumexp.default")
 def of_its_own_results(b: Builder, node: Node) -> None:
     """A norm is the norm of the tiles' norms, and likewise the logarithm of a sum of exponentials."""
     a, source = node.arguments, node.arguments["self"]
-    dims, order = _over_space(b, node, source), a.get("ord", a.get("p", 2))
+    dims, order = _over_space(b, node, source), float(a.get("ord", 2))
     if dims is None:
         reduce_other_axes(b, node, source)
         return
-    order = 2.0 if order is None else float(order)
     if not 0 < order < math.inf:
         raise no_rule(node, f"is of order {order}, for which there is no rule over space")
     plain = "aten.logsumexp.default" if "logsumexp" in node.operator else "aten.linalg_vector_norm.default"

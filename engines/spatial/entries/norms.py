@@ -188,9 +188,7 @@ def rms_norm(b: Builder, node: Node) -> None:
 
 
 _SPREADS = [
-    f"aten.{name}.{overload}"
-    for name in ("var", "std", "var_mean", "std_mean")
-    for overload in ("default", "dim", "correction")
+    f"aten.{name}.{overload}" for name in ("var", "std", "var_mean", "std_mean") for overload in ("dim", "correction")
 ]
 
 

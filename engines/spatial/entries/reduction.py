@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+from torch.nn import functional
+
 from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
+from engines.spatial.kernels import local_kernel
 from engines.spatial.ops import as_it_is, axes_without, entry, lined_up, no_rule, whole_axes
 
 __all__ = ["mean_over_space"]
@@ -23,7 +28,8 @@ def mean_over_space(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepd
 
 
 def _sum(b: Builder, out: str, ref: Ref, spec: TensorSpec, dims: Sequence[int], keepdim: bool) -> Ref:
-    return b.all_reduce(b.local(out, "tile.sum_pixels", b.owned(ref), list(dims), keepdim, like=spec))
+    dtype, own = getattr(torch, spec.dtype), b.owned(ref)
+    return b.all_reduce(b.local(out, "tile.sum_pixels", own, list(dims), keepdim, dtype, like=spec))
 
 
 def _dims(b: Builder, node: Node) -> tuple[list[int], bool]:
@@ -50,26 +56,74 @@ def reduce_sum(b: Builder, node: Node) -> None:
         b.local(node.name, "aten.alias.default", total, like=node.spec)
 
 
-@entry("aten.cross_entropy_loss.default", images=("self", "target"))
+@local_kernel("tile.cross_entropy_sums")
+def cross_entropy_sums(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """(2,): the summed loss of the tile's pixels, and what a mean over them divides by."""
+    loss = functional.cross_entropy(x, target, weight, None, ignore_index, None, "sum", label_smoothing)
+    if target.is_floating_point():
+        return torch.stack([loss, loss.new_tensor(target.numel() // target.shape[1])])
+    return torch.stack([loss, _share(loss, target, weight, ignore_index)])
+
+
+def _share(loss: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What a mean over the labels divides by."""
+    if weight is None:
+        return (target != ignore_index).sum().to(loss.dtype)
+    return weight[target[target != ignore_index]].sum()
+
+
+@local_kernel("tile.nll_sums")
+def nll_sums(x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """(2,): the same for what is a logarithm of probabilities already."""
+    loss = functional.nll_loss(x, target, weight, None, ignore_index, None, "sum")
+    return torch.stack([loss, _share(loss, target, weight, ignore_index)])
+
+
+@local_kernel("tile.ratio")
+def ratio(sums: Tensor) -> Tensor:
+    """The mean."""
+    return sums[0] / sums[1]
+
+
+@local_kernel("tile.first")
+def first(sums: Tensor) -> Tensor:
+    """The sum."""
+    return sums[0]
+
+
+@entry("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", images=("self", "target"))
 def cross_entropy(b: Builder, node: Node) -> None:
     """Over tiled predictions (N, K, H, W): the summed loss, and what the mean divides by, are summed over ranks."""
     a = node.arguments
     if a["reduction"] == _NONE:
         as_it_is(b, node, (-2, -1))
         return
+    plain = node.operator == "aten.cross_entropy_loss.default"
+    kernel, smoothing = ("tile.cross_entropy_sums", (a["label_smoothing"],)) if plain else ("tile.nll_sums", ())
     sums = b.local(
-        f"{node.name}.sums", "tile.cross_entropy_sums", b.owned(a["self"]), b.owned(a["target"]), a["weight"],
-        a["ignore_index"], a["label_smoothing"], like=replace(node.spec, shape=(2,)),
+        f"{node.name}.sums", kernel, b.owned(a["self"]), b.owned(a["target"]), a["weight"], a["ignore_index"],
+        *smoothing, like=replace(node.spec, shape=(2,)),
     )  # fmt: skip
     kernel = "tile.ratio" if a["reduction"] == _MEAN else "tile.first"
     b.local(node.name, kernel, b.all_reduce(sums), like=node.spec)
 
 
-@entry("aten.mse_loss.default", "aten.l1_loss.default", "aten.binary_cross_entropy_with_logits.default")
+@entry(
+    *(
+        f"aten.{name}.default"
+        for name in (
+            "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss",
+            "binary_cross_entropy", "binary_cross_entropy_with_logits",
+        )
+    )
+)  # fmt: skip
 def pixel_loss(b: Builder, node: Node) -> None:
     """A loss of each pixel by itself, summed over the tile and the ranks."""
     parts = lined_up(b, node)
-    source, reduction = node.arguments["self"], node.arguments["reduction"]
+    reduction = node.arguments["reduction"]
+    source = next(ref for ref in node.arguments.values() if b.is_tiled(ref))
     spec = b.value(source).spec
     pixels = replace(node, name=f"{node.name}.pixels", spec=spec)
     each = as_it_is(b, pixels, b.value(source).axes, **{**parts, "reduction": _NONE})

@@ -121,18 +121,14 @@ def _upsampled(node: Node, size_px: tuple[int, int], axis: int) -> Taps:
     return taps(size_px[axis], resample, _REACH_PX[name] * math.ceil(max(1.0, size_px[axis] / out_px[axis])))
 
 
-@entry("aten.reflection_pad2d.default", "aten.replication_pad2d.default", images=("self",))
 def mirrored_pad(b: Builder, node: Node) -> None:
     """Reflect, replicate, circular: each pixel of the border is a copy of one of the image."""
     a = node.arguments
-    pads = [*a.get("pad", a.get("padding")), 0, 0]
+    pads = [*a["pad"], 0, 0]
     if any(pads[4:]):
         raise no_rule(node, "pads channels with copies, for which there is no rule")
     height, width = b.value(a["self"]).size_px
-    usual = "reflect" if "reflection" in node.operator else "replicate"
-    rows, cols = (
-        _copied(size, before, a.get("mode", usual)) for size, before in ((height, pads[2:4]), (width, pads[:2]))
-    )
+    rows, cols = (_copied(size_px, border, a["mode"]) for size_px, border in ((height, pads[2:4]), (width, pads[:2])))
     resampled(b, node, a["self"], rows, cols)
 
 

@@ -16,9 +16,9 @@ __all__: list[str] = []
     *(
         f"aten.{name}"
         for name in (
-            "view.default", "reshape.default", "_unsafe_view.default", "view_as.default", "reshape_as.default",
+            "view.default", "reshape.default", "view_as.default", "reshape_as.default",
             "flatten.using_ints", "unflatten.int", "squeeze.default", "squeeze.dim", "squeeze.dims",
-            "unsqueeze.default", "atleast_3d.default", "ravel.default",
+            "unsqueeze.default",
         )
     )
 )  # fmt: skip

@@ -1,0 +1,41 @@
+"""What a user has added to the operator table, on its way to the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engines.spatial.kernels import Kernel, kernels, local_kernel
+from engines.spatial.ops import Rule, entry, rules
+
+__all__ = ["Additions", "is_own"]
+
+
+def is_own(function: Callable[..., Any]) -> bool:
+    """Whether a function is a user's, and not of this package."""
+    home = getattr(function, "__module__", None) or "__main__"
+    return home != "builtins" and not home.startswith(("engines.", "torch."))
+
+
+@dataclass(frozen=True)
+class Additions:
+    """What a user has added to the table and to the kernels, to be carried to the ranks by value."""
+
+    rules: tuple[tuple[str, Rule, bool, tuple[str, ...]], ...] = ()
+    kernels: tuple[tuple[str, Kernel], ...] = ()
+
+    @classmethod
+    def now(cls) -> Additions:
+        """All so far."""
+        return cls(
+            tuple((name, *what) for name, what in rules().items() if is_own(what[0])),
+            tuple((name, function) for name, function in kernels().items() if is_own(function)),
+        )
+
+    def adopt(self) -> None:
+        """Make them this process's own."""
+        for name, rule, everywhere, images in self.rules:
+            entry(name, everywhere=everywhere, images=images)(rule)
+        for name, function in self.kernels:
+            local_kernel(name)(function)

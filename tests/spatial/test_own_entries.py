@@ -1,0 +1,121 @@
+"""Entries and kernels that a user writes in a cell: the ranks get them by value."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engines.errors import TraceError
+from engines.plan import Plan
+from engines.spatial import kernels, ops
+from engines.spatial.additions import Additions
+from engines.spatial.kernels import local_kernel
+from engines.spatial.ops import entry
+from engines.spatial.windows import SlidingWindow
+from mpi4dl_nb import Cluster, Training
+from tests.exact import assert_exact, close, tiled, whole_numbers, with_whole_weights
+
+SHAPE = 2, 3, 10, 14
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch):
+    for module, name in ((ops, "_TABLE"), (ops, "_IMAGES"), (ops, "_EVERYWHERE"), (kernels, "_KERNELS")):
+        monkeypatch.setattr(module, name, getattr(module, name).copy())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def blur() -> torch.library.CustomOpDef:
+    """(N, C, H, W) -> the mean over 3 x 3 pixels, zeros outside: an operator that PyTorch does not know."""
+
+    @torch.library.custom_op("cell::blur", mutates_args=())
+    def blur(x: Tensor) -> Tensor:
+        return nn.functional.avg_pool2d(x, 3, 1, 1)
+
+    blur.register_fake(torch.empty_like)
+    blur.register_autograd(lambda ctx, grad: nn.functional.avg_pool2d(grad, 3, 1, 1))
+    return blur
+
+
+def add_blur() -> None:
+    """As a cell would."""
+
+    @local_kernel("cell.blur.default")
+    def blurred(window: Tensor, padding: int = 1) -> Tensor:
+        return torch.nn.functional.avg_pool2d(window, 3, 1, padding)
+
+    @entry("cell.blur.default", images=("x",))
+    def blur_on_tiles(b, node):
+        rule = SlidingWindow(kernel=3, padding=1)
+        window = b.window(node.arguments["x"], node.spec.shape[-2:], rule, rule)
+        b.local(node.name, "cell.blur.default", b.padded(window), 0, like=node.spec, axes=(-2, -1))
+
+
+class Blurred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.cell.blur(self.head(torch.relu(torch.ops.cell.blur(self.stem(x)))))
+
+
+def test_without_an_entry_it_is_refused():
+    with pytest.raises(TraceError, match=r'(?s)^cell.blur.default .* write an entry.*@entry\("cell.blur.default"\)'):
+        assert_exact(Blurred().double(), whole_numbers(*SHAPE), tiled("2x2"))
+
+
+@pytest.mark.parametrize("grid", ["1x1", "1x2", "3x2"])
+def test_with_one_it_is_exact(grid: str):
+    add_blur()
+    assert_exact(with_whole_weights(Blurred()), whole_numbers(*SHAPE), tiled(grid), same=close)
+
+
+def test_the_table_knows_what_is_its_own():
+    assert Additions.now() == Additions()
+    add_blur()
+    found = Additions.now()
+    assert [name for name, *_ in found.rules] == [name for name, _ in found.kernels] == ["cell.blur.default"]
+
+
+@pytest.mark.parametrize("backend", ["loopback", "mpi"])
+def test_ranks_get_them_by_value(backend: str):
+    """Over MPI the ranks are other processes, which know neither the operator nor its entry: all is made in here."""
+
+    @torch.library.custom_op(f"cell::blur_{backend}", mutates_args=())
+    def blur(x: Tensor) -> Tensor:
+        return nn.functional.avg_pool2d(x, 3, 1, 1)
+
+    blur.register_fake(torch.empty_like)
+    blur.register_autograd(lambda ctx, grad: nn.functional.avg_pool2d(grad, 3, 1, 1))
+    name = f"cell.blur_{backend}.default"
+
+    @local_kernel(name)
+    def blurred(window, padding=1):
+        return torch.nn.functional.avg_pool2d(window, 3, 1, padding)
+
+    @entry(name)
+    def blur_on_tiles(b, node):
+        rule = SlidingWindow(kernel=3, padding=1)
+        window = b.window(node.arguments["x"], node.spec.shape[-2:], rule, rule)
+        b.local(node.name, name, b.padded(window), 0, like=node.spec, axes=(-2, -1))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 3, 1)
+
+        def forward(self, x):
+            return blur(self.head(torch.relu(blur(self.stem(x)))))
+
+    with Cluster(2, backend=backend) as cluster:
+        for plan in (Plan(split_size=1, slice_method="2x1"), Plan(split_size=2, num_spatial_parts=1)):
+            assert Training(Net(), plan, cluster, SHAPE).verify()["ok"]
+
+
+def test_the_examples_run():
+    for module in (ops, kernels):
+        assert doctest.testmod(module).failed == 0

@@ -1,0 +1,55 @@
+"""The operator table as a whole: no entry without a test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import engines.spatial.entries  # noqa: F401  (fills the operator table)
+from engines.spatial.additions import is_own
+from engines.spatial.ops import rules
+
+# Whoever adds an entry adds a test, and the entry's name here, under the file that has the test.
+HELD = {
+    "test_operators": """
+        conv2d.default conv2d.padding conv_transpose2d.input max_pool2d.default avg_pool2d.default
+        adaptive_avg_pool2d.default pad.default constant_pad_nd.default slice.Tensor cat.default chunk.default
+        split.Tensor split_with_sizes.default unbind.int permute.default mean.default mean.dim sum.default
+        sum.dim_IntList softmax.int log_softmax.int cross_entropy_loss.default mse_loss.default l1_loss.default
+        binary_cross_entropy_with_logits.default batch_norm.default add_.Tensor prelu.default""",
+    "test_sampling": """
+        upsample_nearest2d.vec _upsample_nearest_exact2d.vec upsample_bilinear2d.vec upsample_bicubic2d.vec
+        _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec pixel_shuffle.default pixel_unshuffle.default""",
+    "test_norms": """
+        instance_norm.default group_norm.default layer_norm.default rms_norm.default var.dim var.correction std.dim
+        std.correction var_mean.dim var_mean.correction std_mean.dim std_mean.correction""",
+    "test_extremes": """
+        amax.default amin.default max.default min.default adaptive_max_pool2d.default linalg_vector_norm.default
+        logsumexp.default""",
+    "test_losses": """
+        nll_loss_nd.default smooth_l1_loss.default huber_loss.default soft_margin_loss.default kl_div.default
+        poisson_nll_loss.default binary_cross_entropy.default""",
+    "test_random": """
+        dropout.default feature_dropout.default alpha_dropout.default feature_alpha_dropout.default rand.default
+        rand_like.default randn.default randn_like.default randint.default randint.low bernoulli.default bernoulli.p
+        uniform.default normal_functional.default exponential.default""",
+    "test_channels": """
+        view.default view_as.default reshape.default reshape_as.default flatten.using_ints unflatten.int
+        squeeze.default squeeze.dim squeeze.dims unsqueeze.default expand.default expand_as.default
+        broadcast_to.default repeat.default tile.default new_empty.default new_zeros.default new_ones.default
+        new_full.default transpose.int swapaxes.default swapdims.default movedim.int movedim.intlist moveaxis.int
+        mT.default stack.default concat.default channel_shuffle.default one_hot.default cumsum.default cumprod.default
+        flip.default roll.default glu.default sort.default topk.default index_select.default index.Tensor
+        repeat_interleave.self_int narrow.default max.dim min.dim argmax.default argmin.default median.dim
+        prod.dim_int any.dim all.dim select.int gather.default cosine_similarity.default avg_pool3d.default
+        linear.default matmul.default einsum.default""",
+}
+
+
+def test_every_entry_of_the_table_is_held():
+    held = {name for names in HELD.values() for name in names.split()}
+    table = {name.removeprefix("aten.") for name, (rule, *_) in rules().items() if not is_own(rule)}
+    assert table - {"getitem"} == held
+
+
+def test_the_files_that_hold_them_are_there():
+    assert all((Path(__file__).parent / f"{name}.py").exists() for name in HELD)
