@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from engines.errors import TraceError
 from engines.spatial.entries.sampling import taps
 from engines.spatial.tiles import Grid
 from tests.exact import close, whole_numbers, with_whole_weights
@@ -64,9 +65,17 @@ def test_smooth_upsampling(how: dict, case: tuple[Grid, Pair], scale: tuple[floa
 def test_smooth_shrinking(mode: str, case: tuple[Grid, Pair], out_px: Pair, seed: int):
     """With antialiasing an output reads the further the more the image shrinks."""
     grid, size_px = case
-    assume(out_px[0] >= grid.rows and out_px[1] >= grid.cols)
+    assume(out_px[0] >= grid.rows and out_px[1] >= grid.cols and out_px[1] > 1)
     how = {"size": out_px, "mode": mode, "antialias": True}
     check(lambda x: F.interpolate(x, **how), whole_numbers(1, 2, *size_px, seed=seed), grid, same=close)
+
+
+def test_antialiasing_to_one_column_is_refused():
+    """PyTorch's own gradient is not that of its result there: whoever sees this fail takes the refusal out."""
+    shrink = lambda x: F.interpolate(x, size=(4, 1), mode="bilinear", antialias=True)  # noqa: E731
+    assert not torch.autograd.gradcheck(shrink, whole_numbers(1, 1, 9, 1).requires_grad_(), raise_exception=False)
+    with pytest.raises(TraceError, match=r"_upsample_bilinear2d_aa\.vec .* makes one column"):
+        check(shrink, whole_numbers(1, 1, 9, 1), Grid(2, 1))
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
@@ -109,7 +118,7 @@ def test_pixel_unshuffle(case: tuple[Grid, Pair], factor: int, seed: int):
     check(lambda x: F.pixel_unshuffle(x, factor) * 2, image, grid)
 
 
-@trials(10)
+@trials(4)
 @given(case=images_on_grids(), seed=seeds)
 def test_shuffle_there_and_back_behind_a_convolution(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case

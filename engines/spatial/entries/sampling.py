@@ -97,6 +97,8 @@ _REACH_PX = {
 @entry(*(f"{name}.vec" for name in _REACH_PX), images=("input",))
 def upsample(b: Builder, node: Node) -> None:
     """Nearest, bilinear and bicubic, with the weights of ATen."""
+    if "_aa." in node.operator and node.spec.shape[-1] == 1:
+        raise no_rule(node, "makes one column, which ATen's antialiasing gets wrong: rows and gradients are mixed up")
     size_px = b.value(node.arguments["input"]).size_px
     rows, cols = (_upsampled(node, size_px, axis) for axis in (0, 1))
     resampled(b, node, node.arguments["input"], rows, cols)
@@ -105,7 +107,7 @@ def upsample(b: Builder, node: Node) -> None:
 def _upsampled(node: Node, size_px: tuple[int, int], axis: int) -> Taps:
     """One axis. The other one changes its size only where that of the image does: ATen copies where neither changes.
 
-    It is of two pixels, because antialiasing is wrong in ATen (2.13, on a CPU) where it stays one.
+    It is two pixels wide: antialiasing to one column is wrong in PyTorch 2.13 on a CPU (gradcheck says so).
     """
     name, a = node.operator.removesuffix(".vec"), node.arguments
     out_px = node.spec.shape[-2:]
