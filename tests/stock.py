@@ -95,9 +95,6 @@ STOCK: dict[str, Stock] = {
 """Those of the README's table."""
 
 MORE: dict[str, Stock] = {
-    "MONAI SEResNet50": _monai(
-        "SEResNet50", {"in_channels": 3, "num_classes": 5}, {"layers": [1, 1, 1, 1]}, rate=0.0001
-    ),
     "MONAI BasicUNet": _segmenter("BasicUNet", {}, narrow={"features": [8, 8, 16, 24, 32, 8]}, small="48x80"),
     "MONAI BasicUNetPlusPlus": _segmenter(
         "BasicUNetPlusPlus", {}, narrow={"features": [8, 8, 16, 24, 32, 8]}, small="48x80"
@@ -109,7 +106,10 @@ MORE: dict[str, Stock] = {
         {"kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2], "filters": [8, 16, 32]},
     ),
     "MONAI FlexibleUNet": _segmenter(
-        "FlexibleUNet", {"backbone": "resnet18"}, narrow={"decoder_channels": [32, 24, 16, 8, 8]}, small="64x96"
+        "FlexibleUNet",
+        {"backbone": "resnet18"},
+        narrow={"backbone": "resnet10", "decoder_channels": [32, 24, 16, 8, 8]},
+        small="64x96",
     ),
     "MONAI HighResNet": _segmenter("HighResNet", {}),
     "transformers BiT": _classifier("Bit", {}, {**_FEW, "embedding_size": 16, "num_groups": 8}),
