@@ -190,7 +190,7 @@ BAD_MODELS = {
         TraceError,
         "'engines.plan:Plen' cannot be imported",
     ),
-    (UNET, "--model-args", '{"width": {"engines.plan:Plan": [0]}}'): (
+    (UNET, "--model-args", '{"width": {"engines.plan:Plan": {"split_size": 0}}}'): (
         TraceError,
         "engines.plan:Plan failed with PlanE",
     ),
