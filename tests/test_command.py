@@ -191,9 +191,9 @@ BAD_MODELS = {
         TraceError,
         "'engines.plan:Plen' cannot be imported",
     ),
-    (UNET, "--model-args", '{"width": {"engines.plan:Plan": [0]}}'): (
+    (UNET, "--model-args", '{"width": {"engines.plan:Plan": {"x": 0}}}'): (
         TraceError,
-        "engines.plan:Plan failed with PlanE",
+        "engines.plan:Plan failed with TypeE",
     ),
     ("engines.plan:Plan",): (TraceError, "engines.plan:Plan returned Plan, not a torch.nn.Module"),
 }
