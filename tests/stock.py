@@ -80,6 +80,7 @@ _FIVE = {"in_channels": 3, "out_channels": 5}
 _RESNET = {"n_input_channels": 3, "num_classes": 5}
 _THIN = {"widen_factor": 0.25}
 _UNET = {"channels": [8, 16, 32], "strides": [2, 2]}
+_RESNET_18 = {"layer_type": "basic", "depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512]}
 _FEW = {"depths": [1, 1, 2, 1], "hidden_sizes": [32, 48, 64, 96]}
 
 STOCK: dict[str, Stock] = {
@@ -87,10 +88,12 @@ STOCK: dict[str, Stock] = {
         "DenseNet121", _FIVE, {"growth_rate": 8, "init_features": 16}, small="64x100", size="100x164"
     ),
     "MONAI ResNet-18": _monai("resnet18", _RESNET, _THIN),
-    "MONAI ResNet-50": _monai("resnet50", _RESNET, _THIN, rate=0.0001),
+    "MONAI ResNet-50, half as wide": _monai("resnet50", {**_RESNET, "widen_factor": 0.5}, _THIN, rate=0.0001),
     "MONAI UNet": _segmenter("UNet", {**_UNET, "num_res_units": 2}),
     "MONAI AttentionUnet": _segmenter("AttentionUnet", _UNET),
-    "transformers ResNet": _classifier("ResNet", {}, {**_FEW, "embedding_size": 16}),
+    "transformers ResNet-18": _classifier(
+        "ResNet", _RESNET_18, {"embedding_size": 16, "hidden_sizes": [16, 24, 32, 48]}
+    ),
 }
 """Those of the README's table."""
 

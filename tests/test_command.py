@@ -67,8 +67,9 @@ REFUSED = {
     "--local-dp 2": "local_dp=2 has no engine",
     "--local-DP 2": "local_dp=2 has no engine",
     "--data-parallel 2": "data_parallel=2 has no engine",
-    "--fused-layers 2": "fused_layers=2 counts the layers between two exchanges of halo_d2, which is off",
-    "--halo-D2 --fused-layers many": "fused_layers='many' must be a whole number",
+    "--halo-d2": "halo_d2=True has no engine",
+    "--halo-D2": "halo_d2=True has no engine",
+    "--fused-layers 2": "fused_layers=2 has no engine",
     "--schedule 1f1b": "schedule='1f1b' has no engine",
     "--checkpoint-activations": "checkpoint_activations=True has no engine",
     "--no-sync-batchnorm": "sync_batchnorm=False has no engine",
@@ -190,9 +191,9 @@ BAD_MODELS = {
         TraceError,
         "'engines.plan:Plen' cannot be imported",
     ),
-    (UNET, "--model-args", '{"width": {"engines.plan:Plan": {"split_size": 0}}}'): (
+    (UNET, "--model-args", '{"width": {"engines.plan:Plan": {"x": 0}}}'): (
         TraceError,
-        "engines.plan:Plan failed with PlanE",
+        "engines.plan:Plan failed with TypeE",
     ),
     ("engines.plan:Plan",): (TraceError, "engines.plan:Plan returned Plan, not a torch.nn.Module"),
 }

@@ -388,7 +388,8 @@ def test_a_verdict_is_never_ok_where_something_is_not_a_number():
         assert not compare(oracle, [oracle, wrong]).worst <= 1e-3
 
 
-def test_one_weight_under_two_names_is_refused_as_what_it_is(untouched):
+@pytest.mark.parametrize("plan", [TILES, STRIPS], ids=["in one stage", "in two"])
+def test_one_weight_under_two_names_is_trained_as_one(cluster, plan):
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -398,10 +399,12 @@ def test_one_weight_under_two_names_is_refused_as_what_it_is(untouched):
         def forward(self, x):
             return self.b(self.a(x))
 
-    with pytest.raises(TraceError) as caught:
-        Training(Tied(), TILES, untouched, SHAPE)
-    assert "a.weight" in str(caught.value)
-    assert "b.weight" in str(caught.value)
+    model, data = Tied(), batches(2)
+    training = Training(model, plan, cluster, SHAPE)
+    training.fit(data, progress=False)
+    state, weights = training.state_dict(), alone(model, data).weights
+    assert torch.equal(state["a.weight"], state["b.weight"])
+    torch.testing.assert_close({name: state[name] for name in weights}, weights, rtol=1e-10, atol=0)
 
 
 def test_a_label_that_the_loss_leaves_out_by_a_number_of_its_own(cluster):
