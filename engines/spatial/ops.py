@@ -46,7 +46,7 @@ _POINTWISE = {
     f"aten.{name}"
     for name in (
         "alias.default", "broadcast_tensors.default", "clone.default", "contiguous.default", "detach.default",
-        "to.dtype", "to.dtype_layout", "to.other", "_to_copy.default", "type_as.default", "lift_fresh_copy.default",
+        "to.device", "to.dtype", "to.dtype_layout", "to.other", "_to_copy.default", "type_as.default", "lift_fresh_copy.default",
         "zeros_like.default", "ones_like.default", "full_like.default", "empty_like.default",
         "log_sigmoid.default", "hardswish.default", "special_expit.default", "special_erf.default",
         "masked_fill.Tensor", "where.Scalar", "where.ScalarSelf", "where.ScalarOther", "isclose.default",
@@ -175,14 +175,14 @@ def _each(pick: Callable[[Ref], Ref], argument: Any) -> Any:
 def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """A node's arguments as the operator takes them. The device of whatever it makes is the rank's."""
     arguments = {**node.arguments, **changes}
+    if arguments.get("device") is not None:
+        arguments["device"] = DEVICE
     if has_kernel(node.operator):
         return list(arguments.values()), {}
     schema = operator_of(node.operator)._schema.arguments
     keyword_only = {argument.name for argument in schema if argument.kwarg_only}
     positional = [value for name, value in arguments.items() if name not in keyword_only]
     keywords = {name: value for name, value in arguments.items() if name in keyword_only and value is not None}
-    if "device" in keywords:
-        keywords["device"] = DEVICE
     return positional, keywords
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -33,6 +34,9 @@ class Counting:
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         self.sent.update(messages=len(sends), bytes=sum(message.tensor.nbytes for message in sends))
         return self.world.exchange(sends, receives)
+
+    def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
+        return partial(self.exchange, sends, receives)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.summary)
