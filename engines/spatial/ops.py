@@ -46,7 +46,8 @@ _POINTWISE = {
     f"aten.{name}"
     for name in (
         "alias.default", "broadcast_tensors.default", "clone.default", "contiguous.default", "detach.default",
-        "to.device", "to.dtype", "to.dtype_layout", "to.other", "_to_copy.default", "type_as.default", "lift_fresh_copy.default",
+        "to.device", "to.dtype", "to.dtype_layout", "to.other", "_to_copy.default", "type_as.default",
+        "lift_fresh_copy.default",
         "zeros_like.default", "ones_like.default", "full_like.default", "empty_like.default",
         "log_sigmoid.default", "hardswish.default", "special_expit.default", "special_erf.default",
         "masked_fill.Tensor", "where.Scalar", "where.ScalarSelf", "where.ScalarOther", "isclose.default",
