@@ -85,9 +85,14 @@ def _bench_step(world: World, arguments: Sequence[str]) -> bool:
     """Images per second of the ranks and of one process, interleaved."""
     flags = options.parser("Time training steps of a plan on the ranks, and of the plain model in one process.")
     flags.add_argument("--iterations", type=options.positive, default=5)
+    flags.add_argument(
+        "--in-turns",
+        action="store_true",
+        help="give memory back after each step: ranks and process need not fit together",
+    )
     chosen = flags.parse_args(arguments)
     model, recipe = options.recipe(chosen, world.size)
-    _print(world, bench_step(world, recipe, model, chosen.iterations, chosen.seed))
+    _print(world, bench_step(world, recipe, model, chosen.iterations, chosen.seed, chosen.in_turns))
     return True
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from engines.bench.verify import batches
-from engines.comm.device import cores
+from engines.comm.device import cores, give_memory_back
 from engines.comm.world import World
 from engines.oracle import OneProcess
 from engines.training import RankTraining, Recipe
@@ -18,10 +18,13 @@ from engines.training import RankTraining, Recipe
 __all__ = ["bench_step"]
 
 
-def bench_step(world: World, recipe: Recipe, model: nn.Module, iterations: int, seed: int) -> dict[str, object]:
+def bench_step(
+    world: World, recipe: Recipe, model: nn.Module, iterations: int, seed: int, in_turns: bool = False
+) -> dict[str, object]:
     """Medians over `iterations` interleaved steps, after one of each to warm up; the same line on every rank.
 
-    `spread` is (largest - smallest) / median of the ranks' seconds per step.
+    `in_turns`: memory that is free is given back after each step, so that ranks and process need not fit together; both
+    then pay for fresh pages in every step. `spread` is (largest - smallest) / median of the ranks' seconds per step.
     """
     training = RankTraining(world, recipe)
     batch = batches(recipe, seed, steps=1)[0]
@@ -33,9 +36,15 @@ def bench_step(world: World, recipe: Recipe, model: nn.Module, iterations: int, 
     for _ in range(iterations + 1):
         world.rest()
         ranks_s.append(_seconds(lambda: (training.step(own), world.rest())))
+        if in_turns:
+            training.start({})  # the last step is let go of
+            give_memory_back()
+            world.rest()
         if alone:
             torch.set_num_threads(threads)
             alone_s.append(_seconds(lambda: alone.step(batch)))
+            if in_turns:
+                give_memory_back()
         world.rest()
     images, answer = recipe.graph.inputs["images"].shape[0], None
     if alone:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 
 import torch
@@ -9,7 +11,7 @@ import torch
 from engines.errors import PlanError
 from engines.layout import Layout
 
-__all__ = ["choose_device", "cores", "memory_format", "threads_of"]
+__all__ = ["choose_device", "cores", "give_memory_back", "memory_format", "threads_of"]
 
 
 def choose_device(wish: str, rank: int) -> torch.device:
@@ -32,6 +34,14 @@ def choose_device(wish: str, rank: int) -> torch.device:
 def cores() -> int:
     """The cores of this machine that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def give_memory_back() -> None:
+    """Return the pages that this process has freed to the system, where its C library can (glibc)."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def threads_of(layout: Layout, rank: int) -> int:
