@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.bench.verify import batches
+from engines.comm.device import give_memory_back
 from engines.comm.world import World
 from engines.errors import RankError
 from engines.oracle import OneProcess
@@ -32,10 +33,9 @@ def bench_memory(world: World, recipe: Recipe, arguments: Sequence[str], seed: i
     `share` is the largest peak of a rank, as a part of one process's; `even_share` that of a rank that holds one
     tile's part of everything.
     """
-    own = _own_part(world, recipe, seed)
-    before = _now_bytes()
-    training = RankTraining(world, recipe)
-    peaks = world.gather(_peak_bytes(before, lambda: [training.step(own) for _ in range(_STEPS)]))
+    peaks = world.gather(_rank_bytes(world, recipe, seed))
+    give_memory_back()  # one process with the whole image has to fit now
+    world.rest()
     whole = world.gather(_alone_bytes(arguments) if world.rank == 0 else None)[0]
     return {
         "peak_bytes": peaks,
@@ -43,6 +43,13 @@ def bench_memory(world: World, recipe: Recipe, arguments: Sequence[str], seed: i
         "share": round(max(peaks) / whole, 4),
         "even_share": round(1 / recipe.plan.grids[0].tiles, 4),
     }
+
+
+def _rank_bytes(world: World, recipe: Recipe, seed: int) -> int:
+    own = _own_part(world, recipe, seed)
+    before = _now_bytes()
+    training = RankTraining(world, recipe)
+    return _peak_bytes(before, lambda: [training.step(own) for _ in range(_STEPS)])
 
 
 def _own_part(world: World, recipe: Recipe, seed: int) -> dict[str, Tensor]:
