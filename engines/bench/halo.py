@@ -26,7 +26,7 @@ from torch import Tensor
 
 from engines.bench.halo_case import HaloCase, Made, made
 from engines.bench.halo_valid import pattern, valid
-from engines.comm.device import threads_of
+from engines.comm.device import threads_of, wait_for
 from engines.layout import Layout
 
 if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
@@ -104,12 +104,10 @@ def _compute(own: Made, pixels: Tensor) -> dict[str, Callable[[], Callable[[], o
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_for(device)
     start_s = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_for(device)
     return time.perf_counter() - start_s
 
 

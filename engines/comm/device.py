@@ -11,7 +11,7 @@ import torch
 from engines.errors import PlanError
 from engines.layout import Layout
 
-__all__ = ["choose_device", "cores", "give_memory_back", "memory_format", "threads_of"]
+__all__ = ["choose_device", "cores", "give_memory_back", "has_own_memory", "memory_format", "threads_of", "wait_for"]
 
 
 def choose_device(wish: str, rank: int) -> torch.device:
@@ -29,6 +29,17 @@ def choose_device(wish: str, rank: int) -> torch.device:
         return torch.device(wish)
     except RuntimeError as error:
         raise PlanError(f"device={wish!r} is unknown. Use auto, cpu, cuda or cuda:0.") from error
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether its tensors lie elsewhere than the host's: copies from there want pinned memory."""
+    return device.type == "cuda"
+
+
+def wait_for(device: torch.device) -> None:
+    """Return when the device has done all that it was told."""
+    if has_own_memory(device):
+        torch.cuda.synchronize(device)
 
 
 def cores() -> int:

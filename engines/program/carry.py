@@ -13,7 +13,7 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
-from engines.comm.device import memory_format
+from engines.comm.device import has_own_memory, memory_format
 from engines.comm.world import Message, Pending, World
 from engines.program.instructions import Exchange
 from engines.spatial.moves import Move
@@ -169,7 +169,7 @@ def carriers(exchanges: Iterable[Exchange], world: World, device: torch.device) 
     """Every exchange of a program made ready, by name; they share the memory that messages travel through."""
     sizes = {exchange: staging_bytes(exchange) for exchange in {item.name: item for item in exchanges}.values()}
     kept = max((size for size in sizes.values() if size <= _KEPT_BYTES), default=0)
-    arena = torch.empty(kept, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    arena = torch.empty(kept, dtype=torch.uint8, pin_memory=has_own_memory(device))
     return {
         exchange.name: Carrier(exchange, world, device, arena if size <= _KEPT_BYTES else None)
         for exchange, size in sizes.items()

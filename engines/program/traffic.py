@@ -42,7 +42,5 @@ def _sent(step: Step) -> Iterable[Traffic]:
             yield Traffic(len(moves), exchange.bytes_of(moves))
         case AllReduce(spec=spec, group=group):
             yield Traffic(*sent_by_each(spec.bytes, len(group)))
-        case SumGradients(bytes=count, group=group):
-            yield Traffic(*sent_by_each(count, len(group)))
-        case Agree(group=group, bytes=count):
+        case SumGradients(bytes=count, group=group) | Agree(bytes=count, group=group):
             yield Traffic(*sent_by_each(count, len(group)))
