@@ -10,57 +10,17 @@ from typing import Any
 from engines.layer.graph import WITHOUT_GRADIENT, ModelGraph, Node, Ref, TensorSpec, references
 from engines.layout import StageRanks
 from engines.program.instructions import AllReduce, Compute, Exchange, LocalOp, RunningStatistics
+from engines.program.values import Value, bounded
 from engines.spatial.fusion import Read, Wide
 from engines.spatial.grouping import Work
 from engines.spatial.moves import moves
 from engines.spatial.tiles import Tile
-from engines.spatial.windows import Shift, SpanRule, window
+from engines.spatial.windows import Shift, SpanRule, Window, window
 
-__all__ = ["POINT", "Builder", "Value", "Window"]
+__all__ = ["POINT", "Builder", "Value"]
 
 POINT = Tile.whole(1, 1)
 """What a rank holds of a value that has no pixels."""
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A tensor in a stage. `spec` is that of the whole image.
-
-    `axes` are its spatial axes counted from the end, along which each rank holds its own tile; None
-    where every rank of the stage holds all of it.
-    """
-
-    name: str
-    spec: TensorSpec
-    axes: tuple[int, int] | None
-    differentiable: bool
-
-    @property
-    def size_px(self) -> tuple[int, int]:
-        """Height and width of the whole image that this (tiled) value is."""
-        rows, cols = self.axes or (-2, -1)
-        return self.spec.shape[rows], self.spec.shape[cols]
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The local tensor `name` holds the pixels `held`; the kernel is to read `wanted`, filled outside them."""
-
-    name: str
-    held: Tile
-    wanted: Tile
-    fill: float
-
-    @property
-    def margins(self) -> tuple[int, int, int, int]:
-        """Pixels to add (or, negative, to drop) left, right, above and below, in the order of `F.pad`."""
-        held, wanted = self.held, self.wanted
-        return (
-            held.cols.start - wanted.cols.start,
-            wanted.cols.stop - held.cols.stop,
-            held.rows.start - wanted.rows.start,
-            wanted.rows.stop - held.rows.stop,
-        )
 
 
 @dataclass
@@ -261,20 +221,4 @@ class Builder:
     def finished(self, kept: Iterable[str]) -> list[Compute | Exchange | AllReduce]:
         """All instructions, each segment with its inputs and outputs; `kept` values stay to the end."""
         self.flush()
-        wanted, done = set(kept), []
-        for instruction in reversed(self.instructions):
-            if isinstance(instruction, Compute):
-                instruction = self._bounded(instruction, wanted)
-                wanted.update(instruction.inputs)
-            else:
-                wanted.add(instruction.source)
-            done.append(instruction)
-        return done[::-1]
-
-    def _bounded(self, segment: Compute, wanted: set[str]) -> Compute:
-        made = {op.out for op in segment.ops}
-        read = dict.fromkeys(name for op in segment.ops for name in references((op.arguments, op.keywords)))
-        inputs = tuple(name for name in read if name in self.values and name not in made)
-        outputs = tuple(op.out for op in segment.ops if op.out in wanted)
-        differentiable = any(self.values[name].differentiable for name in outputs)
-        return Compute(segment.name, segment.ops, inputs, outputs, differentiable)
+        return bounded(self.instructions, self.values, kept)

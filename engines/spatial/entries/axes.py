@@ -11,7 +11,10 @@ from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
 from engines.spatial.entries.reshaping import join
 from engines.spatial.kernels import operator_of
-from engines.spatial.ops import as_it_is, axes_without, entry, lined_up, no_rule, spec_of, split_arguments, whole_axes
+from engines.spatial.ops import entry
+from engines.spatial.places import axes_without, lined_up, spec_of, whole_axes
+from engines.spatial.plain import as_it_is, split_arguments
+from engines.spatial.refusals import no_rule
 
 __all__ = ["check_along_other_axes"]
 

@@ -15,7 +15,9 @@ from engines.program.builder import Builder
 from engines.spatial.entries.axes import reduce_other_axes
 from engines.spatial.entries.pooling import cells_of
 from engines.spatial.kernels import local_kernel, operator_of
-from engines.spatial.ops import entry, no_rule, refuse_if_read, whole_axes
+from engines.spatial.ops import entry
+from engines.spatial.places import whole_axes
+from engines.spatial.refusals import no_rule, refuse_if_read
 
 __all__: list[str] = []
 

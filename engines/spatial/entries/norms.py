@@ -13,7 +13,10 @@ from engines.program.builder import Builder
 from engines.program.instructions import RunningStatistics
 from engines.spatial.entries.axes import reduce_other_axes
 from engines.spatial.kernels import batch_statistics, kernel, local_kernel
-from engines.spatial.ops import as_it_is, entry, local_shape, no_rule, whole_axes, whole_to_tile
+from engines.spatial.ops import entry
+from engines.spatial.places import local_shape, whole_axes, whole_to_tile
+from engines.spatial.plain import as_it_is
+from engines.spatial.refusals import no_rule
 
 __all__: list[str] = []
 

@@ -8,7 +8,8 @@ from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
 from engines.spatial.entries.convolution import folded, pair
 from engines.spatial.entries.reduction import mean_over_space
-from engines.spatial.ops import as_it_is, entry
+from engines.spatial.ops import entry
+from engines.spatial.plain import as_it_is
 from engines.spatial.tiles import Span
 from engines.spatial.windows import Reach, SlidingWindow
 

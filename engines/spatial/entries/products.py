@@ -6,7 +6,10 @@ from dataclasses import replace
 
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
-from engines.spatial.ops import as_it_is, entry, no_rule, spec_of, whole_axes
+from engines.spatial.ops import entry
+from engines.spatial.places import spec_of, whole_axes
+from engines.spatial.plain import as_it_is
+from engines.spatial.refusals import no_rule
 
 __all__: list[str] = []
 

@@ -8,7 +8,8 @@ from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
 from engines.program.instructions import DEVICE, SEED
 from engines.spatial.draws import SETTINGS, Place, draw_number, draws
-from engines.spatial.ops import as_it_is, entry
+from engines.spatial.ops import entry
+from engines.spatial.plain import as_it_is
 
 __all__: list[str] = []
 

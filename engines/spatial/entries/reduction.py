@@ -12,7 +12,10 @@ from torch.nn import functional
 from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
 from engines.spatial.kernels import local_kernel
-from engines.spatial.ops import as_it_is, axes_without, entry, lined_up, no_rule, whole_axes
+from engines.spatial.ops import entry
+from engines.spatial.places import axes_without, lined_up, whole_axes
+from engines.spatial.plain import as_it_is
+from engines.spatial.refusals import no_rule
 
 __all__ = ["mean_over_space"]
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
 from engines.spatial.entries.sampling import mirrored_pad
-from engines.spatial.ops import as_it_is, axes_without, entry, no_rule, pointwise, spec_of, whole_axes
+from engines.spatial.ops import entry
+from engines.spatial.places import axes_without, spec_of, whole_axes
+from engines.spatial.plain import as_it_is, pointwise
+from engines.spatial.refusals import no_rule
 from engines.spatial.windows import Shift, SlidingWindow
 
 __all__: list[str] = []

@@ -13,7 +13,9 @@ from torch.nn import functional
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
 from engines.spatial.kernels import local_kernel, operator_of
-from engines.spatial.ops import as_it_is, entry, no_rule
+from engines.spatial.ops import entry
+from engines.spatial.plain import as_it_is
+from engines.spatial.refusals import no_rule
 from engines.spatial.tiles import Span
 from engines.spatial.windows import Picks, Reach, SlidingWindow
 

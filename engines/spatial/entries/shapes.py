@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
-from engines.spatial.ops import as_it_is, entry, lined_up, local_shape, no_rule, spec_of, whole_axes
+from engines.spatial.ops import entry
+from engines.spatial.places import lined_up, local_shape, spec_of, whole_axes
+from engines.spatial.plain import as_it_is
+from engines.spatial.refusals import no_rule
 
 __all__: list[str] = []
 
