@@ -46,6 +46,7 @@ class Builder:
     _module: str = ""
     _node: str = ""
     _flops: dict[str, int] = field(default_factory=dict)
+    _before: tuple[int, list[LocalOp], list[int]] = field(default=(0, [], []))
 
     @property
     def rank(self) -> int:
@@ -56,10 +57,22 @@ class Builder:
         """What follows belongs to this node."""
         self._module, self._node = node.module, node.name
         self._flops[node.name] = node.flops
+        self._before = self.tag, list(self._open), [len(made) for made in self._made]
 
-    def forget(self, node: Node) -> None:
-        """Take back what was begun for a node."""
-        self._open = [op for op in self._open if op.out.split(".")[0] != node.name]
+    def forget(self) -> None:
+        """Take back what was begun for the present node."""
+        self.tag, self._open, counts = self._before[0], list(self._before[1]), self._before[2]
+        for made, count in zip(self._made, counts, strict=True):
+            if isinstance(made, dict):
+                for key in list(made)[count:]:
+                    del made[key]
+            else:
+                del made[count:]
+
+    @property
+    def _made(self) -> tuple[list[Any] | dict[Any, Any], ...]:
+        """What only grows while nodes are lowered."""
+        return self.instructions, self.reads, self.statistics, self.values, self._windows
 
     def is_tiled(self, ref: Any) -> bool:
         """Whether an argument is a value of which each rank holds a tile."""
@@ -72,6 +85,10 @@ class Builder:
     def tiles(self, size_px: tuple[int, int]) -> dict[int, Tile]:
         """The tiles of an image of that size, by rank: what each owns."""
         return dict(zip(self.stage.ranks, self.stage.grid.cut(*size_px), strict=True))
+
+    def fits(self, size_px: tuple[int, int]) -> bool:
+        """Whether an image of that size can be cut into tiles."""
+        return self.stage.grid.rows <= size_px[0] and self.stage.grid.cols <= size_px[1]
 
     def outputs(self, size_px: tuple[int, int]) -> Mapping[int, Tile]:
         """What each rank computes of the present node's result, an image of that size: its tile, or more."""
@@ -149,6 +166,20 @@ class Builder:
         if name == target:
             self._held[target] = wanted
         return Ref(name)
+
+    def gathered(self, ref: Ref) -> Ref:
+        """All of a tiled value, on every rank of the stage: its window is the whole image.
+
+        Backward, what each rank found of the gradient goes home and is added there. It takes the memory of the
+        undivided value on each rank, and what is computed of it is computed on each: for results of few pixels.
+        """
+        target = f"{ref.name}.whole"
+        if self.is_tiled(ref) and target not in self.values:
+            value = self.value(ref)
+            everything = dict.fromkeys(self.stage.ranks, Tile.whole(*value.size_px))
+            window = self._exchange(self.owned(ref), everything, 0.0)
+            self.local(target, "aten.alias.default", window, like=value.spec)
+        return Ref(target) if self.is_tiled(ref) else ref
 
     def extent(self, name: str) -> tuple[Tile, Mapping[int, Tile]]:
         """A tiled value's whole image, and each rank's own tile of it."""

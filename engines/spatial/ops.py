@@ -8,12 +8,14 @@ function like those in `engines/spatial/entries/` under `@entry("aten.name.overl
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from engines.errors import TraceError
+from engines.errors import PlanError, TraceError
 from engines.layer.graph import Node, Ref, references
 from engines.program.builder import Builder
 from engines.spatial.plain import as_it_is, is_pointwise, pointwise
-from engines.spatial.refusals import check_deterministic, no_rule
+from engines.spatial.refusals import WholeError, apart, check_deterministic, no_rule
+from engines.spatial.whole import own_part, with_whole
 
 __all__ = ["Rule", "entry", "lower", "rules"]
 
@@ -67,16 +69,40 @@ def rules() -> dict[str, tuple[Rule, bool, tuple[str, ...]]]:
 def lower(b: Builder, node: Node) -> None:
     """Append what one node of the graph is on this rank.
 
-    Raises TraceError where a tiled value meets an operator that has no rule.
+    Raises TraceError where a tiled value meets an operator that has no rule, and PlanError where what an operator
+    leaves of a large image cannot be cut into tiles.
     """
     b.at(node)
     try:
         _lower(b, node)
+    except (WholeError, PlanError) as refusal:
+        b.forget()
+        _instead(b, node, refusal)
     except TraceError:
         if len(b.stage.ranks) > 1:
             raise
-        b.forget(node)
+        b.forget()
         as_it_is(b, node, axes=None)  # one rank holds all of it, and needs no rule
+
+
+def _instead(b: Builder, node: Node, refusal: WholeError | PlanError) -> None:
+    """What no tile can do by itself, or leaves fewer rows or columns than there are tiles, every rank does wholly.
+
+    A result in the shape of an image that was read is tiled as that was, any other is held by every rank. Raises the
+    refusal, as a TraceError or PlanError, where that would take too many pixels.
+    """
+    images = [b.value(Ref(name)) for name in node.reads if b.is_tiled(Ref(name))]
+    alike = (image.axes for image in images if node.spec and image.spec.shape == node.spec.shape)
+    axes = getattr(refusal, "axes", None) or next(alike, None)
+    try:
+        whole = with_whole(b, node)
+    except WholeError:
+        raise TraceError(str(refusal)) if isinstance(refusal, WholeError) else refusal from None
+    if axes is None or not b.fits((node.spec.shape[axes[0]], node.spec.shape[axes[1]])):
+        _lower(b, whole)
+        return
+    _lower(b, replace(whole, name=f"{node.name}.whole"))
+    own_part(b, node, Ref(f"{node.name}.whole"), axes)
 
 
 def _lower(b: Builder, node: Node) -> None:
@@ -99,6 +125,6 @@ def _check_images(b: Builder, node: Node) -> None:
     for name, argument in node.arguments.items() if allowed else ():
         for tiled in (Ref(read) for read in references(argument) if b.is_tiled(Ref(read))):
             if name not in allowed:
-                raise no_rule(node, f"takes pixels as its {name}, for which there is no rule")
+                raise apart(node, f"takes pixels as its {name}")
             if b.value(tiled).axes != (-2, -1):
-                raise no_rule(node, f"reads {tiled.name}, whose rows and columns are not its last two axes")
+                raise apart(node, f"reads {tiled.name}, whose rows and columns are not its last two axes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
 from engines.program.values import Value
 
-__all__ = ["axes_without", "each", "lined_up", "local_shape", "spec_of", "whole_axes", "whole_to_tile"]
+__all__ = ["axes_without", "each", "lined_up", "local_shape", "places_of", "spec_of", "whole_axes", "whole_to_tile"]
 
 
 def spec_of(b: Builder, name: str) -> TensorSpec:
@@ -28,9 +29,12 @@ def each(pick: Callable[[Ref], Ref], argument: Any) -> Any:
 def lined_up(b: Builder, node: Node) -> dict[str, Any]:
     """The node's arguments, pixel on pixel: of what every rank holds wholly, each takes its own tile.
 
+    A single row or column that meets an image is brought to every rank.
+
     Raises TraceError where the arguments do not lie pixel on pixel.
     """
-    tiled = next(b.value(Ref(name)) for name in node.reads if b.is_tiled(Ref(name)))
+    images = (b.value(Ref(name)) for name in node.reads if b.is_tiled(Ref(name)))
+    tiled = max(images, key=lambda image: math.prod(image.size_px))
     for name in node.reads:
         if not _lines_up(b, name, tiled):
             raise TraceError(
@@ -38,10 +42,10 @@ def lined_up(b: Builder, node: Node) -> dict[str, Any]:
                 f"{spec_of(b, name).shape}, which has other pixels. "
                 "Make it a function of the image, or end the spatial stages before this layer (spatial_size, balance)."
             )
-    parts = {
-        name: b.beneath(Ref(name)) if b.is_tiled(Ref(name)) else whole_to_tile(b, node, Ref(name), tiled)
-        for name in dict.fromkeys(node.reads)
-    }
+    parts = {}
+    for ref in map(Ref, dict.fromkeys(node.reads)):
+        beneath = b.is_tiled(ref) and b.value(ref).size_px == tiled.size_px
+        parts[ref.name] = b.beneath(ref) if beneath else whole_to_tile(b, node, b.gathered(ref), tiled)
     return {name: each(lambda ref: parts[ref.name], argument) for name, argument in node.arguments.items()}
 
 
@@ -63,19 +67,25 @@ def whole_to_tile(b: Builder, node: Node, ref: Ref, tiled: Value) -> Ref:
 
 def _lines_up(b: Builder, name: str, tiled: Value) -> bool:
     if b.is_tiled(Ref(name)):
-        return b.values[name].axes == tiled.axes and b.values[name].size_px == tiled.size_px
+        same = zip(b.values[name].size_px, tiled.size_px, strict=True)
+        return b.values[name].axes == tiled.axes and all(size in (1, whole) for size, whole in same)
     shape, pairs = spec_of(b, name).shape, zip(tiled.axes or (), tiled.size_px, strict=True)
     return all(len(shape) < -axis or shape[axis] in (1, size) for axis, size in pairs)
 
 
+def places_of(b: Builder, spec: TensorSpec, axes: tuple[int, int] | None) -> list[tuple[int, int, int]]:
+    """For each axis of the present node's result its whole size, and the start and stop of this rank's part of it."""
+    places = [(size, 0, size) for size in spec.shape]
+    if axes is not None:
+        tile = b.outputs((spec.shape[axes[0]], spec.shape[axes[1]]))[b.rank]
+        for axis, span in zip(axes, (tile.rows, tile.cols), strict=True):
+            places[axis] = (spec.shape[axis], span.start, span.stop)
+    return places
+
+
 def local_shape(b: Builder, spec: TensorSpec, axes: tuple[int, int] | None) -> tuple[int, ...]:
     """The shape of this rank's part of the present node's result."""
-    if axes is None:
-        return spec.shape
-    shape = list(spec.shape)
-    tile = b.outputs((shape[axes[0]], shape[axes[1]]))[b.rank]
-    shape[axes[0]], shape[axes[1]] = tile.shape
-    return tuple(shape)
+    return tuple(stop - start for _, start, stop in places_of(b, spec, axes))
 
 
 def whole_axes(b: Builder, ref: Ref) -> tuple[int, int, int]:

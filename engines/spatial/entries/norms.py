@@ -16,7 +16,7 @@ from engines.spatial.kernels import batch_statistics, kernel, local_kernel
 from engines.spatial.ops import entry
 from engines.spatial.places import local_shape, whole_axes, whole_to_tile
 from engines.spatial.plain import as_it_is
-from engines.spatial.refusals import no_rule
+from engines.spatial.refusals import apart
 
 __all__: list[str] = []
 
@@ -125,7 +125,7 @@ def _normalises_space(b: Builder, node: Node) -> bool:
     rows, cols, count = whole_axes(b, node.arguments["input"])
     first = count - len(node.arguments["normalized_shape"])
     if (rows >= first) != (cols >= first):
-        raise no_rule(node, "normalises over one spatial axis of two, for which there is no rule")
+        raise apart(node, "normalises over one spatial axis of two")
     return rows >= first
 
 
@@ -205,7 +205,7 @@ def spread(b: Builder, node: Node) -> None:
         reduce_other_axes(b, node, source)
         return
     if not {rows, cols} <= dims:
-        raise no_rule(node, "reduces one spatial axis of two, for which there is no rule")
+        raise apart(node, "reduces one spatial axis of two")
     correction = a.get("correction", a.get("unbiased", True))
     sizes = b.value(source).spec.shape
     kept = [axis for axis in range(count) if axis not in dims]

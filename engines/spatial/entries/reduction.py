@@ -11,11 +11,12 @@ from torch.nn import functional
 
 from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
+from engines.spatial.entries.axes import reduce_other_axes
+from engines.spatial.entries.partial import of_all_tiles, spatial_dims
 from engines.spatial.kernels import local_kernel
 from engines.spatial.ops import entry
-from engines.spatial.places import axes_without, lined_up, whole_axes
+from engines.spatial.places import lined_up, whole_axes, whole_to_tile
 from engines.spatial.plain import as_it_is
-from engines.spatial.refusals import no_rule
 
 __all__ = ["mean_over_space"]
 
@@ -35,23 +36,27 @@ def _sum(b: Builder, out: str, ref: Ref, spec: TensorSpec, dims: Sequence[int], 
     return b.all_reduce(b.local(out, "tile.sum_pixels", own, list(dims), keepdim, dtype, like=spec))
 
 
-def _dims(b: Builder, node: Node) -> tuple[list[int], bool]:
-    """The reduced dimensions from the front, and whether space is among them (wholly, or not at all)."""
-    rows, cols, count = whole_axes(b, node.arguments["self"])
-    given = node.arguments.get("dim")
-    dims = [dim % count for dim in given] if given else list(range(count))
-    if (rows in dims) != (cols in dims):
-        raise no_rule(node, f"reduces one spatial axis of two (dim={given}), for which there is no rule")
-    return dims, rows in dims
+def _sum_lines(b: Builder, node: Node, source: Ref, dims: list[int], keepdim: bool) -> None:
+    """Over rows, or over columns: each tile has the sums of its own part, and every rank the whole result."""
+    dtype = getattr(torch, node.spec.dtype)
+    parts = of_all_tiles(b, node, source, "tile.sum_pixels", dims, True, dtype, dtype=node.spec.dtype)
+    total = b.local(f"{node.name}.sum", "tile.sum_pixels", parts, dims, keepdim, dtype, like=node.spec)
+    count = b.value(source).spec.numel // node.spec.numel if node.operator.startswith("aten.mean.") else 1
+    if count == 1:
+        b.local(node.name, "aten.alias.default", total, like=node.spec)
+    else:
+        b.local(node.name, "aten.div.Scalar", total, count, like=node.spec)
 
 
 @entry("aten.mean.default", "aten.mean.dim", "aten.sum.default", "aten.sum.dim_IntList")
 def reduce_sum(b: Builder, node: Node) -> None:
     """Over space: local sums, then over the ranks. Over other axes: each pixel by itself."""
     source, keepdim = node.arguments["self"], bool(node.arguments.get("keepdim"))
-    dims, over_space = _dims(b, node)
-    if not over_space:
-        as_it_is(b, node, axes_without(b, source, [] if keepdim else dims))
+    dims = spatial_dims(b, node, source)
+    if dims is None:
+        reduce_other_axes(b, node, source)
+    elif not set(whole_axes(b, source)[:2]) <= set(dims):
+        _sum_lines(b, node, source, dims, keepdim)
     elif node.operator.startswith("aten.mean."):
         mean_over_space(b, node, source, dims, keepdim)
     else:
@@ -96,6 +101,12 @@ def first(sums: Tensor) -> Tensor:
     return sums[0]
 
 
+def _own(b: Builder, node: Node, ref: Ref) -> Ref:
+    """This rank's pixels of a prediction or of labels, of which one may be held wholly by all ranks."""
+    tiled = next(b.value(Ref(name)) for name in node.reads if b.is_tiled(Ref(name)))
+    return b.owned(ref) if b.is_tiled(ref) else whole_to_tile(b, node, ref, tiled)
+
+
 @entry("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", images=("self", "target"))
 def cross_entropy(b: Builder, node: Node) -> None:
     """Over tiled predictions (N, K, H, W): the summed loss, and what the mean divides by, are summed over ranks."""
@@ -105,8 +116,9 @@ def cross_entropy(b: Builder, node: Node) -> None:
         return
     plain = node.operator == "aten.cross_entropy_loss.default"
     kernel, smoothing = ("tile.cross_entropy_sums", (a["label_smoothing"],)) if plain else ("tile.nll_sums", ())
+    own = [_own(b, node, a[name]) for name in ("self", "target")]
     sums = b.local(
-        f"{node.name}.sums", kernel, b.owned(a["self"]), b.owned(a["target"]), a["weight"], a["ignore_index"],
+        f"{node.name}.sums", kernel, *own, a["weight"], a["ignore_index"],
         *smoothing, like=replace(node.spec, shape=(2,)),
     )  # fmt: skip
     kernel = "tile.ratio" if a["reduction"] == _MEAN else "tile.first"
