@@ -230,6 +230,7 @@ Shell = Callable[..., CompletedProcess[str]]
 
 MODELS = """
 import os
+import torch
 from torch import nn
 
 class Tiny(nn.Module):
