@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
