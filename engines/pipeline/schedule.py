@@ -5,6 +5,7 @@ One simulation makes all of them (`engines/pipeline/simulation.py`); a schedule 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from engines.errors import PlanError
@@ -76,9 +77,7 @@ def _check_placement(placement: Sequence[Stages]) -> None:
                 )
     found = {rank for stages in placement for ranks in stages for rank in ranks}
     if not found or found != set(range(len(found))):
-        raise PlanError(
-            f"The placement names {len(found)} ranks: {_told(found)}. Number ranks from 0, leaving none out."
-        )
+        raise PlanError(f"The placement names the ranks {_told(found)}. Number them from 0, and leave none out.")
 
 
 def _check_batches(batches: Sequence[Batch], directions: int) -> None:
@@ -88,10 +87,10 @@ def _check_batches(batches: Sequence[Batch], directions: int) -> None:
                 f"A batch goes in direction {batch.direction}, but the placement has {directions}: "
                 f"use 0 to {directions - 1}, or place another direction."
             )
-    numbers = [number for batch in batches for number in batch.micro_batches]
-    if twice := {number for number in numbers if numbers.count(number) > 1}:
+    times = Counter(number for batch in batches for number in batch.micro_batches)
+    if twice := [number for number, count in times.items() if count > 1]:
         raise PlanError(
-            f"Micro-batches {_told(twice)} are in the step more than once: number all of its batches through."
+            f"Micro-batch {_told(twice)} is in the step more than once. Number them through over its batches."
         )
 
 
