@@ -11,12 +11,14 @@ from pathlib import Path
 from torch import nn
 
 from engines import options
+from engines.bench.bubble import bench_bubble
 from engines.bench.halo import bench_halo
 from engines.bench.memory import bench_memory
 from engines.bench.step import bench_step
 from engines.bench.verify import verify
 from engines.comm.world import World
 from engines.errors import ImageError, PlanError, RankError, ReleasedError, TraceError
+from engines.layout import check_fits
 
 __all__ = ["main"]
 
@@ -114,9 +116,22 @@ def _bench_halo(world: World, arguments: Sequence[str]) -> bool:
     return bool(line.get("valid", True))
 
 
+def _bench_bubble(world: World, arguments: Sequence[str]) -> bool:
+    """The idle share of a schedule, measured and by formula."""
+    flags = options.parser("Measure how long ranks stand idle in a schedule of equal stages, beside the formula.")
+    flags.add_argument("--stage-seconds", type=float, default=0.02, help="how long a stage takes forward")
+    flags.set_defaults(spatial_size=0)
+    chosen = flags.parse_args(arguments)
+    plan = options.plan(chosen)
+    check_fits(plan, world.size)
+    _print(world, bench_bubble(world, plan, chosen.stage_seconds))
+    return True
+
+
 _COMMANDS: dict[str, Command] = {
     "verify": _verify,
     "bench step": _bench_step,
     "bench memory": _bench_memory,
     "bench halo": _bench_halo,
+    "bench bubble": _bench_bubble,
 }

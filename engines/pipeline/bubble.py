@@ -43,8 +43,8 @@ def bubble_share(name: str, stages: int, micro_batches: int, stages_per_rank: in
 def _check(name: str, stages: int, micro_batches: int, stages_per_rank: int, batches: int) -> None:
     if min(stages, micro_batches, stages_per_rank, batches) < 1 or stages % stages_per_rank:
         raise PlanError(
-            f"There are {stages} stages, {stages_per_rank} per rank, {micro_batches} micro-batches and {batches} batches. "
-            "Each must be at least 1, and stages a multiple of stages_per_rank."
+            f"There are {stages} stages, {stages_per_rank} per rank, {micro_batches} micro-batches and {batches} "
+            "batches. Each must be at least 1, and stages a multiple of stages_per_rank."
         )
     if name == "gems" and stages_per_rank > 1:
         raise PlanError(f"There is no formula for gems with stages_per_rank={stages_per_rank}: use 1, or a schedule.")

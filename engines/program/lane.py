@@ -28,7 +28,7 @@ class Tools:
 
     world: World
     carriers: Mapping[str, Carrier]
-    segments: Mapping[str, Segment]
+    segments: dict[str, Segment]
     keeps_graphs: bool = True
 
 

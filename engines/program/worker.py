@@ -62,7 +62,7 @@ class Worker:
         self.events: list[Event] = []
         self.seed, self.steps_begun = seed, -1
         self._outbox = Outbox()
-        self._tools = self._made_ready(keeps_graphs)
+        self.tools = self._made_ready(keeps_graphs)
         self.restart({})
 
     def _made_ready(self, keeps_graphs: bool) -> Tools:
@@ -87,7 +87,7 @@ class Worker:
         count = self.program.micro_batches
         self.lanes = {
             number: Lane(
-                self._tools, self.program.way(number), inputs.get(number, {}),
+                self.tools, self.program.way(number), inputs.get(number, {}),
                 seed=step_seed(self.seed, self.steps_begun * count + number), loss_gradient=1.0 / count,
             )
             for number in sorted(self.program.directions)
