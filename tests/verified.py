@@ -1,4 +1,4 @@
-"""`python -m tests.verified [own] [combined] [stock]`: run `verify` over models and plans, and write the README's tables."""
+"""`python -m tests.verified [own] [combined] [stock]`: run `verify` over models and plans, into the README's tables."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def stock_rows() -> Iterator[str]:
 
 def combined_rows() -> Iterator[str]:
     """One combination of parallelisms in each row."""
-    yield "| combination | flags of `verify`, on as many ranks as it needs | largest gradient error seen |\n|---|---|---|\n"
+    head = "| combination | flags of `verify`, on as many ranks as it needs | largest gradient error seen |"
+    yield f"{head}\n|---|---|---|\n"
     for name, plan in COMBINED.items():
         flags = shlex.split(f"--model engines.models:resnet20_v1 --image-size 100x132 --batch-size 4 {plan}")
         yield f"| {name} | `-n {_ranks(flags)} ... {plan}` | {gradient_error(flags)} |\n"
