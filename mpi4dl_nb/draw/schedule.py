@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.text import Text
@@ -60,7 +61,7 @@ def show_schedule(schedule: Schedule) -> Drawing:
 
 def _draw(axes: Axes, schedule: Schedule) -> list[Look]:
     """Every slot; the looks that occur, in the legend's order."""
-    met = set()
+    met: set[Look] = set()
     for rank, lane in enumerate(schedule.lanes):
         spans: dict[Look, list[tuple[float, float]]] = defaultdict(list)
         for slot in lane:
@@ -102,6 +103,5 @@ def _letter(axes: Axes, schedule: Schedule) -> None:
 
 def _text(axes: Axes, rank: int, slot: Slot, form: Callable[[Work], str]) -> Text:
     middle = (slot.start + slot.stop) / 2
-    text = axes.text(middle, rank, form(slot.work), ha="center", va="center", fontsize=8, color=INK)
-    text.set_path_effects(CASING)
-    return text
+    style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "path_effects": CASING}
+    return axes.text(middle, rank, form(slot.work), **style)
