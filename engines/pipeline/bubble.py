@@ -16,10 +16,10 @@ def bubble_share(name: str, stages: int, micro_batches: int, stages_per_rank: in
 
     - `fill_drain`, `1f1b`, `interleaved`: 3 (p - 1), so that the share is (p - 1) / (v m + p - 1): Huang et al. 2019
       (GPipe), section 2.3; Narayanan et al. 2021, section 2.2, where it is put in relation to the work alone;
-    - `zero_bubble`: p - 1 where m >= p: Qi et al. 2023, section 2.3, (p - 1)(F + B - W); with fewer micro-batches,
+    - `zero_bubble`: p - 1 where m >= p: Qi et al. 2023, section 2.1, a third of 1F1B's; with fewer micro-batches,
       p - m more, as the backward way is longer than the work;
     - `gems`: (p - 1)(2 n + 1) in n = `batches`, which come from both ends in turns. For many batches of one
-      micro-batch the share tends to (p - 1) / (p + 1/2), as Li and Hoefler 2021 (Chimera, table 2) have it. Plain
+      micro-batch the share tends to (p - 1) / (p + 1/2), as Li and Hoefler 2021 (Chimera) have it. Plain
       layer parallelism, which is `fill_drain` with one micro-batch, idles (p - 1) / p.
 
     Only the share of `gems` depends on `batches`. The formulas are exact for v = 1, and otherwise where m is a

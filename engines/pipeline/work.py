@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from itertools import accumulate
 
 __all__ = ["Batch", "Kind", "Schedule", "Slot", "Work"]
@@ -67,9 +69,11 @@ class Schedule:
     @property
     def idle_share(self) -> float:
         """The part of all ranks' time in which nothing is done, 0 to 1; 0 where there is no work."""
-        whole = self.length * self.ranks
-        busy = sum(slot.stop - slot.start for lane in self.lanes for slot in lane)
-        return (whole - busy) / whole if whole else 0.0
+        return _idle_share(self.lanes, self.length)
+
+    def idle_of(self, rank: int) -> float:
+        """The part of the schedule's length in which a rank does nothing, 0 to 1."""
+        return _idle_share([self.lanes[rank]], self.length)
 
     def order(self, rank: int) -> tuple[Work, ...]:
         """What a rank does, first to last."""
@@ -94,18 +98,25 @@ class Schedule:
         width = max((len(cell) for row in rows for cell in row), default=1)
         return "\n".join(" ".join(cell.ljust(width) for cell in row).rstrip() for row in rows)
 
-    def _cells(self, lane: tuple[Slot, ...]) -> list[str]:
-        cells = ["."] * self.length
-        for slot in lane:
-            cells[slot.start : slot.stop] = [self._told(slot.work)] * (slot.stop - slot.start)
-        return cells
-
-    def _told(self, work: Work) -> str:
-        letter = work.kind.value.lower() if work.direction else work.kind.value
-        return f"{letter}{work.micro_batch}" + f"/{work.stage}" * self.interleaves
-
-    @property
+    @cached_property
     def interleaves(self) -> bool:
         """Whether a rank works on several stages of one direction."""
         places = ({(slot.work.direction, slot.work.stage) for slot in lane} for lane in self.lanes)
         return any(len({direction for direction, _ in found}) < len(found) for found in places)
+
+    def name_of(self, work: Work) -> str:
+        """`F0`, `b3` or `W1/2`, as in the picture."""
+        letter = work.kind.value.lower() if work.direction else work.kind.value
+        return f"{letter}{work.micro_batch}" + f"/{work.stage}" * self.interleaves
+
+    def _cells(self, lane: tuple[Slot, ...]) -> list[str]:
+        cells = ["."] * self.length
+        for slot in lane:
+            cells[slot.start : slot.stop] = [self.name_of(slot.work)] * (slot.stop - slot.start)
+        return cells
+
+
+def _idle_share(lanes: Sequence[Sequence[Slot]], length: int) -> float:
+    whole = length * len(lanes)
+    busy = sum(slot.stop - slot.start for lane in lanes for slot in lane)
+    return (whole - busy) / whole if whole else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from textwrap import dedent
 
@@ -259,6 +260,20 @@ def test_a_stage_keeps_the_order_of_micro_batches_and_ends_a_batch_before_the_ne
             begins = [slot.start for number, slot in kinds[Kind.FORWARD] if number in batch.micro_batches[:1]]
             before = [slot.stop for number, slot in stops.items() if number < min(batch.micro_batches, default=0)]
             assert all(max(before, default=0) <= begin for begin in begins)
+
+
+@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.drains])
+@given(step=steps_of_training())
+@settings(max_examples=100, deadline=None)
+def test_a_stage_drains_only_what_it_has_filled(name, step):
+    _, placement, batches = step
+    placement = placement * (1 + (len(placement) == 1))
+    batch_of = {number: batch.micro_batches for batch in batches for number in batch.micro_batches}
+    when = times(schedule(name, placement, batches))
+    for work, slot in when.items():
+        if work.kind is Kind.BACKWARD:
+            filled = [replace(work, kind=Kind.FORWARD, micro_batch=number) for number in batch_of[work.micro_batch]]
+            assert all(when[forward].stop <= slot.start for forward in filled)
 
 
 @given(steps_of_training())

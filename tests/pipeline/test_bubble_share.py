@@ -48,7 +48,7 @@ def test_gems(ranks, count):
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_gems_idles_less_than_layer_parallelism_the_more_batches_follow(stages):
-    """Li and Hoefler 2021, table 2: (p - 1) / (p + 1/2) for many batches of one micro-batch."""
+    """Li and Hoefler 2021, Chimera: (p - 1) / (p + 1/2) for many batches of one micro-batch."""
     plain = bubble_share("fill_drain", stages, 1)
     shares = [bubble_share("gems", stages, 1, batches=count) for count in (1, 2, 4, 10**9)]
     assert plain == shares[0] > shares[1] > shares[2] > shares[3] == pytest.approx((stages - 1) / (stages + 0.5))
