@@ -21,12 +21,12 @@ __all__ = ["Comparison", "OneProcess", "Record", "compare", "one_process"]
 
 @dataclass(frozen=True)
 class Record:
-    """What a training did: the loss and the gradients of each step, weights and buffers at the end.
+    """What a training did: each step's losses by micro-batch and its gradients, weights and buffers at the end.
 
     Tensors go by the plain model's names.
     """
 
-    losses: tuple[float, ...]
+    losses: tuple[Mapping[int, float], ...]
     gradients: tuple[Mapping[str, Tensor], ...]
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
@@ -40,25 +40,35 @@ class OneProcess:
 
     def __init__(
         self, model: nn.Module, loss: Loss, optimiser: Optimiser, dtype: torch.dtype = torch.float32,
-        seed: int | None = None,
+        seed: int | None = None, micro_batches: int = 1,
     ) -> None:  # fmt: skip
-        self.seed, self.steps = seed, 0
+        self.seed, self.micro_batches = seed, micro_batches
+        self.begun = micro_batches  # ranks count steps from 1
         self.model, self.dtype = copy.deepcopy(model).to(dtype), dtype
         self.loss = copy.deepcopy(loss).to(dtype) if isinstance(loss, nn.Module) else loss
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimiser = optimiser(trained) if trained else None
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
-        """One training step; the loss before it."""
+        """One training step, its micro-batches one after another; the mean of their losses before it."""
         self.model.zero_grad()
-        self.steps += 1
-        with nullcontext() if self.seed is None else SameDraws(self.seed, self.steps):
-            answer = self.model(batch["images"].to(self.dtype))
-            value = self.loss(prediction_of(answer), batch["labels"])
+        self.losses = []
+        parts = {name: tensor.chunk(self.micro_batches) for name, tensor in batch.items()}
+        for images, labels in zip(parts["images"], parts["labels"], strict=True):
+            self._add(images, labels)
         if self.optimiser:
-            value.backward()
             self.optimiser.step()
-        return float(value.item())
+        return sum(self.losses) / self.micro_batches
+
+    def _add(self, images: Tensor, labels: Tensor) -> None:
+        """Add one micro-batch's share of the step's gradient."""
+        with nullcontext() if self.seed is None else SameDraws(self.seed, self.begun):
+            answer = self.model(images.to(self.dtype))
+            value = self.loss(prediction_of(answer), labels)
+        self.begun += 1
+        self.losses.append(float(value.item()))
+        if self.optimiser:
+            (value / self.micro_batches).backward()
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -68,13 +78,17 @@ class OneProcess:
 
 def one_process(
     model: nn.Module, loss: Loss, optimiser: Optimiser, batches: Iterable[Mapping[str, Tensor]], dtype: torch.dtype,
-    seed: int | None = None,
+    seed: int | None = None, micro_batches: int = 1,
 ) -> Record:  # fmt: skip
-    """What one process does with these batches."""
-    alone = OneProcess(model, loss, optimiser, dtype, seed)
-    losses, gradients = zip(*((alone.step(batch), alone.gradients) for batch in batches), strict=True)
+    """What one process does with these batches, each of that many micro-batches."""
+    alone = OneProcess(model, loss, optimiser, dtype, seed, micro_batches)
+    losses, gradients = [], []
+    for batch in batches:
+        alone.step(batch)
+        losses.append(dict(enumerate(alone.losses)))
+        gradients.append(alone.gradients)
     weights = {name: p.detach() for name, p in alone.model.named_parameters()}
-    return Record(losses, gradients, weights, dict(alone.model.named_buffers()))
+    return Record(tuple(losses), tuple(gradients), weights, dict(alone.model.named_buffers()))
 
 
 @dataclass(frozen=True)
@@ -96,13 +110,20 @@ class Comparison:
 
 def compare(oracle: Record, ranks: Sequence[Record]) -> Comparison:
     """Hold each rank's record against the oracle's; every copy of a weight counts, and what no rank has is wrong."""
-    losses = [pair for rank in ranks for pair in zip(rank.losses, oracle.losses, strict=False)]
+    losses = [
+        (loss, theirs[number])
+        for rank in ranks
+        for mine, theirs in zip(rank.losses, oracle.losses, strict=True)
+        for number, loss in mine.items()
+    ]
     steps = [(rank.gradients[step], oracle.gradients[step]) for rank in ranks for step in range(len(oracle.gradients))]
     complete = all(
         set().union(*(rank.gradients[step] for rank in ranks)) == set(theirs)
         for step, theirs in enumerate(oracle.gradients)
     )
-    told = max(len(rank.losses) for rank in ranks) == len(oracle.losses)
+    told = all(
+        set().union(*(rank.losses[step] for rank in ranks)) == set(theirs) for step, theirs in enumerate(oracle.losses)
+    )
     each = ((_one(mine[name], theirs[name], theirs), name) for mine, theirs in steps for name in mine)
     worst_rel, worst = max(each, default=(0.0, ""))
     return Comparison(

@@ -5,9 +5,19 @@ from __future__ import annotations
 from engines.images.picture import open_image
 from engines.plan import Plan
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.draw.schedule import show_schedule
 from mpi4dl_nb.draw.slicing import show_slicing
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.traffic import show_traffic
 from mpi4dl_nb.training import Training
 
-__all__ = ["Cluster", "Plan", "Training", "open_image", "show_slicing", "show_timeline", "show_traffic"]
+__all__ = [
+    "Cluster",
+    "Plan",
+    "Training",
+    "open_image",
+    "show_schedule",
+    "show_slicing",
+    "show_timeline",
+    "show_traffic",
+]

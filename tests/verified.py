@@ -1,4 +1,4 @@
-"""`python -m tests.verified [own] [stock]`: run `verify` over models and plans, and write the README's tables."""
+"""`python -m tests.verified [own] [combined] [stock]`: run `verify` over models and plans, into the README's tables."""
 
 from __future__ import annotations
 
@@ -27,6 +27,28 @@ PLANS = (
     "--split-size 2 --spatial-size 2 --slice-method horizontal --num-spatial-parts 2",
     "--split-size 3 --spatial-size 2 --slice-method 2x2",
 )
+TILES = "--split-size 3 --slice-method 2x2"
+GEMS = "--bidirectional --times 2 --schedule gems"
+COMBINED = {
+    "layers (LP)": "--split-size 3 --spatial-size 0",
+    "layers, pipelined (PP)": "--split-size 4 --spatial-size 0 --parts 4 --schedule 1f1b",
+    "interleaved": "--split-size 6 --spatial-size 0 --parts 4 --schedule interleaved --stages-per-rank 2",
+    "zero bubble": "--split-size 4 --spatial-size 0 --parts 4 --schedule zero_bubble",
+    "bidirectional (GEMS)": f"--split-size 4 --spatial-size 0 {GEMS}",
+    "data (DP)": "--split-size 1 --spatial-size 0 --data-parallel 4",
+    "tiles + layers (SP+LP)": TILES,
+    "tiles + pipeline (SP+PP)": f"{TILES} --parts 4 --schedule 1f1b",
+    "tiles + replicas (SP+DP)": "--split-size 2 --slice-method 2x2 --data-parallel 2",
+    "tiles + GEMS + layers (SP+GEMS+LP)": f"{TILES} {GEMS}",
+    "tiles + GEMS + pipeline (SP+GEMS+PP)": f"{TILES} --parts 2 {GEMS}",
+    "tiles + shared batch behind (local DP)": "--split-size 2 --slice-method 2x2 --local-dp 4",
+    "layers + GEMS + replicas (GEMS-Hybrid)": f"--split-size 3 --spatial-size 0 {GEMS} --data-parallel 2",
+    "all five": "--split-size 3 --slice-method 1x2 --parts 2 --schedule 1f1b --bidirectional --data-parallel 2",
+    "all five, fused halos, shared batch, computed again": (
+        "--split-size 3 --slice-method 1x2 --parts 2 --local-dp 2 --bidirectional --data-parallel 2 "
+        "--halo-d2 --fused-layers 2 --checkpoint-activations"
+    ),
+}
 STOCK_PLANS = ((2, "2x2"), (1, "1x3"), (1, "3x1"), (2, "2x3"), (1, "1x5"))  # stages, tiles
 
 
@@ -54,6 +76,15 @@ def stock_rows() -> Iterator[str]:
         yield f"| {name} | {stock.size} | {' | '.join(cells)} |\n"
 
 
+def combined_rows() -> Iterator[str]:
+    """One combination of parallelisms in each row."""
+    head = "| combination | flags of `verify`, on as many ranks as it needs | largest gradient error seen |"
+    yield f"{head}\n|---|---|---|\n"
+    for name, plan in COMBINED.items():
+        flags = shlex.split(f"--model engines.models:resnet20_v1 --image-size 100x132 --batch-size 4 {plan}")
+        yield f"| {name} | `-n {_ranks(flags)} ... {plan}` | {gradient_error(flags)} |\n"
+
+
 def gradient_error(flags: Sequence[str]) -> str:
     """Of one run of `verify`; where that finds anything wrong, it says so."""
     ranks = _ranks(flags)
@@ -67,7 +98,7 @@ def _ranks(flags: Sequence[str]) -> int:
     return options.plan(options.parser("").parse_args(flags)).ranks
 
 
-TABLES: dict[str, Callable[[], Iterator[str]]] = {"own": own_rows, "stock": stock_rows}
+TABLES: dict[str, Callable[[], Iterator[str]]] = {"own": own_rows, "combined": combined_rows, "stock": stock_rows}
 
 
 def main(names: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -30,7 +31,9 @@ def bench_step(
     batch = batches(recipe, seed, steps=1)[0]
     own = training.cut(batch)
     dtype = getattr(torch, recipe.plan.precision)
-    alone = OneProcess(model, nn.CrossEntropyLoss(), recipe.optimiser, dtype) if world.rank == 0 else None
+    count = recipe.plan.micro_batches
+    one = partial(OneProcess, model, nn.CrossEntropyLoss(), recipe.optimiser, dtype, micro_batches=count)
+    alone = one() if world.rank == 0 else None
     threads = cores()
     ranks_s, alone_s = [], []
     for _ in range(iterations + 1):
@@ -46,7 +49,7 @@ def bench_step(
             if in_turns:
                 give_memory_back()
         world.rest()
-    images, answer = recipe.graph.inputs["images"].shape[0], None
+    images, answer = recipe.step_specs["images"].shape[0], None
     if alone:
         answer = _line(ranks_s[1:], alone_s[1:], images, threads)
     return world.gather(answer)[0]  # type: ignore[no-any-return]

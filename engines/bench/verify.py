@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engines.comm.world import World
 from engines.layer.graph import TensorSpec
 from engines.oracle import Comparison, Record, compare, one_process, plain
+from engines.program.worker import Inputs
 from engines.training import Loss, RankTraining, Recipe
 
 __all__ = ["TOLERANCE", "batches", "rank_record", "verdict", "verify"]
@@ -25,7 +26,7 @@ def batches(recipe: Recipe, seed: int, steps: int = STEPS, classes: int | None =
     random = torch.Generator().manual_seed(seed)
     graph = recipe.graph
     classes = classes or graph.specs[graph.prediction].shape[1]
-    return [{name: _draw(spec, classes, random) for name, spec in graph.inputs.items()} for _ in range(steps)]
+    return [{name: _draw(spec, classes, random) for name, spec in recipe.step_specs.items()} for _ in range(steps)]
 
 
 def _draw(spec: TensorSpec, classes: int, random: torch.Generator) -> Tensor:
@@ -35,12 +36,12 @@ def _draw(spec: TensorSpec, classes: int, random: torch.Generator) -> Tensor:
     return torch.randint(classes, spec.shape, generator=random, dtype=dtype)
 
 
-def rank_record(training: RankTraining, parts: Iterable[Mapping[str, Tensor]]) -> Record:
+def rank_record(training: RankTraining, parts: Iterable[Inputs]) -> Record:
     """Train on this rank's parts of some batches, and write down what was done."""
     losses, gradients = [], []
     for part in parts:
         report = training.step(part)
-        losses += [] if report.loss is None else [report.loss]
+        losses.append(report.losses)
         gradients.append(plain(training.tensors()["gradients"]))
     final = training.tensors()
     return Record(tuple(losses), tuple(gradients), plain(final["weights"]), plain(final["buffers"]))
@@ -54,7 +55,8 @@ def verify(world: World, recipe: Recipe, model: nn.Module, loss: Loss, seed: int
     records = world.gather(rank_record(training, map(training.cut, whole)))
     answer = None
     if world.rank == 0:
-        oracle = one_process(model, loss, recipe.optimiser, whole, getattr(torch, recipe.plan.precision), recipe.draws)
+        dtype, count = getattr(torch, recipe.plan.precision), recipe.plan.micro_batches
+        oracle = one_process(model, loss, recipe.optimiser, whole, dtype, recipe.draws, count)
         answer = verdict(compare(oracle, records), recipe, world.size, time.perf_counter() - start_s)
     return world.gather(answer)[0]  # type: ignore[no-any-return]
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.layer.graph import WITHOUT_GRADIENT, ModelGraph, Node, Ref, TensorSpec, references
-from engines.layout import StageRanks
+from engines.layer.graph import WITHOUT_GRADIENT, Node, Ref, TensorSpec, references
+from engines.program.bounds import bounded
+from engines.program.holdings import Holdings, Value
 from engines.program.instructions import AllReduce, Compute, Exchange, LocalOp, RunningStatistics
-from engines.program.values import Value, bounded
-from engines.spatial.fusion import Read, Wide
-from engines.spatial.grouping import Work
+from engines.spatial.fusion import Read
 from engines.spatial.moves import moves
 from engines.spatial.tiles import Tile
 from engines.spatial.windows import Shift, SpanRule, Window, window
@@ -24,34 +22,20 @@ POINT = Tile.whole(1, 1)
 
 
 @dataclass
-class Builder:
+class Builder(Holdings):
     """Collects the instructions of tile `tile` of one stage, in graph order.
 
     Tags count up from `tag`, which is even; every rank of the stage counts the same exchanges, so equal tags meet.
     """
 
-    graph: ModelGraph
-    stage: StageRanks
-    tile: int
-    tag: int
-    values: dict[str, Value] = field(default_factory=dict)
     instructions: list[Compute | Exchange | AllReduce] = field(default_factory=list)
     statistics: list[RunningStatistics] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
-    wide: Wide = field(default_factory=Wide)
     reads: list[Read] = field(default_factory=list)
-    _held: dict[str, Mapping[int, Tile]] = field(default_factory=dict)
     _open: list[LocalOp] = field(default_factory=list)
     _windows: dict[tuple[Any, ...], str] = field(default_factory=dict)
     _module: str = ""
-    _node: str = ""
-    _flops: dict[str, int] = field(default_factory=dict)
     _before: tuple[int, list[LocalOp], list[int]] = field(default=(0, [], []))
-
-    @property
-    def rank(self) -> int:
-        """The rank that runs what is built."""
-        return self.stage.ranks[self.tile]
 
     def at(self, node: Node) -> None:
         """What follows belongs to this node."""
@@ -73,34 +57,6 @@ class Builder:
     def _made(self) -> tuple[list[Any] | dict[Any, Any], ...]:
         """What only grows while nodes are lowered."""
         return self.instructions, self.reads, self.statistics, self.values, self._windows
-
-    def is_tiled(self, ref: Any) -> bool:
-        """Whether an argument is a value of which each rank holds a tile."""
-        return isinstance(ref, Ref) and ref.name in self.values and self.values[ref.name].axes is not None
-
-    def value(self, ref: Ref) -> Value:
-        """The value that an argument refers to."""
-        return self.values[ref.name]
-
-    def tiles(self, size_px: tuple[int, int]) -> dict[int, Tile]:
-        """The tiles of an image of that size, by rank: what each owns."""
-        return dict(zip(self.stage.ranks, self.stage.grid.cut(*size_px), strict=True))
-
-    def fits(self, size_px: tuple[int, int]) -> bool:
-        """Whether an image of that size can be cut into tiles."""
-        return self.stage.grid.rows <= size_px[0] and self.stage.grid.cols <= size_px[1]
-
-    def outputs(self, size_px: tuple[int, int]) -> Mapping[int, Tile]:
-        """What each rank computes of the present node's result, an image of that size: its tile, or more."""
-        return self.wide.held.get(self._node) or self.tiles(size_px)
-
-    def holds(self, ref: Ref) -> Mapping[int, Tile]:
-        """What each rank has of a tiled value: its tile, or more."""
-        return self._held.get(ref.name) or self.tiles(self.value(ref).size_px)
-
-    def hold_like(self, out: Ref, ref: Ref) -> None:
-        """Each rank has the same pixels of `out` as of `ref`."""
-        self._held[out.name] = self.holds(ref)
 
     def local(
         self,
@@ -180,16 +136,6 @@ class Builder:
             window = self._exchange(self.owned(ref), everything, 0.0)
             self.local(target, "aten.alias.default", window, like=value.spec)
         return Ref(target) if self.is_tiled(ref) else ref
-
-    def extent(self, name: str) -> tuple[Tile, Mapping[int, Tile]]:
-        """A tiled value's whole image, and each rank's own tile of it."""
-        size_px = self.values[name].size_px
-        return Tile.whole(*size_px), self.tiles(size_px)
-
-    def work(self, name: str) -> Work:
-        """What a tiled value costs to compute, and to send."""
-        value, flops = self.values[name], self._flops.get(name, 0)
-        return Work(flops, value.spec.bytes / math.prod(value.size_px))
 
     def owned(self, ref: Ref) -> Ref:
         """The pixels of a tiled value that this rank owns; all of a value that is not tiled."""

@@ -9,7 +9,7 @@ from typing import Any
 from engines.errors import TraceError
 from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
-from engines.program.values import Value
+from engines.program.holdings import Value
 
 __all__ = ["axes_without", "each", "lined_up", "local_shape", "places_of", "spec_of", "whole_axes", "whole_to_tile"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 from torch import nn
 
 from engines.errors import PlanError
@@ -13,6 +12,7 @@ from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.traffic import Traffic, traffic
 from engines.training import prepare
+from mpi4dl_nb.draw.bars import draw_legend
 from mpi4dl_nb.draw.figure import INK, Drawing, spoken_bytes
 from mpi4dl_nb.draw.timeline import LOOKS
 
@@ -39,10 +39,7 @@ def show_traffic(model: nn.Module, plans: Mapping[str, Plan], image_shape: Seque
     right.set(xlabel="megabytes sent")
     title = "One training step, forward and back: what the busiest rank sends"
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    looks = [LOOKS[kind] for kind in KINDS]
-    patches = [Patch(facecolor=look.colour, hatch=look.hatch, edgecolor=INK) for look in looks]
-    names = [look.name for look in looks]
-    figure.legend(patches, names, loc="outside lower left", ncols=len(looks), frameon=False, fontsize=9)
+    draw_legend(figure, [LOOKS[kind] for kind in KINDS])
     figure.alt = f"{title}. {'; '.join(f'{name}: {_told(parts)}' for name, parts in sent.items())}."
     return figure
 

@@ -8,7 +8,6 @@ from engines.program.instructions import RunningStatistics
 from engines.spatial.ops import entry
 from engines.spatial.plain import as_it_is
 from engines.spatial.refusals import no_rule
-from engines.spatial.tiles import Tile
 
 __all__: list[str] = []
 
@@ -22,13 +21,11 @@ def batch_norm(b: Builder, node: Node) -> None:
         as_it_is(b, node, value.axes)
         return
     channels = value.spec.shape[1]
-    tiles = list(b.tiles(value.size_px).values()) if value.axes else [Tile.whole(1, 1)]
-    whole_px = sum(tile.pixels for tile in tiles)
-    counts = [value.spec.numel // channels // whole_px * tile.pixels for tile in tiles]
-    slot = b.tile if value.axes else 0
-    like = TensorSpec((len(tiles), 2, channels), "float64")
-    own = b.local(f"{node.name}.moments", "tile.moments", b.owned(a["input"]), slot, len(tiles), like=like)
-    moments = b.all_reduce(own) if value.axes else own
+    counts = b.counts(a["input"], channels)
+    slot = b.tile if len(counts) > 1 else 0
+    like = TensorSpec((len(counts), 2, channels), "float64")
+    own = b.local(f"{node.name}.moments", "tile.moments", b.owned(a["input"]), slot, len(counts), like=like)
+    moments = b.all_reduce(own) if len(counts) > 1 else own
     b.local(
         node.name, "tile.batch_norm", b.beneath(a["input"]), moments, a["weight"], a["bias"], counts, a["eps"],
         like=node.spec, axes=value.axes,

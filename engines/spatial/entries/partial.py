@@ -13,11 +13,12 @@ __all__ = ["of_all_tiles", "spatial_dims"]
 
 
 def spatial_dims(b: Builder, node: Node, ref: Ref) -> list[int] | None:
-    """The reduced dimensions of a node from the front, where one of them is spatial; None where none is."""
+    """The reduced dimensions of a node from the front, where one of them lies apart on the ranks; None where none."""
     rows, cols, count = whole_axes(b, ref)
     given = node.arguments.get("dim")
     dims = [dim % count for dim in ([given] if isinstance(given, int) else given or range(count))]
-    return dims if {rows, cols} & set(dims) else None
+    apart = {0} if b.is_parted(ref) else {rows, cols}
+    return dims if apart & set(dims) else None
 
 
 def of_all_tiles(

@@ -7,7 +7,7 @@ import torch
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
 from engines.program.instructions import DEVICE, SEED
-from engines.spatial.draws import SETTINGS, draw_number, draws
+from engines.spatial.draws import SETTINGS, Place, draw_number, draws
 from engines.spatial.ops import entry
 from engines.spatial.places import places_of
 from engines.spatial.plain import as_it_is
@@ -25,7 +25,7 @@ def draw(b: Builder, node: Node) -> None:
     if number is None:
         as_it_is(b, node, axes)
         return
-    place = places_of(b, node.spec, axes)
+    place = _place(b, node, axes)
     if not {"train", "training"} & set(a):
         settings = {name: a[name] for name in SETTINGS if name in a}
         if node.operator == "aten.bernoulli.default":
@@ -45,3 +45,12 @@ def draw(b: Builder, node: Node) -> None:
         node.name, "tile.dropout", b.beneath(source), SEED, number, place, DEVICE, a["p"], "alpha" in node.operator,
         like=node.spec, axes=axes,
     )  # fmt: skip
+
+
+def _place(b: Builder, node: Node, axes: tuple[int, int] | None) -> Place:
+    """The whole value, or this rank's tile or share of it."""
+    place = places_of(b, node.spec, axes)
+    if b.is_parted(Ref(node.name)):
+        own = node.spec.shape[0]
+        place[0] = (own * b.stage.shares, own * b.tile, own * (b.tile + 1))
+    return place

@@ -15,8 +15,9 @@ from engines.spatial.entries.axes import reduce_other_axes
 from engines.spatial.entries.partial import of_all_tiles, spatial_dims
 from engines.spatial.kernels import local_kernel
 from engines.spatial.ops import entry
-from engines.spatial.places import lined_up, whole_axes, whole_to_tile
+from engines.spatial.places import lined_up, spec_of, whole_axes, whole_to_tile
 from engines.spatial.plain import as_it_is
+from engines.spatial.refusals import apart
 
 __all__ = ["mean_over_space"]
 
@@ -25,9 +26,8 @@ _NONE, _MEAN = 0, 1
 
 def mean_over_space(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepdim: bool) -> None:
     """The mean over `dims`, which hold both spatial axes."""
-    value = b.value(ref)
     sums = _sum(b, f"{node.name}.sum", ref, node.spec, dims, keepdim)
-    count = value.spec.numel // node.spec.numel
+    count = sum(b.counts(ref, node.spec.numel))
     b.local(node.name, "aten.div.Scalar", sums, count, like=node.spec)
 
 
@@ -48,14 +48,14 @@ def _sum_lines(b: Builder, node: Node, source: Ref, dims: list[int], keepdim: bo
         b.local(node.name, "aten.div.Scalar", total, count, like=node.spec)
 
 
-@entry("aten.mean.default", "aten.mean.dim", "aten.sum.default", "aten.sum.dim_IntList")
+@entry("aten.mean.default", "aten.mean.dim", "aten.sum.default", "aten.sum.dim_IntList", shared=True)
 def reduce_sum(b: Builder, node: Node) -> None:
     """Over space: local sums, then over the ranks. Over other axes: each pixel by itself."""
     source, keepdim = node.arguments["self"], bool(node.arguments.get("keepdim"))
     dims = spatial_dims(b, node, source)
     if dims is None:
         reduce_other_axes(b, node, source)
-    elif not set(whole_axes(b, source)[:2]) <= set(dims):
+    elif b.is_tiled(source) and not set(whole_axes(b, source)[:2]) <= set(dims):
         _sum_lines(b, node, source, dims, keepdim)
     elif node.operator.startswith("aten.mean."):
         mean_over_space(b, node, source, dims, keepdim)
@@ -101,24 +101,30 @@ def first(sums: Tensor) -> Tensor:
     return sums[0]
 
 
-def _own(b: Builder, node: Node, ref: Ref) -> Ref:
-    """This rank's pixels of a prediction or of labels, of which one may be held wholly by all ranks."""
-    tiled = next(b.value(Ref(name)) for name in node.reads if b.is_tiled(Ref(name)))
-    return b.owned(ref) if b.is_tiled(ref) else whole_to_tile(b, node, ref, tiled)
+def _on_tile(b: Builder, node: Node) -> dict[str, Ref]:
+    """Prediction and labels, of which one may be held wholly by all ranks: then each takes its own tile."""
+    pair = {name: node.arguments[name] for name in ("self", "target")}
+    tiled = next((b.value(ref) for ref in pair.values() if b.is_tiled(ref)), None)
+    if tiled is None:
+        return pair
+    if len(spec_of(b, pair["self"].name).shape) < 4:
+        raise apart(node, "compares classes along a spatial axis")
+    return {name: ref if b.is_tiled(ref) else whole_to_tile(b, node, ref, tiled) for name, ref in pair.items()}
 
 
-@entry("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", images=("self", "target"))
+@entry("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", images=("self", "target"), shared=True)
 def cross_entropy(b: Builder, node: Node) -> None:
     """Over tiled predictions (N, K, H, W): the summed loss, and what the mean divides by, are summed over ranks."""
     a = node.arguments
+    pair = _on_tile(b, node)
     if a["reduction"] == _NONE:
-        as_it_is(b, node, (-2, -1))
+        whole = {name: ref for name, ref in pair.items() if not b.is_tiled(ref)}
+        as_it_is(b, node, (-2, -1) if any(map(b.is_tiled, node.arguments.values())) else None, **whole)
         return
     plain = node.operator == "aten.cross_entropy_loss.default"
     kernel, smoothing = ("tile.cross_entropy_sums", (a["label_smoothing"],)) if plain else ("tile.nll_sums", ())
-    own = [_own(b, node, a[name]) for name in ("self", "target")]
     sums = b.local(
-        f"{node.name}.sums", kernel, *own, a["weight"], a["ignore_index"],
+        f"{node.name}.sums", kernel, *map(b.owned, pair.values()), a["weight"], a["ignore_index"],
         *smoothing, like=replace(node.spec, shape=(2,)),
     )  # fmt: skip
     kernel = "tile.ratio" if a["reduction"] == _MEAN else "tile.first"
@@ -132,13 +138,14 @@ def cross_entropy(b: Builder, node: Node) -> None:
             "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss",
             "binary_cross_entropy", "binary_cross_entropy_with_logits",
         )
-    )
+    ),
+    shared=True,
 )  # fmt: skip
 def pixel_loss(b: Builder, node: Node) -> None:
     """A loss of each pixel by itself, summed over the tile and the ranks."""
-    parts = lined_up(b, node)
+    source = next(ref for ref in node.arguments.values() if b.is_spread(ref))
+    parts = lined_up(b, node) if b.is_tiled(source) else node.arguments
     reduction = node.arguments["reduction"]
-    source = next(ref for ref in node.arguments.values() if b.is_tiled(ref))
     spec = b.value(source).spec
     pixels = replace(node, name=f"{node.name}.pixels", spec=spec)
     each = as_it_is(b, pixels, b.value(source).axes, **{**parts, "reduction": _NONE})
@@ -146,4 +153,5 @@ def pixel_loss(b: Builder, node: Node) -> None:
         b.local(node.name, "aten.alias.default", each, like=spec, axes=b.value(source).axes)
         return
     total = _sum(b, f"{node.name}.sum", each, node.spec, range(len(spec.shape)), keepdim=False)
-    b.local(node.name, "aten.div.Scalar", total, spec.numel if reduction == _MEAN else 1, like=node.spec)
+    count = sum(b.counts(source, 1)) if reduction == _MEAN else 1
+    b.local(node.name, "aten.div.Scalar", total, count, like=node.spec)

@@ -1,34 +1,15 @@
-"""What a rank knows of its values while its program is written, and so what each segment takes in and gives out."""
+"""What each segment of a rank's program takes in and gives out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from engines.layer.graph import TensorSpec, references
+from engines.layer.graph import references
+from engines.program.holdings import Value
 from engines.program.instructions import AllReduce, Compute, Exchange
 
-__all__ = ["Value", "bounded"]
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A tensor in a stage. `spec` is that of the whole image.
-
-    `axes` are its spatial axes counted from the end, along which each rank holds its own tile; None
-    where every rank of the stage holds all of it.
-    """
-
-    name: str
-    spec: TensorSpec
-    axes: tuple[int, int] | None
-    differentiable: bool
-
-    @property
-    def size_px(self) -> tuple[int, int]:
-        """Height and width of the whole image that this (tiled) value is."""
-        rows, cols = self.axes or (-2, -1)
-        return self.spec.shape[rows], self.spec.shape[cols]
+__all__ = ["bounded"]
 
 
 def bounded(

@@ -1,0 +1,129 @@
+"""How much of a schedule's time ranks stand idle, measured on stages of one fixed duration, beside the formula.
+
+The programs, messages and waits are those of any training; only the work of a stage is replaced by a sleep, so that
+stages are equal and more ranks than cores do not matter.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.comm.world import World
+from engines.layer.graph import TensorSpec
+from engines.pipeline.bubble import bubble_share
+from engines.plan import Plan
+from engines.program.compile import Compiler
+from engines.program.instructions import Phase
+from engines.program.timeline import Event, Timeline
+from engines.program.worker import Worker
+from engines.training import Recipe, cut_inputs, prepare
+
+__all__ = ["bench_bubble", "idle_share"]
+
+_PIXELS, _CHANNELS, _STEPS = 12, 3, 3
+
+
+class _Busy(torch.autograd.Function):
+    """A tensor as it is, whose gradient takes its time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+class _Slow:
+    """A segment that takes `seconds` forward, and as long again for its inputs' gradient and for its weights'."""
+
+    def __init__(self, segment: Any, seconds: float) -> None:
+        self.segment, self.seconds, self.trained = segment, seconds, segment.trained
+        self.owned = dict(segment.owned)
+
+    def __call__(self, values: Mapping[str, Tensor], seed: int) -> tuple[Tensor, ...]:
+        time.sleep(self.seconds)
+        self.segment.owned = {name: self._slow(held) for name, held in self.owned.items()}
+        return self.segment({name: self._slow(values[name]) for name in self.segment.inputs}, seed)  # type: ignore[no-any-return]
+
+    def _slow(self, held: Any) -> Any:
+        return _Busy.apply(held, self.seconds) if isinstance(held, Tensor) and held.requires_grad else held
+
+
+def bench_bubble(world: World, plan: Plan, stage_s: float) -> dict[str, object]:
+    """Idle share of a step, the median of several, and the formula's; the same line on every rank.
+
+    A stage takes `stage_s` forward and twice that back. `against_layers` is how much faster the step is than
+    plain layer parallelism with as many micro-batches, one after another: a schedule's share of work over 1 / ranks.
+    """
+    worker, inputs = _worker(world, plan, stage_s)
+    shares = [idle_share(_step(world, worker, inputs)) for _ in range(_STEPS + 1)][1:]
+    measured = statistics.median(shares)
+    formula = bubble_share(
+        plan.schedule, plan.split_size, plan.parts * plan.accumulate, plan.stages_per_rank, plan.replica_batches
+    )
+    depth = plan.split_size // plan.stages_per_rank
+    return {
+        "schedule": plan.schedule,
+        "stages": plan.split_size,
+        "micro_batches": plan.micro_batches,
+        "idle": round(measured, 4),
+        "formula": round(formula, 4),
+        "difference": round(measured - formula, 4),
+        "spread": round(max(shares) - min(shares), 4),
+        "against_layers": round((1 - measured) * depth, 3),
+    }
+
+
+def idle_share(timeline: Timeline) -> float:
+    """The part of all ranks' time in which they neither compute nor update."""
+    return 1 - sum(timeline.share(rank, "compute") for rank in timeline.ranks) / len(timeline.ranks)
+
+
+def _model(stages: int) -> nn.Module:
+    return nn.Sequential(*(nn.Conv2d(_CHANNELS, _CHANNELS, 1) for _ in range(stages)))
+
+
+def _loss(prediction: Tensor, labels: Tensor) -> Tensor:
+    return (prediction * labels).sum()
+
+
+def _recipe(plan: Plan) -> Recipe:
+    shape = (plan.parts * plan.local_dp, _CHANNELS, _PIXELS, _PIXELS)
+    return prepare(_model(plan.split_size), plan, shape, _loss, labels=TensorSpec(shape, plan.precision))
+
+
+def _worker(world: World, plan: Plan, stage_s: float) -> tuple[Worker, dict[int, dict[str, Tensor]]]:
+    """A worker whose stages take their time, with the gradient of the image as every other stage has one."""
+    recipe = _recipe(plan)
+    program = Compiler(recipe.graph, plan, input_gradient=True).program(world.rank)
+    dtype = getattr(torch, plan.precision)
+    weights = {name: recipe.state[name].to(dtype).requires_grad_() for name in program.weights}
+    worker = Worker(program, world, weights, {})
+    for name, segment in worker.tools.segments.items():
+        if segment.trained:
+            worker.tools.segments[name] = _Slow(segment, stage_s)
+    whole = {name: torch.ones(spec.shape, dtype=dtype) for name, spec in recipe.step_specs.items()}
+    return worker, cut_inputs(program, whole)
+
+
+def _step(world: World, worker: Worker, inputs: Mapping[int, Mapping[str, Tensor]]) -> Timeline:
+    world.rest()
+    worker.run(
+        {m: {name: t.clone().requires_grad_(name == "images") for name, t in p.items()} for m, p in inputs.items()}
+    )
+    return Timeline.of(map(_passes, world.gather(worker.events)))
+
+
+def _passes(events: Sequence[Event]) -> list[Event]:
+    """Forward and backward: the update follows when all is done."""
+    return [event for event in events if event.phase != Phase.UPDATE.value]

@@ -1,0 +1,50 @@
+"""How much of the ranks' time a schedule leaves idle, by formula."""
+
+from __future__ import annotations
+
+from engines.errors import PlanError
+from engines.pipeline.schedule import check_name
+
+__all__ = ["bubble_share"]
+
+
+def bubble_share(name: str, stages: int, micro_batches: int, stages_per_rank: int = 1, batches: int = 2) -> float:
+    """The idle part of all ranks' time, 0 to 1, where a backward takes as long as two forwards.
+
+    The stages lie on p = `stages` / `stages_per_rank` ranks, each takes m = `micro_batches` of every batch, and
+    v = `stages_per_rank`. A rank works 3 v m units for a batch, and idles
+
+    - `fill_drain`, `1f1b`, `interleaved`: 3 (p - 1), so that the share is (p - 1) / (v m + p - 1): Huang et al. 2019
+      (GPipe), section 2.3; Narayanan et al. 2021, section 2.2, where it is put in relation to the work alone;
+    - `zero_bubble`: p - 1 where m >= p: Qi et al. 2023, section 2.1, a third of 1F1B's; with fewer micro-batches,
+      p - m more, as the backward way is longer than the work;
+    - `gems`: (p - 1)(2 n + 1) in n = `batches`, which come from both ends in turns. For many batches of one
+      micro-batch the share tends to (p - 1) / (p + 1/2), as Li and Hoefler 2021 (Chimera) have it. Plain
+      layer parallelism, which is `fill_drain` with one micro-batch, idles (p - 1) / p.
+
+    Only the share of `gems` depends on `batches`. The formulas are exact for v = 1, and otherwise where m is a
+    multiple of p; for other m they are a lower bound. Raises PlanError where there is no formula.
+
+    >>> bubble_share("1f1b", stages=4, micro_batches=9), bubble_share("zero_bubble", stages=4, micro_batches=9)
+    (0.25, 0.1)
+    """
+    check_name(name)
+    _check(name, stages, micro_batches, stages_per_rank, batches)
+    p, m = stages // stages_per_rank, micro_batches
+    if name == "gems":
+        work, idle = 3 * m * batches, (p - 1) * (2 * batches + 1)
+    elif name == "zero_bubble":
+        work, idle = 3 * m * stages_per_rank, p - 1 + max(0, p - m)
+    else:
+        work, idle = m * stages_per_rank, p - 1
+    return idle / (work + idle)
+
+
+def _check(name: str, stages: int, micro_batches: int, stages_per_rank: int, batches: int) -> None:
+    if min(stages, micro_batches, stages_per_rank, batches) < 1 or stages % stages_per_rank:
+        raise PlanError(
+            f"There are {stages} stages, {stages_per_rank} per rank, {micro_batches} micro-batches and {batches} "
+            "batches. Each must be at least 1, and stages a multiple of stages_per_rank."
+        )
+    if name == "gems" and stages_per_rank > 1:
+        raise PlanError(f"There is no formula for gems with stages_per_rank={stages_per_rank}: use 1, or a schedule.")

@@ -1,0 +1,62 @@
+"""Rows of bars, one row per rank: what charts of time share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path
+
+from mpi4dl_nb.draw.figure import INK, Drawing
+
+__all__ = ["Look", "draw_bars", "draw_legend", "frame_rows", "text_of_rows"]
+
+MANY = 12  # rows: more of them are lower, and have one line of text
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one kind of bar is drawn: colour and hatch, and what the legend calls it."""
+
+    name: str
+    colour: str
+    hatch: str
+
+
+def text_of_rows(rows: int) -> tuple[float, str]:
+    """The height of a row in inches, and what stands between the lines of its texts."""
+    return (0.62, "\n") if rows <= MANY else (0.3, ", ")
+
+
+def draw_bars(axes: Axes, rank: int, look: Look, spans: Sequence[tuple[float, float]], top: float, high: float) -> None:
+    """All bars of one look and rank as one patch: a hatch costs a millisecond for each, and there are thousands."""
+    patch = PathPatch(_rectangles(spans, top, top + high), facecolor=look.colour, hatch=look.hatch)
+    patch.set(edgecolor=INK, linewidth=0, label=look.name, gid=f"rank {rank}: {look.name}")
+    axes.add_patch(patch)
+
+
+def _rectangles(spans: Sequence[tuple[float, float]], top: float, bottom: float) -> Path:
+    corners = [((a, top), (b, top), (b, bottom), (a, bottom), (a, top)) for a, b in spans]
+    codes = (Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY)
+    return Path([corner for bar in corners for corner in bar], codes * len(spans))
+
+
+def draw_legend(figure: Drawing, looks: Sequence[Look]) -> None:
+    """All looks in one line under the figure."""
+    patches = [Patch(facecolor=each.colour, hatch=each.hatch, edgecolor=INK) for each in looks]
+    names = [each.name for each in looks]
+    figure.legend(patches, names, loc="outside lower left", ncols=len(looks), frameon=False, fontsize=9)
+
+
+def frame_rows(axes: Axes, length: float, unit: str, left: Sequence[str], right: Sequence[str]) -> None:
+    """The axes, `length` long; left and right of each row are its texts."""
+    places = range(len(left))
+    axes.set(xlim=(0, length), ylim=(len(left) - 0.5, -0.5), xlabel=unit)
+    axes.set_yticks(places, left, fontsize=9)
+    for place in places[1:]:
+        axes.axhline(place - 0.5, color="#bbbbbb", linewidth=0.8)
+    opposite = axes.secondary_yaxis("right")
+    opposite.set_yticks(places, right, fontsize=9)
+    opposite.tick_params(length=0)

@@ -1,0 +1,107 @@
+"""In which order ranks take micro-batches through their stages, and where they wait."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.text import Text
+
+from engines.errors import PlanError
+from engines.pipeline.work import Kind, Schedule, Slot, Work
+from mpi4dl_nb.draw.bars import Look, draw_bars, draw_legend, frame_rows, text_of_rows
+from mpi4dl_nb.draw.figure import CASING, INK, Drawing
+
+__all__ = ["show_schedule"]
+
+HINT = "in a bar: its micro-batch; white: idle; held: forwards that have not gone all the way back"
+TOP, HIGH = -0.4, 0.8  # of a bar, around the middle of its row
+ROOM_PX = 6  # for the casing of a text
+LOOKS = {
+    (Kind.FORWARD, False): Look("forward", "#56b4e9", ""),
+    (Kind.BACKWARD, False): Look("backward", "#e69f00", "//"),
+    (Kind.WEIGHTS, False): Look("weights' gradient", "#bfbfbf", "++"),
+    (Kind.FORWARD, True): Look("forward, mirrored", "#009e73", "..."),
+    (Kind.BACKWARD, True): Look("backward, mirrored", "#cc79a7", "\\\\"),
+    (Kind.WEIGHTS, True): Look("weights' gradient, mirrored", "#f0e442", "xx"),
+}
+
+
+def show_schedule(schedule: Schedule) -> Drawing:
+    """One row for each rank: what it works on when, in units of one forward; white is idle.
+
+    In a bar stands its micro-batch, as in `schedule.picture()` where there is room. Beside a row stand the rank's
+    stages, how much of the time it idles, and how many forwards it holds at most (`schedule.in_flight`). Raises
+    PlanError where there is no work.
+    """
+    if not schedule.length:
+        raise PlanError("The schedule holds no work: make it of at least one batch with a micro-batch.")
+    row_in, end = text_of_rows(schedule.ranks)
+    figure = Drawing(figsize=(11, 1.6 + row_in * schedule.ranks), layout="constrained")
+    axes = figure.add_subplot()
+    title = (
+        f"{schedule.name} on {schedule.ranks} ranks: {schedule.length} forwards long, idle {schedule.idle_share:.0%}"
+    )
+    axes.set_title(f"{title}\n{HINT}", loc="left", fontsize=10)
+    draw_legend(figure, _draw(axes, schedule))
+    ranks = range(schedule.ranks)
+    left = [(f"rank {rank}", _stages(schedule.order(rank))) for rank in ranks]
+    right = [(f"idle {schedule.idle_of(rank):.0%}", f"holds up to {schedule.in_flight(rank)}") for rank in ranks]
+    frame_rows(
+        axes, schedule.length, "time, in forwards", *([end.join(each) for each in side] for side in (left, right))
+    )
+    figure.settle()
+    _letter(axes, schedule)
+    told = [f"{', '.join(who)}: {', '.join(numbers)}" for who, numbers in zip(left, right, strict=True)]
+    figure.alt = f"{title}. {'; '.join(told)}."
+    return figure
+
+
+def _draw(axes: Axes, schedule: Schedule) -> list[Look]:
+    """Every slot; the looks that occur, in the legend's order."""
+    met: set[Look] = set()
+    for rank, lane in enumerate(schedule.lanes):
+        spans: dict[Look, list[tuple[float, float]]] = defaultdict(list)
+        for slot in lane:
+            spans[_look(slot)].append((slot.start, slot.stop))
+        for look, bars in spans.items():
+            draw_bars(axes, rank, look, bars, rank + TOP, HIGH)
+        axes.vlines([slot.start for slot in lane], rank + TOP, rank + TOP + HIGH, color=INK, linewidth=0.6)
+        met.update(spans)
+    return [look for look in LOOKS.values() if look in met]
+
+
+def _look(slot: Slot) -> Look:
+    return LOOKS[slot.work.kind, slot.work.direction > 0]
+
+
+def _stages(order: Iterable[Work]) -> str:
+    """`stages 0, 2 and mirrored 1`."""
+    found = [sorted({work.stage for work in order if (work.direction > 0) is mirrored}) for mirrored in (False, True)]
+    words = [", ".join(map(str, stages)) for stages in found]
+    told = " and ".join(f"{word}{numbers}" for word, numbers in zip(("", "mirrored "), words, strict=True) if numbers)
+    return f"stage{'s' * (sum(map(len, found)) > 1)} {told}" if told else "no work"
+
+
+def _letter(axes: Axes, schedule: Schedule) -> None:
+    """Name the work in all bars, or its micro-batch, or nothing, as there is room in the shortest."""
+    slots = [(rank, slot) for rank, lane in enumerate(schedule.lanes) for slot in lane]
+    unit_px = axes.bbox.width / schedule.length
+    forms: tuple[Callable[[Work], str], ...] = (schedule.name_of, lambda work: str(work.micro_batch))
+    for form in forms:
+        widest = max(slots, key=lambda each: len(form(each[1].work)) / (each[1].stop - each[1].start))
+        text = _text(axes, *widest, form)
+        fits = text.get_window_extent().width + ROOM_PX < unit_px * (widest[1].stop - widest[1].start)
+        text.remove()
+        if fits:
+            for rank, slot in slots:
+                _text(axes, rank, slot, form)
+            return
+
+
+def _text(axes: Axes, rank: int, slot: Slot, form: Callable[[Work], str]) -> Text:
+    middle = (slot.start + slot.stop) / 2
+    style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "path_effects": CASING}
+    return axes.text(middle, rank, form(slot.work), **style)
