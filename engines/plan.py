@@ -10,10 +10,11 @@ from typing import Any
 from engines.errors import PlanError
 from engines.spatial.tiles import Grid
 
-__all__ = ["Plan"]
+__all__ = ["HALF", "Plan"]
 
 SCHEDULES = ("fill_drain", "1f1b", "interleaved", "zero_bubble", "gems")
 PRECISIONS = ("float32", "float64", "bfloat16", "float16")
+HALF = ("bfloat16", "float16")
 SLICE_METHODS = "square, vertical, horizontal, or a grid such as 2x3"
 
 # The only value that this version can run of each knob whose engine is still to come.
@@ -25,7 +26,6 @@ _NOT_YET: dict[str, Any] = {
     "data_parallel": 1,
     "schedule": "fill_drain",
     "checkpoint_activations": False,
-    "sync_batchnorm": True,
 }
 
 
@@ -39,11 +39,15 @@ class Plan:
     `balance` is `auto` or the number of layers in each stage.
     `halo_d2` exchanges halos once per `fused_layers` layers (`auto`: as many as are cheapest) instead of before each
     windowed operator; where tiles overlap then, both ranks compute.
-    `precision` is the type that weights and activations are held in.
+    `precision` is the type that weights and activations are held in. With `bfloat16` or `float16` activations are cast
+    as `torch.autocast` would; images, weights, gradients, optimiser and buffers stay float32 (`held_in`), and the loss
+    of `float16` is scaled.
+    `sync_batchnorm=False`: batch norm normalises each tile by itself, without a message, which is not what one process
+    does. Its running statistics are then the means of the tiles' own, taken at the update. With `halo_d2`, pixels
+    that two ranks compute are normalised by each with its own statistics. Other norms are not concerned.
 
-    `parts` (micro-batches), `bidirectional` and `times` (GEMS), `local_dp`, `data_parallel`, `schedule`,
-    `checkpoint_activations` and `sync_batchnorm` are checked, and refused
-    where this version has no engine for them yet.
+    `parts` (micro-batches), `bidirectional` and `times` (GEMS), `local_dp`, `data_parallel`, `schedule` and
+    `checkpoint_activations` are checked, and refused where this version has no engine for them yet.
 
     Raises PlanError, with the numbers and the mend.
 
@@ -95,6 +99,15 @@ class Plan:
         counts = _per_stage("num_spatial_parts", self.num_spatial_parts, self.spatial_size)
         spatial = tuple(grid(method, count) for method, count in zip(methods, counts, strict=True))
         return spatial + (Grid(1, 1),) * (self.split_size - self.spatial_size)
+
+    @property
+    def held_in(self) -> str:
+        """The type of images, weights, gradients and buffers.
+
+        >>> Plan(precision="bfloat16").held_in, Plan(precision="float64").held_in
+        ('float32', 'float64')
+        """
+        return "float32" if self.precision in HALF else self.precision
 
     @property
     def ranks(self) -> int:
@@ -205,5 +218,3 @@ def _refuse_what_is_to_come(plan: Plan) -> None:
                 f"{field.name}={value!r} has no engine in this version yet: "
                 f"leave {field.name} at {_NOT_YET[field.name]!r}."
             )
-    if plan.precision not in ("float32", "float64"):
-        raise PlanError(f"precision={plan.precision!r} has no engine in this version yet: use float32 or float64.")

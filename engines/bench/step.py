@@ -30,7 +30,9 @@ def bench_step(
     batch = batches(recipe, seed, steps=1)[0]
     own = training.cut(batch)
     dtype = getattr(torch, recipe.plan.precision)
-    alone = OneProcess(model, nn.CrossEntropyLoss(), recipe.optimiser, dtype) if world.rank == 0 else None
+    alone = None
+    if world.rank == 0:
+        alone = OneProcess(model, nn.CrossEntropyLoss(), recipe.optimiser, dtype, rules=recipe.rules)
     threads = cores()
     ranks_s, alone_s = [], []
     for _ in range(iterations + 1):

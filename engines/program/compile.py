@@ -153,7 +153,10 @@ class Compiler:
         return self._builders[role]
 
     def _lowered(self, role: Role, wide: Wide) -> Builder:
-        builder = Builder(self.graph, self.layout.stages[role.stage], role.tile, _TAGS * (role.stage + 1), wide=wide)
+        builder = Builder(
+            self.graph, self.layout.stages[role.stage], role.tile, _TAGS * (role.stage + 1), wide=wide,
+            sync_batchnorm=self.plan.sync_batchnorm,
+        )  # fmt: skip
         self._receive(builder, role.stage)
         for node in self._nodes(self.spans[role.stage]):
             try:
@@ -217,8 +220,9 @@ class Compiler:
                 count = sum(self.graph.weights[name].bytes for name in names)
                 yield SumGradients(f"gradients{index}", tuple(names), count, group)
         if self.layout.size > 1:
-            yield Agree("agree", tuple(range(self.layout.size)))
-        yield Update("update", tuple(builder.statistics), dict(builder.counters))
+            first = (names for group, names in sorted(groups.items()) if group[0] == builder.rank)
+            yield Agree("agree", tuple(range(self.layout.size)), tuple(name for names in first for name in names))
+        yield Update("update", tuple(builder.statistics), dict(builder.counters), builder.apart)
 
     def _holders(self, weight: str) -> tuple[int, ...]:
         stages = [stage for stage in range(len(self.spans)) if weight in self._owned(stage, self.graph.weights)]

@@ -156,11 +156,15 @@ class SumGradients:
 
 @dataclass(frozen=True, slots=True)
 class Agree:
-    """All ranks in `group` have come this far: none updates its weights if another one has failed before."""
+    """All ranks in `group` have come this far: none updates its weights if another one has failed before.
+
+    They agree whether all gradients are finite, and on their norm: each weight is `counted` by one rank only.
+    """
 
     name: str
     group: tuple[int, ...]
-    bytes: int = 4
+    counted: tuple[str, ...] = ()
+    bytes: int = 16
     differentiable: bool = False
 
     @property
@@ -182,11 +186,15 @@ class RunningStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The optimiser's step, then the buffers': running statistics, and counters that grow by a constant."""
+    """The optimiser's step, and the buffers': running statistics, and counters that grow by a constant.
+
+    The ranks `mean_over` have statistics of their own tiles, and keep the mean of them.
+    """
 
     name: str
     statistics: tuple[RunningStatistics, ...]
     counters: Mapping[str, int]
+    mean_over: tuple[int, ...] = ()
     differentiable: bool = False
 
     @property

@@ -29,7 +29,7 @@ from engines.program.instructions import (
 from engines.program.room import find_rooms
 from engines.program.segment import Segment
 from engines.program.timeline import Event
-from engines.program.update import sum_gradients, update_buffers
+from engines.program.update import Descent, UpdateRules, sum_gradients, update_buffers
 from engines.spatial.draws import step_seed
 
 __all__ = ["Worker"]
@@ -51,9 +51,11 @@ class Worker:
         optimiser: torch.optim.Optimizer | None = None,
         device: torch.device | None = None,
         seed: int = 0,
+        rules: UpdateRules | None = None,
     ) -> None:
         self.program, self.world = program, world
-        self.weights, self.buffers, self.optimiser = weights, buffers, optimiser
+        self.weights, self.buffers = weights, buffers
+        self.descent = Descent(weights, optimiser, rules or UpdateRules())
         self.device = device or torch.device("cpu")
         self.events: list[Event] = []
         self.seed, self.steps_begun = seed, -1
@@ -78,6 +80,7 @@ class Worker:
         self.steps_begun += 1
         self._owned[SEED.name] = step_seed(self.seed, self.steps_begun)
         self.events = []
+        self._agreed: Tensor | None = None
         self._values: dict[str, Tensor] = dict(inputs)
         self._leaves: dict[str, Tensor] = dict(inputs)
         self._kept: dict[str, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
@@ -136,8 +139,8 @@ class Worker:
                 return self._reduce(reduction) if forward else self._reduce_back(reduction)
             case SumGradients() as bucket:
                 return sum_gradients(self.weights, bucket, self.world)
-            case Agree(group=group):
-                return all_reduce(self.world, torch.ones(1), group).wait()
+            case Agree() as agreement:
+                return self._agree(agreement)
             case Update() as update:
                 return self._update(update)
 
@@ -163,7 +166,7 @@ class Worker:
 
     def _seed(self, loss: Tensor) -> None:
         """The gradient starts here, once: the tiles that share this loss start from nothing."""
-        loss.grad = torch.ones_like(loss) if self.program.seeds_loss else torch.zeros_like(loss)
+        loss.grad = torch.full_like(loss, self.descent.scale if self.program.seeds_loss else 0.0)
 
     def _compute_back(self, segment: Compute) -> None:
         made = self._kept.pop(segment.name)
@@ -222,10 +225,14 @@ class Worker:
         source.grad = total if source.grad is None else source.grad.add_(total)
         return total.nbytes
 
-    def _update(self, update: Update) -> None:
-        update_buffers(self.buffers, update, self._leaves)
+    def _agree(self, agreement: Agree) -> None:
+        self._agreed = self.descent.told(agreement.counted)
+        all_reduce(self.world, self._agreed, agreement.group).wait()
+
+    def _update(self, update: Update) -> int:
+        sent = update_buffers(self.buffers, update, self._leaves, self.world)
         kept = self._lasting | self.program.feeds.keys()
         self._leaves = {name: leaf for name, leaf in self._leaves.items() if name in kept}
         self._values = {name: value for name, value in self._values.items() if name in kept}
-        if self.optimiser is not None:
-            self.optimiser.step()
+        self.descent.step(self.descent.told(self.weights) if self._agreed is None else self._agreed)
+        return sent

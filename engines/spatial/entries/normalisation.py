@@ -1,4 +1,4 @@
-"""Batch norm over all tiles: own moments, a sum over the ranks, and a local formula."""
+"""Batch norm over all tiles: own moments, a sum over the ranks, and a local formula. Or each tile by itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 @entry("aten.batch_norm.default", everywhere=True, images=("input",))
 def batch_norm(b: Builder, node: Node) -> None:
-    """Moments of own pixels, gathered from all tiles; the running statistics wait for the update."""
+    """Moments of own pixels, gathered from all tiles if so planned; the running statistics wait for the update."""
     a = node.arguments
     value = b.value(a["input"])
     if not a["training"]:
@@ -23,10 +23,12 @@ def batch_norm(b: Builder, node: Node) -> None:
     tiles = list(b.tiles(value.size_px).values()) if value.axes else [Tile.whole(1, 1)]
     whole_px = sum(tile.pixels for tile in tiles)
     counts = [value.spec.numel // channels // whole_px * tile.pixels for tile in tiles]
-    slot = b.tile if value.axes else 0
+    if value.axes and b.apart:
+        tiles, counts = tiles[b.tile : b.tile + 1], counts[b.tile : b.tile + 1]
+    slot = b.tile if len(tiles) > 1 else 0
     like = TensorSpec((len(tiles), 2, channels), "float64")
     own = b.local(f"{node.name}.moments", "tile.moments", b.owned(a["input"]), slot, len(tiles), like=like)
-    moments = b.all_reduce(own) if value.axes else own
+    moments = b.all_reduce(own) if len(tiles) > 1 else own
     b.local(
         node.name, "tile.batch_norm", b.beneath(a["input"]), moments, a["weight"], a["bias"], counts, a["eps"],
         like=node.spec, axes=value.axes,
