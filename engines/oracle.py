@@ -64,8 +64,7 @@ class OneProcess:
         self.loss = copy.deepcopy(loss).to(self.dtype) if isinstance(loss, nn.Module) else loss
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimiser = optimiser(self.trained) if self.trained else None
-        wanted = self.rules.scheduler if self.optimiser else None
-        self.scheduler = wanted(self.optimiser) if wanted else None
+        self.scheduler = self.rules.scheduler(self.optimiser) if self.rules.scheduler and self.optimiser else None
         self.scaler = torch.amp.GradScaler(
             "cpu", init_scale=self.rules.loss_scale or SCALE, enabled=dtype is torch.float16
         )

@@ -100,7 +100,7 @@ class _Caster:
         """
         floating = [item for item in node.all_input_nodes if _is_floating(self.values[item])]
         if _is_written(node):
-            kind = self.values[node.args[0]].dtype
+            kind = self.values[node.all_input_nodes[0]].dtype
             return {item: kind for item in floating if self.values[item].dtype != kind}
         with torch.autocast(self.device, self.precision, cache_enabled=False):
             automatic = self._run(node)
