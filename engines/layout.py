@@ -1,71 +1,125 @@
-"""Who does what: which rank holds which tile of which stage."""
+"""Who does what: which rank holds which tile of which stage, in which replica and direction."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.spatial.tiles import Grid
 
-__all__ = ["Layout", "Role", "StageRanks", "check_fits"]
+__all__ = ["Layout", "Pipe", "Role", "StageRanks", "check_fits"]
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What one rank is: tile `tile` (numbered row by row) of stage `stage`."""
+    """What a rank is: part `tile` of stage `stage`, of one replica and direction (1: mirrored).
+
+    Tiles are numbered row by row; where ranks share a stage's images, `tile` numbers their shares.
+    """
 
     stage: int
     tile: int
+    direction: int = 0
+    replica: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StageRanks:
-    """The ranks of one stage, in tile order."""
+    """The ranks of one stage, in tile order. `shares`: in how many parts they split the images of a micro-batch."""
 
     grid: Grid
     ranks: tuple[int, ...]
+    shares: int = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Ranks in stage order, tiles row by row inside a stage.
+class Pipe:
+    """A copy of the model: the ranks of its stages."""
 
-    >>> Layout.of(Plan(split_size=2, spatial_size=1)).role(4)
-    Role(stage=1, tile=0)
+    replica: int
+    direction: int
+    stages: tuple[StageRanks, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All copies of the model. Ranks go by replica, in stage order, tiles row by row; a mirrored copy backwards.
+
+    >>> Layout.of(Plan(split_size=2, spatial_size=1)).roles[4]
+    (Role(stage=1, tile=0, direction=0, replica=0),)
+    >>> [str(r.stage) for r in Layout.of(Plan(split_size=3, spatial_size=0, bidirectional=True)).roles[0]]
+    ['0', '2']
     """
 
-    stages: tuple[StageRanks, ...]
+    pipes: tuple[Pipe, ...]
 
     @classmethod
     def of(cls, plan: Plan) -> Layout:
         """The layout that a plan asks for."""
-        stages, first = [], 0
-        for grid in plan.grids:
-            stages.append(StageRanks(grid, tuple(range(first, first + grid.tiles))))
-            first += grid.tiles
-        return cls(tuple(stages))
+        size, directions = plan.replica_ranks, range(1 + plan.bidirectional)
+        stages = _stages(plan)
+        return cls(
+            tuple(
+                Pipe(replica, direction, tuple(_placed(stage, size, replica, direction) for stage in stages))
+                for replica in range(plan.data_parallel)
+                for direction in directions
+            )
+        )
+
+    @property
+    def stages(self) -> tuple[StageRanks, ...]:
+        """The stages of the first copy."""
+        return self.pipes[0].stages
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return sum(len(stage.ranks) for stage in self.stages)
+        return len(self.roles)
 
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        """The role of each rank, in rank order."""
-        return tuple(Role(index, tile) for index, stage in enumerate(self.stages) for tile in range(len(stage.ranks)))
+    @cached_property
+    def roles(self) -> tuple[tuple[Role, ...], ...]:
+        """The roles of each rank, in rank order."""
+        found: dict[int, list[Role]] = {}
+        for pipe in self.pipes:
+            for index, stage in enumerate(pipe.stages):
+                for tile, rank in enumerate(stage.ranks):
+                    found.setdefault(rank, []).append(Role(index, tile, pipe.direction, pipe.replica))
+        return tuple(tuple(found[rank]) for rank in sorted(found))
 
-    def role(self, rank: int) -> Role:
-        """What rank `rank` is."""
-        return self.roles[rank]
+    def pipe(self, role: Role) -> Pipe:
+        """The copy of the model that a role is of."""
+        return next(pipe for pipe in self.pipes if (pipe.replica, pipe.direction) == (role.replica, role.direction))
+
+
+def _stages(plan: Plan) -> list[StageRanks]:
+    """The stages of one replica, going forward; behind the spatial ones they are dealt out in turns."""
+    found, first = [], 0
+    for grid in plan.grids[: plan.spatial_size]:
+        found.append(StageRanks(grid, tuple(range(first, first + grid.tiles))))
+        first += grid.tiles
+    behind = plan.split_size - plan.spatial_size
+    turns = range(first, plan.replica_ranks, plan.local_dp)
+    for index in range(behind):
+        start = turns[index % len(turns)]
+        found.append(StageRanks(Grid(1, 1), tuple(range(start, start + plan.local_dp)), plan.local_dp))
+    return found
+
+
+def _placed(stage: StageRanks, size: int, replica: int, direction: int) -> StageRanks:
+    ranks = (size - 1 - rank if direction else rank for rank in stage.ranks)
+    return StageRanks(stage.grid, tuple(replica * size + rank for rank in ranks), stage.shares)
 
 
 def check_fits(plan: Plan, engines: int) -> None:
     """Raises PlanError where a plan does not need exactly `engines` ranks."""
     if plan.ranks != engines:
-        tiles = " + ".join(str(grid.tiles) for grid in plan.grids)
+        stages = Layout.of(plan).stages
+        counts = {stage.ranks: len(stage.ranks) for stage in stages}
+        tiles = " + ".join(str(count) for count in counts.values())
+        times = f", {plan.data_parallel} times" if plan.data_parallel > 1 else ""
         raise PlanError(
-            f"The plan needs {plan.ranks} ranks ({tiles} over {plan.split_size} stages), but there are {engines}. "
-            f"Start {plan.ranks} ranks, or change split_size, spatial_size or num_spatial_parts."
+            f"The plan needs {plan.ranks} ranks ({tiles} over {plan.split_size} stages{times}), but there are "
+            f"{engines}. Start {plan.ranks} ranks, or change split_size, spatial_size or num_spatial_parts."
         )

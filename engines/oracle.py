@@ -22,12 +22,12 @@ __all__ = ["Comparison", "OneProcess", "Record", "compare", "one_process"]
 
 @dataclass(frozen=True)
 class Record:
-    """What a training did: the loss and the gradients of each step, weights and buffers at the end.
+    """What a training did: each step's losses by micro-batch and its gradients, weights and buffers at the end.
 
     Tensors go by the plain model's names.
     """
 
-    losses: tuple[float, ...]
+    losses: tuple[Mapping[int, float], ...]
     gradients: tuple[Mapping[str, Tensor], ...]
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
@@ -35,8 +35,9 @@ class Record:
     def like(self, other: Record) -> Record:
         """Of this record what the other one has as well: the same losses, gradients, weights and buffers."""
         pairs = zip(self.gradients, other.gradients, strict=True)
+        losses = zip(self.losses, other.losses, strict=True)
         return Record(
-            self.losses[: len(other.losses)],
+            tuple({number: loss for number, loss in mine.items() if number in theirs} for mine, theirs in losses),
             tuple(_common(mine, theirs) for mine, theirs in pairs),
             _common(self.weights, other.weights),
             _common(self.buffers, other.buffers),
@@ -56,34 +57,43 @@ class OneProcess:
 
     def __init__(
         self, model: nn.Module, loss: Loss, optimiser: Optimiser, dtype: torch.dtype = torch.float32,
-        seed: int | None = None, rules: UpdateRules | None = None,
+        seed: int | None = None, micro_batches: int = 1, rules: UpdateRules | None = None,
     ) -> None:  # fmt: skip
-        self.seed, self.steps, self.rules = seed, 0, rules or UpdateRules()
+        self.seed, self.micro_batches, self.rules = seed, micro_batches, rules or UpdateRules()
+        self.begun = micro_batches  # ranks count steps from 1
         self.precision, self.dtype = dtype, torch.promote_types(dtype, torch.float32)
         self.model = copy.deepcopy(model).to(self.dtype)
         self.loss = copy.deepcopy(loss).to(self.dtype) if isinstance(loss, nn.Module) else loss
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimiser = optimiser(self.trained) if self.trained else None
         self.scheduler = self.rules.scheduler(self.optimiser) if self.rules.scheduler and self.optimiser else None
-        self.scaler = torch.amp.GradScaler(
-            "cpu", init_scale=self.rules.loss_scale or SCALE, enabled=dtype is torch.float16
-        )
+        first = self.rules.loss_scale or SCALE
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=first, enabled=dtype is torch.float16)
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
-        """One training step; the loss before it."""
+        """One training step, its micro-batches one after another; the mean of their losses before it."""
         self.model.zero_grad()
-        self.steps += 1
-        with nullcontext() if self.seed is None else SameDraws(self.seed, self.steps), self._autocast(batch):
-            answer = self.model(batch["images"].to(self.dtype))
-            value = self.loss(prediction_of(answer), batch["labels"])
+        self.losses = []
+        parts = {name: tensor.chunk(self.micro_batches) for name, tensor in batch.items()}
+        for images, labels in zip(parts["images"], parts["labels"], strict=True):
+            self._add(images, labels)
         if self.optimiser:
-            self.scaler.scale(value).backward()
             self._update(self.optimiser)
-        return float(value.item())
+        return sum(self.losses) / self.micro_batches
 
-    def _autocast(self, batch: Mapping[str, Tensor]) -> AbstractContextManager[object]:
+    def _add(self, images: Tensor, labels: Tensor) -> None:
+        """Add one micro-batch's share of the step's gradient."""
+        with nullcontext() if self.seed is None else SameDraws(self.seed, self.begun), self._autocast(images):
+            answer = self.model(images.to(self.dtype))
+            value = self.loss(prediction_of(answer), labels)
+        self.begun += 1
+        self.losses.append(float(value.item()))
+        if self.optimiser:
+            self.scaler.scale(value / self.micro_batches).backward()
+
+    def _autocast(self, images: Tensor) -> AbstractContextManager[object]:
         half = self.precision is not self.dtype
-        return torch.autocast(batch["images"].device.type, self.precision) if half else nullcontext()
+        return torch.autocast(images.device.type, self.precision) if half else nullcontext()
 
     def _update(self, optimiser: torch.optim.Optimizer) -> None:
         self.scaler.unscale_(optimiser)
@@ -103,13 +113,17 @@ class OneProcess:
 
 def one_process(
     model: nn.Module, loss: Loss, optimiser: Optimiser, batches: Iterable[Mapping[str, Tensor]], dtype: torch.dtype,
-    seed: int | None = None, rules: UpdateRules | None = None,
+    seed: int | None = None, micro_batches: int = 1, rules: UpdateRules | None = None,
 ) -> Record:  # fmt: skip
-    """What one process does with these batches."""
-    alone = OneProcess(model, loss, optimiser, dtype, seed, rules)
-    losses, gradients = zip(*((alone.step(batch), alone.gradients) for batch in batches), strict=True)
+    """What one process does with these batches, each of that many micro-batches."""
+    alone = OneProcess(model, loss, optimiser, dtype, seed, micro_batches, rules)
+    losses, gradients = [], []
+    for batch in batches:
+        alone.step(batch)
+        losses.append(dict(enumerate(alone.losses)))
+        gradients.append(alone.gradients)
     weights = {name: p.detach() for name, p in alone.model.named_parameters()}
-    return Record(losses, gradients, weights, dict(alone.model.named_buffers()))
+    return Record(tuple(losses), tuple(gradients), weights, dict(alone.model.named_buffers()))
 
 
 @dataclass(frozen=True)
@@ -140,13 +154,20 @@ class Comparison:
 
 def compare(oracle: Record, ranks: Sequence[Record]) -> Comparison:
     """Hold each rank's record against the oracle's; every copy of a weight counts, and what no rank has is wrong."""
-    losses = [pair for rank in ranks for pair in zip(rank.losses, oracle.losses, strict=False)]
+    losses = [
+        (loss, theirs[number])
+        for rank in ranks
+        for mine, theirs in zip(rank.losses, oracle.losses, strict=True)
+        for number, loss in mine.items()
+    ]
     steps = [(rank.gradients[step], oracle.gradients[step]) for rank in ranks for step in range(len(oracle.gradients))]
     complete = all(
         set().union(*(rank.gradients[step] for rank in ranks)) == set(theirs)
         for step, theirs in enumerate(oracle.gradients)
     )
-    told = max(len(rank.losses) for rank in ranks) == len(oracle.losses)
+    told = all(
+        set().union(*(rank.losses[step] for rank in ranks)) == set(theirs) for step, theirs in enumerate(oracle.losses)
+    )
     each = ((_one(mine[name], theirs[name], theirs), name) for mine, theirs in steps for name in mine)
     worst_rel, worst = max(each, default=(0.0, ""))
     return Comparison(

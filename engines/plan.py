@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from engines.errors import PlanError
@@ -16,17 +16,6 @@ SCHEDULES = ("fill_drain", "1f1b", "interleaved", "zero_bubble", "gems")
 PRECISIONS = ("float32", "float64", "bfloat16", "float16")
 HALF = ("bfloat16", "float16")
 SLICE_METHODS = "square, vertical, horizontal, or a grid such as 2x3"
-
-# The only value that this version can run of each knob whose engine is still to come.
-_NOT_YET: dict[str, Any] = {
-    "parts": 1,
-    "bidirectional": False,
-    "times": 1,
-    "local_dp": 1,
-    "data_parallel": 1,
-    "schedule": "fill_drain",
-    "checkpoint_activations": False,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +32,16 @@ class Plan:
     as `torch.autocast` would; images, weights, gradients, optimiser and buffers stay float32 (`held_in`), and the loss
     of `float16` is scaled.
     `sync_batchnorm=False`: batch norm normalises each tile by itself, without a message, which is not what one process
-    does. Its running statistics are then the means of the tiles' own, taken at the update. With `halo_d2`, pixels
-    that two ranks compute are normalised by each with its own statistics. Other norms are not concerned.
+    does. Its running statistics are then the means of what ranks count by themselves, taken at the update. With
+    `halo_d2`, pixels that two ranks compute are normalised by each with its own statistics. Other norms stay exact.
 
-    `parts` (micro-batches), `bidirectional` and `times` (GEMS), `local_dp`, `data_parallel`, `schedule` and
-    `checkpoint_activations` are checked, and refused where this version has no engine for them yet.
+    `parts` micro-batches make a batch; `schedule` is their order: `fill_drain` (GPipe), `1f1b`, `interleaved` (with
+    `stages_per_rank` stages behind the spatial ones on each rank), `zero_bubble`, or `gems`.
+    `bidirectional` runs `times` pairs of batches through two copies of the model in mirrored rank order (GEMS);
+    `data_parallel` replicas of all that have batches of their own; `accumulate` batches one after another add up. A
+    training step is all these `batches`, and its loss the mean over their micro-batches.
+    `local_dp` ranks share the images of each micro-batch in every stage behind the spatial ones.
+    `checkpoint_activations` keeps what arrives from other ranks, and computes the rest again for backward.
 
     Raises PlanError, with the numbers and the mend.
 
@@ -67,9 +61,11 @@ class Plan:
     times: int = 1
     local_dp: int = 1
     data_parallel: int = 1
+    accumulate: int = 1
     halo_d2: bool = False
     fused_layers: int | str = 1
     schedule: str = "fill_drain"
+    stages_per_rank: int = 1
     precision: str = "float32"
     checkpoint_activations: bool = False
     sync_batchnorm: bool = True
@@ -89,7 +85,7 @@ class Plan:
                 "Set halo_d2=True, or leave fused_layers at 1."
             )
         _check_balance(self.balance, self.split_size)
-        _refuse_what_is_to_come(self)
+        _check_order(self)
         _ = self.grids
 
     @property
@@ -110,21 +106,51 @@ class Plan:
         return "float32" if self.precision in HALF else self.precision
 
     @property
+    def replica_ranks(self) -> int:
+        """Ranks of one replica."""
+        behind = (self.split_size - self.spatial_size) // self.stages_per_rank
+        return sum(grid.tiles for grid in self.grids[: self.spatial_size]) + behind * self.local_dp
+
+    @property
     def ranks(self) -> int:
         """Ranks that the plan needs."""
-        return sum(grid.tiles for grid in self.grids)
+        return self.data_parallel * self.replica_ranks
+
+    @property
+    def replica_batches(self) -> int:
+        """Batches that one replica takes in a training step."""
+        return self.accumulate * (2 * self.times if self.bidirectional else 1)
+
+    @property
+    def batches(self) -> int:
+        """Batches of a training step."""
+        return self.data_parallel * self.replica_batches
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a training step.
+
+        >>> Plan(parts=4, bidirectional=True, times=2, data_parallel=3).micro_batches
+        48
+        """
+        return self.batches * self.parts
 
     @property
     def summary(self) -> str:
-        """One line: the grid of each stage.
+        """One line: the grid of each stage, and how often they stand side by side.
 
         >>> Plan(split_size=2, spatial_size=1).summary
         '2 stages: 2x2 tiles -> 1 rank; 5 ranks'
         """
-        stages = " -> ".join(f"{g} tiles" if g.tiles > 1 else "1 rank" for g in self.grids)
-        return (
-            f"{self.split_size} stage{'s'[: self.split_size > 1]}: {stages}; {self.ranks} rank{'s'[: self.ranks > 1]}"
-        )
+        behind = f"{self.local_dp} ranks" if self.local_dp > 1 else "1 rank"
+        names = [f"{g} tiles" if g.tiles > 1 else "1 rank" for g in self.grids[: self.spatial_size]]
+        names += [behind] * (self.split_size - self.spatial_size)
+        text = f"{self.split_size} stage{'s'[: self.split_size > 1]}: {' -> '.join(names)}"
+        text += f"; {self.stages_per_rank} stages per rank" if self.stages_per_rank > 1 else ""
+        text += f"; {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+        text += ", both ways" if self.bidirectional else ""
+        text += f"; {self.data_parallel} replicas" if self.data_parallel > 1 else ""
+        return f"{text}; {self.ranks} rank{'s'[: self.ranks > 1]}"
 
 
 def grid(method: str, tiles: int | None) -> Grid:
@@ -184,6 +210,7 @@ def _per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:
 def _check_counts(plan: Plan) -> None:
     """Whole numbers, each at least 1 (`spatial_size`: 0)."""
     names = ["split_size", "spatial_size", "num_spatial_parts", "parts", "times", "local_dp", "data_parallel"]
+    names += ["accumulate", "stages_per_rank"]
     names += [] if plan.fused_layers == "auto" else ["fused_layers"]
     for name in names:
         value = getattr(plan, name)
@@ -210,11 +237,33 @@ def _check_balance(balance: str | tuple[int, ...], stages: int) -> None:
         )
 
 
-def _refuse_what_is_to_come(plan: Plan) -> None:
-    for field in fields(plan):
-        value = getattr(plan, field.name)
-        if field.name in _NOT_YET and value != _NOT_YET[field.name]:
-            raise PlanError(
-                f"{field.name}={value!r} has no engine in this version yet: "
-                f"leave {field.name} at {_NOT_YET[field.name]!r}."
-            )
+def _check_order(plan: Plan) -> None:
+    """Raises PlanError where knobs of the order of work contradict each other."""
+    behind = plan.split_size - plan.spatial_size
+    if plan.times > 1 and not plan.bidirectional:
+        raise PlanError(
+            f"times={plan.times} counts pairs of batches through both directions, but bidirectional is off. "
+            "Set bidirectional=True, or leave times at 1."
+        )
+    if plan.schedule == "gems" and not plan.bidirectional:
+        raise PlanError("schedule='gems' is an order of two directions. Set bidirectional=True, or use '1f1b'.")
+    if (plan.schedule == "interleaved") != (plan.stages_per_rank > 1):
+        raise PlanError(
+            f"schedule={plan.schedule!r} with stages_per_rank={plan.stages_per_rank}: only 'interleaved' has several "
+            "stages per rank. Use schedule='interleaved' with stages_per_rank=2 or more, or leave both."
+        )
+    if behind % plan.stages_per_rank:
+        raise PlanError(
+            f"The {behind} stages behind the spatial ones cannot be dealt to ranks {plan.stages_per_rank} at a time. "
+            f"Use split_size={plan.split_size - behind % plan.stages_per_rank}, or another stages_per_rank."
+        )
+    if plan.local_dp > 1 and not behind:
+        raise PlanError(
+            f"local_dp={plan.local_dp} shares stages behind the spatial ones, but all {plan.split_size} are spatial. "
+            "Use spatial_size < split_size, or data_parallel."
+        )
+    if plan.bidirectional and not plan.sync_batchnorm:
+        raise PlanError(
+            "sync_batchnorm=False lets each rank count its own tile, but with bidirectional=True it has another tile "
+            "in the other direction. Leave sync_batchnorm at True, or use data_parallel."
+        )

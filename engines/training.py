@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,13 @@ from engines.comm.world import World
 from engines.errors import ImageError, LossError, PlanError, TraceError
 from engines.layer.graph import ModelGraph, TensorSpec
 from engines.layer.trace import MODEL, answer, trace
-from engines.layout import Layout
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
+from engines.program.instructions import Phase
+from engines.program.program import Feed, Program
 from engines.program.timeline import Event
 from engines.program.update import SCALE, Scheduler, UpdateRules
-from engines.program.worker import Worker
+from engines.program.worker import Inputs, Worker
 from engines.spatial.additions import Additions
 from engines.spatial.draws import has_draws
 
@@ -53,6 +54,15 @@ class Recipe:
     clip_norm: float | None = None
     scheduler: Scheduler | None = None
     loss_scale: float = SCALE
+
+    @property
+    def step_specs(self) -> dict[str, TensorSpec]:
+        """What a training step is given: the images and labels of all its micro-batches."""
+        count = self.plan.micro_batches
+        return {
+            name: replace(spec, shape=(count * spec.shape[0], *spec.shape[1:])) if spec.shape else spec
+            for name, spec in self.graph.inputs.items()
+        }
 
     @property
     def draws(self) -> int | None:
@@ -89,15 +99,41 @@ def prepare(
     if len(image_shape) != 4 or any(size < 1 for size in image_shape):
         raise ImageError(f"image_shape={tuple(image_shape)} must be (N, C, H, W), four positive numbers.")
     loss = loss or nn.CrossEntropyLoss()
-    images = TensorSpec(tuple(image_shape), plan.held_in)
+    images = _micro_batch("images", TensorSpec(tuple(image_shape), plan.held_in), plan)
     usual = label_spec(model, images)
-    graph = trace(model, loss, images, labels or usual, plan.precision, autocast_type(device))
+    answers = _micro_batch("labels", labels, plan) if labels else usual
+    graph = trace(model, loss, images, answers, plan.precision, autocast_type(device))
+    if plan.local_dp > 1:
+        parts = (_shared(spec, plan) for spec in (images, answers))
+        graph = replace(graph, share=trace(model, loss, *parts, plan.precision, autocast_type(device)))
     compile_plan(graph, plan)
     _check_rules(optimiser, clip_norm, scheduler)
     return Recipe(
         graph, plan, optimiser, _state(model, loss, graph), device, torch.initial_seed(), Additions.now(),
         clip_norm, scheduler,
     )  # fmt: skip
+
+
+def _micro_batch(name: str, batch: TensorSpec, plan: Plan) -> TensorSpec:
+    """One of the `parts` of a batch. Raises PlanError where it cannot be cut into so many."""
+    count = batch.shape[0] if batch.shape else 1
+    if count % plan.parts:
+        raise PlanError(
+            f"{count} {name} cannot be cut into parts={plan.parts} micro-batches of one size. "
+            f"Use a batch size that is a multiple of {plan.parts}, or other parts."
+        )
+    return replace(batch, shape=(count // plan.parts, *batch.shape[1:])) if batch.shape else batch
+
+
+def _shared(micro_batch: TensorSpec, plan: Plan) -> TensorSpec:
+    """What one of `local_dp` ranks has of a micro-batch. Raises PlanError where they cannot share it evenly."""
+    count = micro_batch.shape[0]
+    if count % plan.local_dp:
+        raise PlanError(
+            f"local_dp={plan.local_dp} ranks cannot share the {count} images of a micro-batch evenly. "
+            f"Use a batch size that is a multiple of {plan.parts * plan.local_dp} (parts x local_dp)."
+        )
+    return replace(micro_batch, shape=(count // plan.local_dp, *micro_batch.shape[1:]))
 
 
 def _check_rules(optimiser: Optimiser, clip_norm: float | None, scheduler: Scheduler | None) -> None:
@@ -149,9 +185,9 @@ def _state(model: nn.Module, loss: Loss, graph: ModelGraph) -> dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one rank tells of one training step; `loss` is None where the rank does not have it."""
+    """What one rank tells of one training step: the `losses` of micro-batches that it has, and what it did."""
 
-    loss: float | None
+    losses: Mapping[int, float]
     events: tuple[Event, ...]
 
 
@@ -163,14 +199,15 @@ class RankTraining:
         program = Compiler(recipe.graph, recipe.plan).program(world.rank)
         self.program, self.graph = program, recipe.graph
         self.device = choose_device(recipe.device, world.rank)
-        self.threads = threads_of(Layout.of(recipe.plan), world.rank)
+        self.threads = threads_of(recipe.plan, world.rank)
         self.weights = {name: self._own(recipe.state[name]) for name in program.weights}
         self.buffers = {name: self._own(recipe.state[name]) for name in program.buffers}
         trained = [w.requires_grad_() for name, w in self.weights.items() if name in recipe.graph.trainable]
         optimiser = recipe.optimiser(trained) if trained else None
         self.worker = Worker(
-            program, world, self.weights, self.buffers, optimiser, self.device, recipe.seed, recipe.rules
-        )
+            program, world, self.weights, self.buffers, optimiser, self.device, recipe.seed, recipe.rules,
+            keeps_graphs=not recipe.plan.checkpoint_activations,
+        )  # fmt: skip
 
     def _own(self, tensor: Tensor) -> Tensor:
         """A copy on this rank's device, in the type and memory format that it holds them in."""
@@ -179,8 +216,8 @@ class RankTraining:
         layout = memory_format(tensor.dim())
         return tensor.detach().to(device=self.device, dtype=dtype, copy=True, memory_format=layout)
 
-    def step(self, inputs: Mapping[str, Tensor]) -> StepReport:
-        """One training step on this rank's part of the inputs.
+    def step(self, inputs: Inputs) -> StepReport:
+        """One training step on this rank's parts of the inputs.
 
         Raises LossError where the loss is not a number; no weight has changed then.
         """
@@ -188,29 +225,32 @@ class RankTraining:
         while not self.worker.done:
             self.worker.step()
             self._check_loss()
-        return StepReport(self.worker.loss, tuple(self.worker.events))
+        return StepReport(self.worker.losses, tuple(self.worker.events))
 
-    def start(self, inputs: Mapping[str, Tensor]) -> None:
+    def start(self, inputs: Inputs) -> None:
         """Go to the start of a step, gradients forgotten."""
         torch.set_num_threads(self.threads)
         for weight in self.weights.values():
             weight.grad = None
-        self.worker.restart({name: self._placed(tensor) for name, tensor in inputs.items()})
+        self.worker.restart(
+            {number: {name: self._placed(part) for name, part in parts.items()} for number, parts in inputs.items()}
+        )
 
     def _placed(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, memory_format=memory_format(tensor.dim()))
 
     def _check_loss(self) -> None:
-        step = self.program.steps[self.worker.position - 1].instruction
-        if self.program.loss in getattr(step, "outputs", ()) and not math.isfinite(loss := self.worker.loss or 0.0):
+        step = self.program.steps[self.worker.position - 1]
+        made = getattr(step.instruction, "outputs", ()) if step.phase is Phase.FORWARD else ()
+        if self.graph.loss in made and not math.isfinite(loss := self.worker.losses[step.micro_batch]):
             raise LossError(
                 f"The loss is {loss}. No weight was changed. Lower the learning rate, or look for "
                 "values in the images or labels that are not finite."
             )
 
-    def cut(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part of whole inputs."""
-        return cut_inputs(self.program.feeds, inputs)
+    def cut(self, inputs: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+        """This rank's parts of the whole inputs of a step."""
+        return cut_inputs(self.program, inputs)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Copies of the rank's weights, gradients and buffers, on the host."""
@@ -222,13 +262,20 @@ class RankTraining:
         }
 
 
-def cut_inputs(feeds: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts of whole inputs that a rank's program is fed with."""
-    parts = {}
-    for name, feed in feeds.items():
-        part = inputs[name]
-        if feed.tile is not None:
-            for axis, span in zip(feed.axes, (feed.tile.rows, feed.tile.cols), strict=True):
-                part = part.narrow(axis, span.start, len(span))
-        parts[name] = part.contiguous()
-    return parts
+def cut_inputs(program: Program, inputs: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """The parts of the whole inputs of a step that a rank's program is fed with, by micro-batch."""
+    return {
+        number: {name: _part(inputs[name], feed, number, program.micro_batches) for name, feed in feeds.items()}
+        for number, feeds in program.feeds.items()
+    }
+
+
+def _part(whole: Tensor, feed: Feed, number: int, micro_batches: int) -> Tensor:
+    """A micro-batch's images, and of these the pixels that the feed says."""
+    part = whole.chunk(micro_batches)[number] if micro_batches > 1 else whole
+    if feed.tile is not None and feed.tile.images is not None:
+        part = part.narrow(0, feed.tile.images.start, len(feed.tile.images))
+    if feed.tile is not None and feed.axes is not None:
+        for axis, span in zip(feed.axes, (feed.tile.rows, feed.tile.cols), strict=True):
+            part = part.narrow(axis, span.start, len(span))
+    return part.contiguous()

@@ -20,9 +20,10 @@ from engines.layout import check_fits
 from engines.oracle import Record
 from engines.plan import Plan
 from engines.program.compile import compile_plan
-from engines.program.instructions import Program
+from engines.program.program import Program
 from engines.program.timeline import Timeline
 from engines.program.update import Scheduler
+from engines.program.worker import Inputs
 from engines.training import Loss, Optimiser, RankTraining, Recipe, StepReport, cut_inputs, prepare, sgd
 
 if TYPE_CHECKING:
@@ -45,10 +46,11 @@ class History:
 class Training:
     """A model, trained on a cluster by a plan.
 
-    `image_shape` is (N, C, H, W) of a batch. `loss(prediction, labels)` is cross-entropy unless given,
-    `optimiser` a function of parameters, such as `partial(torch.optim.Adam, lr=1e-3)`. The model itself
-    is only read: its weights are the first ones, and `state_dict()` gives the trained ones. `clip_norm` bounds the norm
-    of all gradients together; `scheduler` makes of an optimiser what steps once after each update, such as
+    `image_shape` is (N, C, H, W) of a batch; a step takes `plan.batches` of them as one tensor.
+    `loss(prediction, labels)` is cross-entropy unless given, `optimiser` a function of
+    parameters, such as `partial(torch.optim.Adam, lr=1e-3)`. The model itself is only read: its weights are the
+    first ones, and `state_dict()` gives the trained ones. `clip_norm` bounds the norm of all gradients together;
+    `scheduler` makes of an optimiser what steps once after each update, such as
     `partial(torch.optim.lr_scheduler.StepLR, step_size=10)`.
 
     Raises PlanError, TraceError or ImageError before any rank is touched.
@@ -91,9 +93,10 @@ class Training:
         RankError where a rank fails; no weight has changed then.
         """
         whole = self._checked(images, labels)
-        parts = [(cut_inputs(program.feeds, whole),) for program in self.programs]
+        parts = [(cut_inputs(program, whole),) for program in self.programs]
         self._reports = self.cluster.call(_step, self._id, per_rank=parts)
-        return next(report.loss for report in self._reports if report.loss is not None)
+        losses = {number: loss for report in self._reports for number, loss in report.losses.items()}
+        return sum(losses.values()) / len(losses)
 
     def fit(self, data: Iterable[Batch], epochs: int = 1, progress: bool = True) -> History:
         """Train on the batches of `data`, `epochs` times, with a bar that shows loss and images per second."""
@@ -124,7 +127,7 @@ class Training:
         if not whole:
             raise ImageError("verify was given no batch. Give it at least one, or leave data out.")
         work = [
-            (self._recipe_of(program, recipe), [cut_inputs(program.feeds, batch) for batch in whole])
+            (self._recipe_of(program, recipe), [cut_inputs(program, batch) for batch in whole])
             for program in self.programs
         ]
         records = self.cluster.call(_record, per_rank=work)
@@ -150,13 +153,14 @@ class Training:
         self.cluster.call(_drop, self._id)
 
     def _checked(self, images: Any, labels: Any, recipe: Recipe | None = None) -> dict[str, Tensor]:
-        graph = (recipe or self.recipe).graph
+        graph, specs = (recipe or self.recipe).graph, (recipe or self.recipe).step_specs
         whole = {}
         for name, given in (("images", images), ("labels", labels)):
-            spec, tensor = graph.inputs[name], torch.as_tensor(given)
+            spec, tensor = specs[name], torch.as_tensor(given)
             if tuple(tensor.shape) != spec.shape:
+                several = f" ({self.plan.batches} batches make a step of this plan)" if self.plan.batches > 1 else ""
                 raise ImageError(
-                    f"{name} have shape {tuple(tensor.shape)} but the training was made for {spec.shape}. "
+                    f"{name} have shape {tuple(tensor.shape)} but the training was made for {spec.shape}{several}. "
                     "Change the batch, or make a Training with this image_shape."
                 )
             if tensor.is_floating_point() and not spec.is_floating:
@@ -170,7 +174,7 @@ class Training:
         return whole
 
     def __repr__(self) -> str:
-        spec = self.recipe.graph.inputs["images"]
+        spec = self.recipe.step_specs["images"]
         return f"Training({type(self.model).__name__}, images {spec.shape}, {self.plan.summary})"
 
 
@@ -197,11 +201,11 @@ def _held(host: Host, name: str) -> RankTraining:
     return host.trainings[name]
 
 
-def _step(host: Host, name: str, inputs: dict[str, Tensor]) -> StepReport:
+def _step(host: Host, name: str, inputs: Inputs) -> StepReport:
     return _held(host, name).step(inputs)
 
 
-def _record(host: Host, recipe: Recipe, parts: list[dict[str, Tensor]]) -> Record:
+def _record(host: Host, recipe: Recipe, parts: list[Inputs]) -> Record:
     return rank_record(RankTraining(host.world, recipe), parts)
 
 

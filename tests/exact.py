@@ -61,9 +61,9 @@ def ready(
         program, trainable = programs[world.rank], recipe.graph.trainable
         weights = {n: recipe.state[n].clone().requires_grad_(n in trainable) for n in program.weights}
         buffers = {n: recipe.state[n].clone() for n in program.buffers}
-        parts = cut_inputs(program.feeds, {"images": images, "labels": labels})
+        (parts,) = cut_inputs(program, {"images": images, "labels": labels}).values()
         worker = Worker(program, world, weights, buffers)
-        worker.restart({n: part.clone().requires_grad_(n == "images") for n, part in parts.items()})
+        worker.restart({0: {n: part.clone().requires_grad_(n == "images") for n, part in parts.items()}})
         return worker
 
     return start
@@ -91,16 +91,16 @@ def assert_exact(
     owned = {f"{MODEL}{name}": tensor for name, tensor in oracle.state_dict(keep_vars=True).items()}
     start = ready(model, images, labels, plan, loss)
     for rank, worker in enumerate(run_ranks(plan.ranks, lambda world: finish(start(world)))):
-        program, whose = worker.program, f"rank {rank} of {plan.summary}"
-        if "images" in program.feeds:
-            theirs = _part(pixels.grad, program.feeds["images"].tile)
+        way, whose = worker.program.way(0), f"rank {rank} of {plan.summary}"
+        if "images" in way.feeds:
+            theirs = _part(pixels.grad, way.feeds["images"].tile)
             assert same(worker.peek("images").grad, theirs), f"image gradient, {whose}"
-        if program.loss:
-            made, last = worker.peek(program.prediction), plan.grids[-1]
+        if way.loss:
+            made, last = worker.peek(way.prediction), plan.grids[-1]
             tile = None if made.shape == output.shape else last.cut(*output.shape[-2:])[rank - plan.ranks]
             assert made.dtype == output.dtype, f"type of the output, {whose}"
             assert same(made, _part(output, tile)), f"output, {whose}"
-            assert same(worker.peek(program.loss), value), f"loss, {whose}"
+            assert same(worker.peek(way.loss), value), f"loss, {whose}"
         for name, weight in worker.weights.items():
             theirs = owned[name].grad
             assert (weight.grad is None) == (theirs is None), f"whether {name} has a gradient, {whose}"

@@ -55,8 +55,8 @@ def _losses(world: LoopbackWorld, recipe: Recipe, batches: Sequence[Batch], step
     training, losses = RankTraining(world, recipe), []
     for step in range(steps):
         images, labels = batches[step % len(batches)]
-        loss = training.step(training.cut({"images": images, "labels": labels})).loss
-        losses.append(float("nan") if loss is None else loss)
+        training.step(training.cut({"images": images, "labels": labels}))
+        losses.append(training.worker.loss or float("nan"))
     return losses
 
 

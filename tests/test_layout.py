@@ -37,9 +37,8 @@ def test_ranks_in_stage_order(plan: Plan, picture: list[str]):
 def test_every_rank_has_one_role_and_every_role_one_rank(spatial: list[tuple[int, int]], plain: int):
     layout = Layout.of(plan_of(spatial, plain))
     sizes = [rows * cols for rows, cols in spatial] + [1] * plain
-    assert list(layout.roles) == [Role(stage, tile) for stage, tiles in enumerate(sizes) for tile in range(tiles)]
+    assert list(layout.roles) == [(Role(stage, tile),) for stage, tiles in enumerate(sizes) for tile in range(tiles)]
     assert layout.size == len(layout.roles) == sum(sizes)
-    assert [layout.role(rank) for rank in range(layout.size)] == list(layout.roles)
 
 
 @given(spatial=grids, plain=st.integers(1, 3))
@@ -49,7 +48,7 @@ def test_the_ranks_of_a_stage_are_its_tiles_in_order(spatial: list[tuple[int, in
     for index, stage in enumerate(layout.stages):
         assert len(stage.ranks) == stage.grid.tiles
         assert stage.grid == (Grid(*spatial[index]) if index < len(spatial) else Grid(1, 1))
-        assert [layout.role(rank) for rank in stage.ranks] == [Role(index, tile) for tile in range(len(stage.ranks))]
+        assert [layout.roles[rank] for rank in stage.ranks] == [(Role(index, t),) for t in range(len(stage.ranks))]
 
 
 def test_a_cluster_of_another_size_is_refused_with_both_numbers():
@@ -62,3 +61,28 @@ def test_a_cluster_of_another_size_is_refused_with_both_numbers():
             f"The plan needs 7 ranks (4 + 2 + 1 over 3 stages), but there are {engines}. "
             "Start 7 ranks, or change split_size, spatial_size or num_spatial_parts."
         )
+
+
+@pytest.mark.parametrize(
+    ("knobs", "picture"),
+    [
+        ({"split_size": 3, "spatial_size": 0, "bidirectional": True}, ["0 | 1 | 2", "2 | 1 | 0"]),
+        ({"split_size": 2, "bidirectional": True}, ["0 1 2 3 | 4", "4 3 2 1 | 0"]),
+        ({"split_size": 2, "num_spatial_parts": 1, "local_dp": 2}, ["0 | 1 2"]),
+        ({"split_size": 2, "num_spatial_parts": 1, "data_parallel": 3}, ["0 | 1", "2 | 3", "4 | 5"]),
+        (
+            {"split_size": 5, "slice_method": "1x2", "schedule": "interleaved", "stages_per_rank": 2},
+            ["0 1 | 2 | 3 | 2 | 3"],
+        ),
+    ],
+    ids=["mirrored", "mirrored tiles", "shares", "replicas", "stages in turns"],
+)
+def test_copies_of_the_model(knobs: dict[str, object], picture: list[str]):
+    pipes = Layout.of(Plan(**knobs)).pipes
+    assert [" | ".join(" ".join(map(str, stage.ranks)) for stage in pipe.stages) for pipe in pipes] == picture
+
+
+def test_a_rank_of_two_directions_has_a_role_in_each():
+    layout = Layout.of(Plan(split_size=2, bidirectional=True))
+    assert layout.roles[1] == (Role(0, 1), Role(0, 3, direction=1))
+    assert layout.roles[4] == (Role(1, 0), Role(0, 0, direction=1))

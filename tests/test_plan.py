@@ -128,6 +128,7 @@ def test_the_mend_that_a_message_names_mends(kind: str):
 
 COUNTS = (
     "split_size", "spatial_size", "num_spatial_parts", "parts", "times", "local_dp", "data_parallel", "fused_layers",
+    "accumulate", "stages_per_rank",
 )  # fmt: skip
 
 
@@ -151,20 +152,36 @@ def test_a_count_inside_a_tuple_is_checked_too():
         Plan(split_size=3, spatial_size=2, num_spatial_parts=(4, 0))
 
 
-STILL_TO_COME: dict[str, Any] = {
-    "parts": 2, "bidirectional": True, "times": 2, "local_dp": 2, "data_parallel": 2,
-    "schedule": "1f1b", "checkpoint_activations": True,
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "pairs of one direction": ({"times": 2}, {"bidirectional": True}, "times=2 .* bidirectional is off"),
+    "GEMS one way": ({"schedule": "gems"}, {"bidirectional": True}, "schedule='gems' is an order of two directions"),
+    "interleaved, one stage per rank": (
+        {"schedule": "interleaved", "split_size": 3}, {"stages_per_rank": 2}, "'interleaved' with stages_per_rank=1",
+    ),
+    "stages per rank, not interleaved": (
+        {"stages_per_rank": 2, "split_size": 3}, {"schedule": "interleaved"}, "'fill_drain' with stages_per_rank=2",
+    ),
+    "an odd stage": (
+        {"schedule": "interleaved", "stages_per_rank": 2}, {"split_size": 3}, "The 1 stages .* 2 at a time",
+    ),
+    "two tiles with one set of statistics": (
+        {"bidirectional": True, "sync_batchnorm": False}, {"sync_batchnorm": True}, "it has another tile",
+    ),
+    "nothing to share": ({"local_dp": 2, "spatial_size": 2}, {"spatial_size": 1}, "all 2 are spatial"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STILL_TO_COME)
-def test_a_knob_without_an_engine_is_refused_and_says_what_runs(name: str):
-    """Never ignored: a plan that is accepted is run as it says. Whoever builds an engine strikes its knob here."""
-    value = STILL_TO_COME[name]
-    with pytest.raises(PlanError) as caught:
-        Plan(**{name: value})
-    default = getattr(Plan(), name)
-    assert str(caught.value) == (f"{name}={value!r} has no engine in this version yet: leave {name} at {default!r}.")
+@pytest.mark.parametrize("kind", CONTRADICTIONS)
+def test_knobs_that_contradict_each_other_are_refused_and_the_mend_works(kind: str):
+    knobs, mend, told = CONTRADICTIONS[kind]
+    with pytest.raises(PlanError, match=told):
+        Plan(**knobs)
+    Plan(**(knobs | mend))
+
+
+def test_a_step_is_all_batches_of_all_replicas_and_directions():
+    plan = Plan(parts=4, bidirectional=True, times=2, accumulate=3, data_parallel=2)
+    assert (plan.replica_batches, plan.batches, plan.micro_batches) == (12, 24, 96)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16", "float32", "float64"])

@@ -15,6 +15,7 @@ from engines.plan import Plan
 from engines.program.carry import Carrier, carriers
 from engines.program.compile import Compiler
 from engines.program.instructions import Compute, Exchange
+from engines.program.outbox import Outbox
 from engines.program.segment import Segment
 from engines.training import prepare
 
@@ -70,4 +71,4 @@ def made(case: HaloCase, world: World) -> Made:
         for name, tensor in recipe.state.items()
     }
     convolution = Segment(Compute("convolution", (op,), (exchange.target,), (op.out,), True), weights)
-    return Made(exchange, convolution, carriers([exchange], world, device)[exchange.name], device)
+    return Made(exchange, convolution, carriers([exchange], world, device, Outbox())[exchange.name], device)

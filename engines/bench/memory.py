@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engines.bench.verify import batches
 from engines.comm.device import give_memory_back
 from engines.comm.world import World
 from engines.errors import RankError
 from engines.oracle import OneProcess
+from engines.program.worker import Inputs
 from engines.training import RankTraining, Recipe
 
 __all__ = ["alone", "bench_memory"]
@@ -52,10 +53,10 @@ def _rank_bytes(world: World, recipe: Recipe, seed: int) -> int:
     return _peak_bytes(before, lambda: [training.step(own) for _ in range(_STEPS)])
 
 
-def _own_part(world: World, recipe: Recipe, seed: int) -> dict[str, Tensor]:
-    """This rank's part of a random batch; the whole batch is gone when it returns."""
-    feeds = RankTraining(world, recipe)
-    return {name: part.clone() for name, part in feeds.cut(batches(recipe, seed, steps=1)[0]).items()}
+def _own_part(world: World, recipe: Recipe, seed: int) -> Inputs:
+    """This rank's parts of random batches; the whole batches are gone when it returns."""
+    cut = RankTraining(world, recipe).cut(batches(recipe, seed, steps=1)[0])
+    return {number: {name: part.clone() for name, part in parts.items()} for number, parts in cut.items()}
 
 
 def alone(arguments: Sequence[str]) -> None:
@@ -66,7 +67,8 @@ def alone(arguments: Sequence[str]) -> None:
     model, recipe = options.recipe(chosen, options.plan(chosen).ranks)
     batch = batches(recipe, chosen.seed, steps=1)[0]
     before = _now_bytes()
-    process = OneProcess(model, nn.CrossEntropyLoss(), recipe.optimiser, getattr(torch, recipe.plan.precision))
+    dtype, count = getattr(torch, recipe.plan.precision), recipe.plan.micro_batches
+    process = OneProcess(model, nn.CrossEntropyLoss(), recipe.optimiser, dtype, micro_batches=count)
     print(json.dumps(_peak_bytes(before, lambda: [process.step(batch) for _ in range(_STEPS)])), flush=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -30,9 +31,9 @@ def bench_step(
     batch = batches(recipe, seed, steps=1)[0]
     own = training.cut(batch)
     dtype = getattr(torch, recipe.plan.precision)
-    alone = None
-    if world.rank == 0:
-        alone = OneProcess(model, nn.CrossEntropyLoss(), recipe.optimiser, dtype, rules=recipe.rules)
+    count = recipe.plan.micro_batches
+    one = partial(OneProcess, model, nn.CrossEntropyLoss(), recipe.optimiser, dtype)
+    alone = one(micro_batches=count, rules=recipe.rules) if world.rank == 0 else None
     threads = cores()
     ranks_s, alone_s = [], []
     for _ in range(iterations + 1):
@@ -48,7 +49,7 @@ def bench_step(
             if in_turns:
                 give_memory_back()
         world.rest()
-    images, answer = recipe.graph.inputs["images"].shape[0], None
+    images, answer = recipe.step_specs["images"].shape[0], None
     if alone:
         answer = _line(ranks_s[1:], alone_s[1:], images, threads)
     return world.gather(answer)[0]  # type: ignore[no-any-return]

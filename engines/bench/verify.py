@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engines.comm.world import World
 from engines.layer.graph import TensorSpec
 from engines.oracle import Record, compare, one_process, plain
+from engines.program.worker import Inputs
 from engines.training import Loss, RankTraining, Recipe
 
 __all__ = ["TIMES", "TOLERANCE", "batches", "comparable", "rank_record", "verdict", "verify"]
@@ -30,7 +31,7 @@ def batches(recipe: Recipe, seed: int, steps: int = STEPS, classes: int | None =
     random = torch.Generator().manual_seed(seed)
     graph = recipe.graph
     classes = classes or graph.specs[graph.prediction].shape[1]
-    return [{name: _draw(spec, classes, random) for name, spec in graph.inputs.items()} for _ in range(steps)]
+    return [{name: _draw(spec, classes, random) for name, spec in recipe.step_specs.items()} for _ in range(steps)]
 
 
 def _draw(spec: TensorSpec, classes: int, random: torch.Generator) -> Tensor:
@@ -40,12 +41,12 @@ def _draw(spec: TensorSpec, classes: int, random: torch.Generator) -> Tensor:
     return torch.randint(classes, spec.shape, generator=random, dtype=dtype)
 
 
-def rank_record(training: RankTraining, parts: Iterable[Mapping[str, Tensor]]) -> Record:
+def rank_record(training: RankTraining, parts: Iterable[Inputs]) -> Record:
     """Train on this rank's parts of some batches, and write down what was done."""
     losses, gradients = [], []
     for part in parts:
         report = training.step(part)
-        losses += [] if report.loss is None else [report.loss]
+        losses.append(report.losses)
         gradients.append(plain(training.tensors()["gradients"]))
     final = training.tensors()
     return Record(tuple(losses), tuple(gradients), plain(final["weights"]), plain(final["buffers"]))
@@ -78,7 +79,8 @@ def verdict(
     """
 
     def alone(dtype: torch.dtype) -> Record:
-        return one_process(model, loss, recipe.optimiser, whole, dtype, recipe.draws, recipe.rules)
+        count = recipe.plan.micro_batches
+        return one_process(model, loss, recipe.optimiser, whole, dtype, recipe.draws, count, recipe.rules)
 
     oracle, precision = alone(torch.float64), recipe.plan.precision
     found = compare(oracle, records)

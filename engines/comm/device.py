@@ -10,6 +10,7 @@ import torch
 
 from engines.errors import PlanError
 from engines.layout import Layout
+from engines.plan import Plan
 
 __all__ = [
     "autocast_type",
@@ -72,14 +73,16 @@ def give_memory_back() -> None:
         trim(0)
 
 
-def threads_of(layout: Layout, rank: int) -> int:
-    """This host's cores shared among the ranks of one stage: stages work one after another.
+def threads_of(plan: Plan, rank: int) -> int:
+    """This host's cores shared among ranks that work at once: those of a stage, or all where batches come in parts.
 
     >>> from engines.plan import Plan
-    >>> threads_of(Layout.of(Plan(split_size=1, num_spatial_parts=4096**2)), rank=0)
+    >>> threads_of(Plan(split_size=1, num_spatial_parts=4096**2), rank=0)
     1
     """
-    return max(1, cores() // len(layout.stages[layout.role(rank).stage].ranks))
+    (role, *_) = Layout.of(plan).roles[rank]
+    together = plan.ranks if plan.micro_batches > 1 else plan.grids[role.stage].tiles
+    return max(1, cores() // together)
 
 
 def memory_format(dimensions: int) -> torch.memory_format:

@@ -43,6 +43,12 @@ class _Mail:
                 raise ReleasedError("released: another rank has failed")
             return self.boxes[key].popleft()
 
+    def has(self, source: int, target: int, tag: Any) -> bool:
+        with self.arrived:
+            if self.failed:
+                raise ReleasedError("released: another rank has failed")
+            return bool(self.boxes[source, target, tag])
+
     def fail(self) -> None:
         with self.arrived:
             self.failed = True
@@ -57,12 +63,19 @@ class _Mail:
 class _Receipt:
     """Letters still to be fetched into their tensors."""
 
-    def __init__(self, fetches: Sequence[Callable[[], None]]) -> None:
-        self.fetches = fetches
+    def __init__(self, fetches: Sequence[Callable[[], None]], arrived: Sequence[Callable[[], bool]]) -> None:
+        self.fetches, self.arrived = fetches, arrived
 
     def wait(self) -> None:
         for fetch in self.fetches:
             fetch()
+        self.fetches = ()
+
+    def done(self) -> bool:
+        if not all(waiting() for waiting in self.arrived):
+            return False
+        self.wait()
+        return True
 
 
 class LoopbackWorld:
@@ -76,7 +89,8 @@ class LoopbackWorld:
         """Start messages."""
         for message in sends:
             self._mail.post(self.rank, message.peer, message.tag, message.tensor.clone())
-        return _Receipt([self._fetch_into(message) for message in receives])
+        arrived = [partial(self._mail.has, m.peer, self.rank, m.tag) for m in receives]
+        return _Receipt([self._fetch_into(message) for message in receives], arrived)
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
         """Messages to be started again and again."""

@@ -49,8 +49,19 @@ class _Requests:
                     time.sleep(min(nap_s * (looks // _YIELDING), _REST_S))
                 elif looks > _EAGER:
                     os.sched_yield()
+        self._deliver()
+
+    def done(self) -> bool:
+        with self.world:
+            if not MPI.Request.Testall(self.requests):
+                return False
+        self._deliver()
+        return True
+
+    def _deliver(self) -> None:
         for device_tensor, host_tensor in self.staged:
             device_tensor.copy_(host_tensor)
+        self.staged = ()
 
 
 class _Route:

@@ -26,6 +26,9 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Return when it is complete. Raises RankError if a rank fails meanwhile, rather than wait for it."""
 
+    def done(self) -> bool:
+        """Whether it is complete; returns at once. Raises RankError if a rank has failed."""
+
 
 class World(Protocol):
     """All ranks of one cluster, as one of them sees it."""

@@ -94,7 +94,8 @@ class ModelGraph:
     `inputs` are `images` and `labels`; `weights` the parameters, `trainable` the names of those with a
     gradient from the loss; `buffers` everything else that the model owns. `answers` name the tensors that the
     model answers with, and `loss` the loss.
-    `chains` are the modules that only run their children one after another.
+    `chains` are the modules that only run their children one after another. `share` is the same model with fewer
+    images, where several ranks share those of a micro-batch.
     """
 
     inputs: Mapping[str, TensorSpec]
@@ -105,6 +106,7 @@ class ModelGraph:
     answers: tuple[str, ...]
     loss: str
     chains: frozenset[str] = frozenset()
+    share: ModelGraph | None = None
 
     @property
     def prediction(self) -> str:

@@ -46,7 +46,7 @@ def layers(graph: ModelGraph) -> tuple[Layer, ...]:
 def cut(graph: ModelGraph, plan: Plan) -> tuple[Span, ...]:
     """The nodes of each stage, by `plan.balance`.
 
-    `auto` makes the largest number of FLOPs per tile in any stage as small as it can be.
+    `auto` makes the largest number of FLOPs per rank in any stage as small as it can be.
     Raises PlanError where there are fewer layers than stages, or the balance does not add up.
     """
     found = layers(graph)
@@ -69,7 +69,7 @@ def cut(graph: ModelGraph, plan: Plan) -> tuple[Span, ...]:
 
 def _auto(found: Sequence[Layer], plan: Plan) -> tuple[int, ...]:
     """Split a row of costs so that the dearest part is cheapest, by dynamic programming over the prefixes."""
-    tiles = [grid.tiles for grid in plan.grids]
+    tiles = [grid.tiles if stage < plan.spatial_size else plan.local_dp for stage, grid in enumerate(plan.grids)]
     total = [0]
     for layer in found:
         total.append(total[-1] + layer.flops)

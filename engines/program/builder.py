@@ -67,7 +67,8 @@ class Window:
 class Builder:
     """Collects the instructions of tile `tile` of one stage, in graph order.
 
-    Tags count up from `tag`, which is even; every rank of the stage counts the same exchanges, so equal tags meet.
+    `parted` are the values of which the ranks hold different images. Tags count up from `tag`, which is even; every
+    rank of the stage counts the same exchanges, so equal tags meet.
     """
 
     graph: ModelGraph
@@ -80,6 +81,7 @@ class Builder:
     counters: dict[str, int] = field(default_factory=dict)
     wide: Wide = field(default_factory=Wide)
     sync_batchnorm: bool = True
+    parted: frozenset[str] = frozenset()
     reads: list[Read] = field(default_factory=list)
     _held: dict[str, Mapping[int, Tile]] = field(default_factory=dict)
     _open: list[LocalOp] = field(default_factory=list)
@@ -110,6 +112,24 @@ class Builder:
     def is_tiled(self, ref: Any) -> bool:
         """Whether an argument is a value of which each rank holds a tile."""
         return isinstance(ref, Ref) and ref.name in self.values and self.values[ref.name].axes is not None
+
+    def is_parted(self, ref: Any) -> bool:
+        """Whether an argument is a value of which each rank holds other images."""
+        return isinstance(ref, Ref) and ref.name in self.parted
+
+    def is_spread(self, ref: Any) -> bool:
+        """Whether no rank of the stage holds all of an argument."""
+        return self.is_tiled(ref) or self.is_parted(ref)
+
+    def counts(self, ref: Ref, groups: int) -> list[int]:
+        """How many of a value's elements each rank has, of each of `groups`; one number where all hold the same."""
+        value = self.value(ref)
+        if self.is_parted(ref):
+            return [value.spec.numel // groups] * self.stage.shares
+        if value.axes is None:
+            return [value.spec.numel // groups]
+        per_px = value.spec.numel // groups // math.prod(value.size_px)
+        return [per_px * tile.pixels for tile in self.tiles(value.size_px).values()]
 
     def value(self, ref: Ref) -> Value:
         """The value that an argument refers to."""

@@ -16,8 +16,9 @@ from torch import Tensor
 from engines.comm.device import has_own_memory, memory_format
 from engines.comm.world import Message, Pending, World
 from engines.program.instructions import Exchange
+from engines.program.outbox import Outbox
 from engines.spatial.moves import Move
-from engines.spatial.tiles import Tile
+from engines.spatial.tiles import Span, Tile
 
 __all__ = ["Carrier", "carriers"]
 
@@ -55,8 +56,10 @@ class Carrier:
     Windows and gradients are always tensors of their own, which autograd may hold.
     """
 
-    def __init__(self, exchange: Exchange, world: World, device: torch.device, arena: Tensor | None = None) -> None:
-        self.exchange, self.world, self.device = exchange, world, device
+    def __init__(
+        self, exchange: Exchange, world: World, device: torch.device, outbox: Outbox, arena: Tensor | None = None
+    ) -> None:
+        self.exchange, self.world, self.device, self.outbox = exchange, world, device, outbox
         self._sent = exchange.bytes_of(exchange.sends), exchange.bytes_of(exchange.receives)
         self._outside = _outside(exchange)
         kept = exchange.own & exchange.window if exchange.own and exchange.window else None
@@ -64,7 +67,8 @@ class Carrier:
         self._keeps_all = kept is not None and kept == exchange.own
         self._room: Tensor | None = None
         self._middle: tuple[int, tuple[int, ...]] | None = None
-        self._route = None if arena is None else self._routed(arena, world.prepare)
+        both_ways = exchange.sends and exchange.receives
+        self._route = self._routed(arena, world.prepare) if both_ways and arena is not None else None
 
     @property
     def has_room(self) -> bool:
@@ -90,7 +94,7 @@ class Carrier:
                 parcel.pixels.copy_(source[parcel.index])
             pending = route.start_there()
             window = None if self.exchange.window is None else self._begun(source)
-            pending.wait()
+            self._finish(pending, route.borrowed)
             for parcel in route.borrowed:
                 window[parcel.index].copy_(parcel.pixels)
         return window, self._sent[0]
@@ -109,10 +113,17 @@ class Carrier:
             pending = route.start_back()
             if source is not None:
                 self._start_from_own(grad, source, alone)
-            pending.wait()
+            self._finish(pending, route.lent)
             for parcel in route.lent:
                 source.grad[parcel.index].add_(parcel.pixels.to(self.device))
         return self._sent[1]
+
+    def _finish(self, pending: Pending, expected: Sequence[_Parcel]) -> None:
+        """Wait for what is expected; what only leaves is not waited for, or stages would work one at a time."""
+        if expected:
+            pending.wait()
+        else:
+            self.outbox.add(pending)
 
     def _begun(self, source: Tensor | None) -> Tensor:
         """The window but for what others send."""
@@ -145,7 +156,7 @@ class Carrier:
         return torch.empty(shape, dtype=dtype, device=self.device, memory_format=memory_format(len(shape)))
 
     def _fresh_route(self) -> _Route:
-        """For messages too large to be held between steps."""
+        """For messages too large to be held between steps, and those that leave memory of their own behind."""
         arena = torch.empty(staging_bytes(self.exchange), dtype=torch.uint8)
         return self._routed(arena, lambda sends, receives: partial(self.world.exchange, sends, receives))
 
@@ -165,13 +176,13 @@ class Carrier:
         return _Route(lent, borrowed, there, back)
 
 
-def carriers(exchanges: Iterable[Exchange], world: World, device: torch.device) -> dict[str, Carrier]:
+def carriers(exchanges: Iterable[Exchange], world: World, device: torch.device, outbox: Outbox) -> dict[str, Carrier]:
     """Every exchange of a program made ready, by name; they share the memory that messages travel through."""
     sizes = {exchange: staging_bytes(exchange) for exchange in {item.name: item for item in exchanges}.values()}
     kept = max((size for size in sizes.values() if size <= _KEPT_BYTES), default=0)
     arena = torch.empty(kept, dtype=torch.uint8, pin_memory=has_own_memory(device))
     return {
-        exchange.name: Carrier(exchange, world, device, arena if size <= _KEPT_BYTES else None)
+        exchange.name: Carrier(exchange, world, device, outbox, arena if size <= _KEPT_BYTES else None)
         for exchange, size in sizes.items()
     }
 
@@ -203,7 +214,10 @@ def _shaped(flat: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _index(exchange: Exchange, tile: Tile, frame: Tile) -> Index:
     """Where the pixels of `tile` lie in a tensor that holds those of `frame`."""
-    return _spatial(exchange, *tile.within(frame))
+    pixels = _spatial(exchange, *tile.within(frame))
+    if tile.images is None:
+        return pixels
+    return (tile.images.within(frame.images or Span(0, exchange.shape[0])), *pixels)
 
 
 def _spatial(exchange: Exchange, rows: slice, cols: slice) -> Index:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
 from typing import Any
 
 from engines.layer.graph import Ref, TensorSpec
@@ -22,13 +21,12 @@ __all__ = [
     "AllReduce",
     "Compute",
     "Exchange",
-    "Feed",
     "Instruction",
+    "Linear",
     "LocalOp",
     "Phase",
-    "Program",
     "RunningStatistics",
-    "Step",
+    "ShareStatistics",
     "SumGradients",
     "Update",
 ]
@@ -41,10 +39,12 @@ SEED = Ref("@seed")
 
 
 class Phase(Enum):
-    """Which way an instruction is walked."""
+    """Which way an instruction is walked. Backward is to inputs and weights at once, or to one and then the other."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    INPUTS = "inputs"
+    WEIGHTS = "weights"
     UPDATE = "update"
 
 
@@ -105,8 +105,10 @@ class Exchange:
     differentiable: bool
 
     def shape_of(self, tile: Tile) -> tuple[int, ...]:
-        """The shape of the pixels of `tile`: all channels, the whole batch."""
+        """The shape of the pixels of `tile`: all channels, all its images."""
         shape = list(self.shape)
+        if tile.images is not None:
+            shape[0] = len(tile.images)
         if self.axes is not None:
             shape[self.axes[0]], shape[self.axes[1]] = tile.shape
         return tuple(shape)
@@ -174,27 +176,48 @@ class Agree:
 
 
 @dataclass(frozen=True, slots=True)
+class ShareStatistics:
+    """All ranks in `group` learn the moments of every micro-batch, whichever copy of the model it went through.
+
+    `tells` are the micro-batches of which this rank tells the others.
+    """
+
+    name: str
+    moments: tuple[str, ...]
+    tells: tuple[int, ...]
+    bytes: int
+    group: tuple[int, ...]
+    differentiable: bool = False
+
+    @property
+    def kind(self) -> str:
+        """For figures."""
+        return "all-reduce"
+
+
+@dataclass(frozen=True, slots=True)
 class RunningStatistics:
-    """Batch norm's buffers move at the update, by what the value `moments` says of all tiles' `counts` pixels."""
+    """Batch norm's buffers move at the update, by what the value `moments` says of all tiles' `counts` pixels.
+
+    Once for each micro-batch, in their order. The ranks `mean_over` count each for its own tile and its own
+    micro-batches, and keep the mean of the buffers.
+    """
 
     mean_buffer: str
     variance_buffer: str
     moments: str
     momentum: float
     counts: tuple[int, ...]
+    mean_over: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The optimiser's step, and the buffers': running statistics, and counters that grow by a constant.
-
-    The ranks `mean_over` have statistics of their own tiles, and keep the mean of them.
-    """
+    """The optimiser's step, and the buffers': running statistics, and counters that grow by a constant."""
 
     name: str
     statistics: tuple[RunningStatistics, ...]
     counters: Mapping[str, int]
-    mean_over: tuple[int, ...] = ()
     differentiable: bool = False
 
     @property
@@ -203,56 +226,7 @@ class Update:
         return "update"
 
 
-Instruction = Compute | Exchange | AllReduce | SumGradients | Agree | Update
+Linear = Compute | Exchange | AllReduce
+"""What a micro-batch's forward pass is made of."""
 
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One instruction, walked one way, for one micro-batch."""
-
-    instruction: Instruction
-    phase: Phase
-    micro_batch: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Feed:
-    """The part of an input that a rank gets: `tile` of it, or all where that is None."""
-
-    tile: Tile | None
-    axes: tuple[int, int] | None
-
-
-@dataclass(frozen=True)
-class Program:
-    """Everything that one rank does in one training step, in order.
-
-    `feeds` are the parts of the inputs that the rank needs, `weights` and `buffers` what it owns;
-    `loss` is the name of the loss where the rank has it, and `seeds_loss` is true on the one rank
-    whose loss the gradient starts from: a value that all tiles share has its gradient counted once.
-    """
-
-    rank: int
-    stage: int
-    steps: tuple[Step, ...]
-    feeds: Mapping[str, Feed]
-    weights: tuple[str, ...]
-    buffers: tuple[str, ...]
-    loss: str | None
-    prediction: str | None
-    seeds_loss: bool
-
-    @cached_property
-    def reads(self) -> Mapping[str, tuple[str, ...]]:
-        """The instructions of the forward pass that read each value, in order."""
-        found: dict[str, tuple[str, ...]] = {}
-        for instruction in self.forward:
-            names = instruction.inputs if isinstance(instruction, Compute) else (instruction.source,)
-            found.update({name: (*found.get(name, ()), instruction.name) for name in names})
-        return found
-
-    @property
-    def forward(self) -> tuple[Compute | Exchange | AllReduce, ...]:
-        """The instructions of the forward pass."""
-        forward = (step.instruction for step in self.steps if step.phase is Phase.FORWARD)
-        return tuple(item for item in forward if isinstance(item, Compute | Exchange | AllReduce))
+Instruction = Linear | SumGradients | ShareStatistics | Agree | Update

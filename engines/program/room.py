@@ -14,7 +14,8 @@ from torch import Tensor
 
 from engines.layer.graph import references
 from engines.program.carry import Carrier
-from engines.program.instructions import Compute, Exchange, LocalOp, Program
+from engines.program.instructions import Compute, Exchange, LocalOp
+from engines.program.program import Way
 
 __all__ = ["Room", "find_rooms", "roomy"]
 
@@ -43,12 +44,12 @@ class _ReluInto(torch.autograd.Function):
 _INTO: Mapping[str, Callable[[Tensor, Room], Tensor]] = {"aten.relu.default": _ReluInto.apply}
 
 
-def find_rooms(program: Program, carriers: Mapping[str, Carrier]) -> dict[str, Room]:
+def find_rooms(way: Way, carriers: Mapping[str, Carrier]) -> dict[str, Room]:
     """The values that one exchange and nothing else reads, and that lie whole in its window."""
     return {
         item.source: carriers[item.name].room
-        for item in program.forward
-        if isinstance(item, Exchange) and len(program.reads[item.source]) == 1 and carriers[item.name].has_room
+        for item in way.forward
+        if isinstance(item, Exchange) and len(way.reads[item.source]) == 1 and carriers[item.name].has_room
     }
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from engines.layer.graph import Ref
-from engines.program.instructions import Compute
+from engines.layer.graph import Ref, references
+from engines.program.instructions import SEED, Compute
 from engines.program.room import Room, roomy
 from engines.spatial.kernels import kernel
 
@@ -18,13 +18,16 @@ Lookup = Callable[[dict[str, Any]], Any]
 
 
 class Segment:
-    """Calls a segment's kernels in order; `owned` are the rank's weights and buffers.
+    """Calls a segment's kernels in order; `owned` are the rank's weights and buffers, `trained` those
+    that it reads and a gradient reaches.
 
     `rooms` says where values may be made so that the exchange that reads them need not copy them.
     """
 
     def __init__(self, segment: Compute, owned: Mapping[str, Tensor], rooms: Mapping[str, Room] | None = None) -> None:
         self.inputs, self.outputs, self.owned = segment.inputs, segment.outputs, owned
+        read = {name for op in segment.ops for name in references((op.arguments, op.keywords))}
+        self.trained = [owned[name] for name in sorted(read & owned.keys()) if _is_trained(owned[name])]
         self.calls = [
             (
                 op.out,
@@ -35,12 +38,16 @@ class Segment:
             for op in segment.ops
         ]
 
-    def __call__(self, values: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """The outputs, with the local graph that leads back to the inputs."""
-        scope: dict[str, Any] = {**self.owned, **{name: values[name] for name in self.inputs}}
+    def __call__(self, values: Mapping[str, Tensor], seed: int) -> tuple[Tensor, ...]:
+        """The outputs, with the local graph that leads back to the inputs. Random numbers follow from `seed`."""
+        scope: dict[str, Any] = {**self.owned, SEED.name: seed, **{name: values[name] for name in self.inputs}}
         for out, run, arguments, keywords in self.calls:
             scope[out] = run(*arguments(scope), **keywords(scope))
         return tuple(scope[name] for name in self.outputs)
+
+
+def _is_trained(owned: Any) -> bool:
+    return isinstance(owned, Tensor) and owned.requires_grad
 
 
 def _lookup(value: Any) -> Lookup:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from engines.program.instructions import Step
+from engines.program.program import Step
 
 __all__ = ["Event", "Timeline"]
 

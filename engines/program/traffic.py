@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engines.comm.total import sent_by_each
-from engines.program.instructions import Agree, AllReduce, Exchange, Phase, Program, Step, SumGradients
+from engines.program.instructions import Agree, AllReduce, Exchange, Phase, ShareStatistics, SumGradients
+from engines.program.program import Program, Step
 
 __all__ = ["Traffic", "traffic"]
 
@@ -42,5 +43,5 @@ def _sent(step: Step) -> Iterable[Traffic]:
             yield Traffic(len(moves), exchange.bytes_of(moves))
         case AllReduce(spec=spec, group=group):
             yield Traffic(*sent_by_each(spec.bytes, len(group)))
-        case SumGradients(bytes=count, group=group) | Agree(bytes=count, group=group):
-            yield Traffic(*sent_by_each(count, len(group)))
+        case SumGradients() | ShareStatistics() | Agree() as total:
+            yield Traffic(*sent_by_each(total.bytes, len(total.group)))

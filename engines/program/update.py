@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from engines.comm.total import all_reduce
 from engines.comm.world import World
-from engines.program.instructions import SumGradients, Update
+from engines.program.instructions import RunningStatistics, SumGradients, Update
 from engines.spatial.kernels import batch_statistics
 
 __all__ = ["SCALE", "Descent", "Scheduler", "UpdateRules", "sum_gradients", "update_buffers"]
@@ -104,29 +104,39 @@ class Descent:
             self.scale, self.good_steps = self.scale * GROWTH, 0
 
 
-def update_buffers(buffers: Mapping[str, Tensor], update: Update, values: Mapping[str, Tensor], world: World) -> int:
-    """Running mean and (unbiased) variance move by `momentum`; counters count. The bytes sent.
+def update_buffers(
+    buffers: Mapping[str, Tensor], update: Update, moments: Callable[[str], list[Tensor]], world: World
+) -> int:
+    """Running mean and (unbiased) variance move by `momentum`, once for each micro-batch; counters count.
 
-    What an instance norm counts for each image, its buffers keep as the mean over all images; what the ranks
-    `update.mean_over` count each for its own tile, as the mean over the tiles.
+    What an instance norm counts for each image, its buffers keep as the mean over all images; what ranks count each
+    for its own tile, as the mean over these ranks. The bytes sent for it.
     """
-    moved = [name for entry in update.statistics for name in (entry.mean_buffer, entry.variance_buffer)]
+    apart: dict[tuple[int, ...], list[Tensor]] = {}
     with torch.no_grad():
         for entry in update.statistics:
-            mean, variance = batch_statistics(values[entry.moments], entry.counts)
-            unbiased = variance * (sum(entry.counts) / max(1, sum(entry.counts) - 1))
-            for name, now in ((entry.mean_buffer, mean), (entry.variance_buffer, unbiased)):
-                buffer = buffers[name]
-                buffer.lerp_(now.view(-1, *buffer.shape).mean(0).to(buffer.dtype), entry.momentum)
+            for counted in moments(entry.moments):
+                _move(buffers, entry, counted)
+            if entry.mean_over:
+                apart.setdefault(entry.mean_over, []).extend(
+                    (buffers[entry.mean_buffer], buffers[entry.variance_buffer])
+                )
         for name, amount in update.counters.items():
             buffers[name].add_(amount)
-        return _mean_over([buffers[name] for name in dict.fromkeys(moved)], update.mean_over, world)
+        return sum(_mean_over(group, tensors, world) for group, tensors in sorted(apart.items(), key=lambda it: it[0]))
 
 
-def _mean_over(tensors: list[Tensor], group: tuple[int, ...], world: World) -> int:
+def _move(buffers: Mapping[str, Tensor], entry: RunningStatistics, counted: Tensor) -> None:
+    """Move running statistics by what one micro-batch counted."""
+    mean, variance = batch_statistics(counted, entry.counts)
+    unbiased = variance * (sum(entry.counts) / max(1, sum(entry.counts) - 1))
+    for name, now in ((entry.mean_buffer, mean), (entry.variance_buffer, unbiased)):
+        buffer = buffers[name]
+        buffer.lerp_(now.view(-1, *buffer.shape).mean(0).to(buffer.dtype), entry.momentum)
+
+
+def _mean_over(group: tuple[int, ...], tensors: list[Tensor], world: World) -> int:
     """Replace each tensor by its mean over the ranks of the group, in one message; its bytes."""
-    if not (tensors and group):
-        return 0
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     all_reduce(world, flat, group).wait()
     for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):

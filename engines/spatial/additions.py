@@ -22,7 +22,7 @@ def is_own(function: Callable[..., Any]) -> bool:
 class Additions:
     """What a user has added to the table and to the kernels, to be carried to the ranks by value."""
 
-    rules: tuple[tuple[str, Rule, bool, tuple[str, ...]], ...] = ()
+    rules: tuple[tuple[str, Rule, dict[str, Any]], ...] = ()
     kernels: tuple[tuple[str, Kernel], ...] = ()
 
     @classmethod
@@ -35,7 +35,7 @@ class Additions:
 
     def adopt(self) -> None:
         """Make them this process's own."""
-        for name, rule, everywhere, images in self.rules:
-            entry(name, everywhere=everywhere, images=images)(rule)
+        for name, rule, how in self.rules:
+            entry(name, **how)(rule)
         for name, function in self.kernels:
             local_kernel(name)(function)

@@ -40,6 +40,7 @@ Rule = Callable[[Builder, Node], None]
 _TABLE: dict[str, Rule] = {}
 _EVERYWHERE: set[str] = set()
 _IMAGES: dict[str, tuple[str, ...]] = {}
+_SHARED: set[str] = set()
 
 # One value in, one value out at the same pixel, though ATen does not tag them so.
 _POINTWISE = {
@@ -63,11 +64,14 @@ _POINTWISE = {
 _ANY_LAYOUT = {"aten.view.default": "aten.reshape.default"}
 
 
-def entry(*operators: str, everywhere: bool = False, images: tuple[str, ...] = ()) -> Callable[[Rule], Rule]:
+def entry(
+    *operators: str, everywhere: bool = False, images: tuple[str, ...] = (), shared: bool = False
+) -> Callable[[Rule], Rule]:
     """Add a rule to the table: a function of a `Builder` and a `Node`, called where an argument is tiled.
 
     `everywhere`: also where no argument is tiled. `images` names the only arguments that the rule takes tiled, and
-    only with rows and columns last. A cell of a notebook may add rules: the ranks of a `Training` made after
+    only with rows and columns last. `shared`: also where ranks share the images of a micro-batch, and one result is
+    made of all of them. A cell of a notebook may add rules: the ranks of a `Training` made after
     that get them, and the kernels of `local_kernel`, by value.
 
     A custom operator that blurs over 3 x 3 pixels. Outputs read one pixel further than their tile, and what lies
@@ -90,17 +94,19 @@ def entry(*operators: str, everywhere: bool = False, images: tuple[str, ...] = (
         for name in operators:
             _TABLE[name] = rule
             _IMAGES[name] = images
-            _EVERYWHERE.discard(name)
-            if everywhere:
-                _EVERYWHERE.add(name)
+            for names, holds in ((_EVERYWHERE, everywhere), (_SHARED, shared)):
+                names.add(name) if holds else names.discard(name)
         return rule
 
     return add
 
 
-def rules() -> dict[str, tuple[Rule, bool, tuple[str, ...]]]:
-    """The table: for each operator its rule, `everywhere` and `images`."""
-    return {name: (rule, name in _EVERYWHERE, _IMAGES[name]) for name, rule in _TABLE.items()}
+def rules() -> dict[str, tuple[Rule, dict[str, Any]]]:
+    """The table: for each operator its rule, and the arguments of `entry`."""
+    return {
+        name: (rule, {"everywhere": name in _EVERYWHERE, "images": _IMAGES[name], "shared": name in _SHARED})
+        for name, rule in _TABLE.items()
+    }
 
 
 def lower(b: Builder, node: Node) -> None:
@@ -120,7 +126,10 @@ def lower(b: Builder, node: Node) -> None:
 
 def _lower(b: Builder, node: Node) -> None:
     tiled = any(b.is_tiled(Ref(name)) for name in node.reads)
-    if node.operator in _TABLE and (tiled or node.operator in _EVERYWHERE):
+    joins = any(b.is_parted(Ref(name)) for name in node.reads) and not b.is_parted(Ref(node.name))
+    if joins and node.operator not in _SHARED:
+        raise no_rule(node, "joins images that ranks share (local_dp), for which there is no rule")
+    if node.operator in _TABLE and (tiled or joins or node.operator in _EVERYWHERE):
         _check_images(b, node)
         _TABLE[node.operator](b, node)
     elif not tiled:

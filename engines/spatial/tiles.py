@@ -52,10 +52,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A rectangle of whole-image pixels. An empty tile is false; `&` is overlap, `|` holds both."""
+    """A rectangle of whole-image pixels. An empty tile is false; `&` is overlap, `|` holds both.
+
+    `images` are those of the micro-batch that it is of, None for all.
+    """
 
     rows: Span
     cols: Span
+    images: Span | None = None
 
     @classmethod
     def whole(cls, height_px: int, width_px: int) -> Tile:
@@ -63,10 +67,10 @@ class Tile:
         return cls(Span(0, height_px), Span(0, width_px))
 
     def __bool__(self) -> bool:
-        return bool(self.rows) and bool(self.cols)
+        return bool(self.rows) and bool(self.cols) and (self.images is None or bool(self.images))
 
     def __and__(self, other: Tile) -> Tile:
-        return Tile(self.rows & other.rows, self.cols & other.cols)
+        return Tile(self.rows & other.rows, self.cols & other.cols, _common(self.images, other.images))
 
     def __or__(self, other: Tile) -> Tile:
         """The smallest tile that holds both."""
@@ -91,6 +95,12 @@ class Tile:
     def within(self, other: Tile) -> tuple[slice, slice]:
         """This tile as (row, column) slices of an array that holds exactly the pixels of `other`."""
         return self.rows.within(other.rows), self.cols.within(other.cols)
+
+
+def _common(one: Span | None, other: Span | None) -> Span | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from engines.layer.graph import ModelGraph, Node, TensorSpec, references
 from engines.layout import StageRanks
 from engines.plan import Plan
 from engines.program.compile import Compiler
-from engines.program.instructions import Compute, Exchange, LocalOp, Program
+from engines.program.instructions import Compute, Exchange, LocalOp
+from engines.program.program import Program
 from engines.spatial.moves import Move
 from engines.spatial.tiles import Tile
 from engines.spatial.windows import halo_widths

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 
 from engines.errors import PlanError
-from engines.layout import Layout
+from engines.layout import Layout, Role
 from engines.plan import Plan
 from engines.program.timeline import Event, Timeline
 from mpi4dl_nb.draw.figure import INK, Drawing
@@ -84,7 +84,11 @@ def _rows(timeline: Timeline, plan: Plan | None) -> dict[int, tuple[str, ...]]:
             f"The timeline is of ranks {ranks}, but the plan needs {len(roles)} ranks. "
             "Give the plan that was run, or none."
         )
-    return {rank: (f"rank {rank}", f"stage {who.stage}, tile {who.tile}") for rank, who in enumerate(roles)}
+    return {rank: (f"rank {rank}", *map(_told, who)) for rank, who in enumerate(roles)}
+
+
+def _told(role: Role) -> str:
+    return f"stage {role.stage}, tile {role.tile}{', mirrored' * role.direction}"
 
 
 def _draw_bars(axes: Axes, timeline: Timeline, ranks: list[int]) -> list[Look]:

@@ -10,6 +10,7 @@ from engines.plan import Plan
 from engines.program.carry import Carrier, carriers
 from engines.program.compile import Compiler
 from engines.program.instructions import Compute, Exchange
+from engines.program.outbox import Outbox
 from engines.program.room import _ReluInto, find_rooms, roomy
 from engines.training import prepare
 from tests.exact import assert_exact, tiled, whole_numbers, with_whole_weights
@@ -33,8 +34,8 @@ class Net(nn.Module):
 def ready(world: LoopbackWorld, net: nn.Module, recipe) -> tuple[list[Carrier], list[str]]:
     program = Compiler(recipe.graph, recipe.plan).program(world.rank)
     exchanges = [item for item in program.forward if isinstance(item, Exchange)]
-    found = carriers(exchanges, world, torch.device("cpu"))
-    rooms = find_rooms(program, found)
+    found = carriers(exchanges, world, torch.device("cpu"), Outbox())
+    rooms = find_rooms(program.way(0), found)
     segments = [item for item in program.forward if isinstance(item, Compute)]
     used = [op.out for item in segments for op in item.ops if roomy(item, op, rooms)]
     return [found[item.name] for item in exchanges], used

@@ -16,7 +16,8 @@ from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.program.compile import compile_plan
-from engines.program.instructions import AllReduce, Compute, Exchange, Phase, Program, SumGradients, Update
+from engines.program.instructions import AllReduce, Compute, Exchange, Phase, SumGradients, Update
+from engines.program.program import Program
 from engines.program.worker import Worker
 from engines.training import Recipe, cut_inputs, prepare
 from tests.exact import whole_numbers
@@ -69,7 +70,7 @@ def make(world: LoopbackWorld, plan: Plan, learning: bool = True) -> Worker:
     buffers = {name: plain.state[name].clone() for name in program.buffers}
     optimiser = torch.optim.SGD(weights.values(), lr=0.1) if learning and weights else None
     worker = Worker(program, world, weights, buffers, optimiser)
-    worker.restart(cut_inputs(program.feeds, BATCH))
+    worker.restart(cut_inputs(program, BATCH))
     return worker
 
 
@@ -86,7 +87,7 @@ def last(worker: Worker) -> dict[str, Tensor]:
 def test_stepping_equals_running(plan: Plan):
     def run(world: LoopbackWorld) -> tuple[float | None, dict[str, Tensor]]:
         worker = make(world, plan)
-        return worker.run(cut_inputs(worker.program.feeds, BATCH)), last(worker)
+        return worker.run(cut_inputs(worker.program, BATCH)), last(worker)
 
     def walk(world: LoopbackWorld) -> tuple[float | None, dict[str, Tensor]]:
         worker = make(world, plan)
@@ -115,7 +116,7 @@ def test_a_step_can_be_taken_again(plan: Plan):
 
     def twice(world: LoopbackWorld) -> tuple[float | None, float | None]:
         worker = make(world, plan, learning=False)
-        inputs = cut_inputs(worker.program.feeds, BATCH)
+        inputs = cut_inputs(worker.program, BATCH)
         first = worker.run(inputs)
         return first, worker.run(inputs)
 
@@ -128,7 +129,7 @@ def test_a_step_can_be_taken_again(plan: Plan):
 def test_every_instruction_is_an_event(plan: Plan):
     def events(world: LoopbackWorld) -> Worker:
         worker = make(world, plan)
-        worker.run(cut_inputs(worker.program.feeds, BATCH))
+        worker.run(cut_inputs(worker.program, BATCH))
         return worker
 
     for rank, worker in enumerate(on_ranks(plan, events)):
@@ -224,7 +225,7 @@ def test_peek_refuses_what_the_rank_does_not_hold():
 def test_released_values_are_gone(plan: Plan):
     """When a step is over, what segments handed on is gone: only loss, prediction and moments are kept."""
     for rank, program in enumerate(programs(plan)):
-        kept = {program.loss, program.prediction}
+        kept = {recipe(plan).graph.loss, recipe(plan).graph.prediction}
         kept.update(entry.moments for step in program.steps if isinstance(update := step.instruction, Update)
                     for entry in update.statistics)  # fmt: skip
         handed_on = {name for item in program.forward if isinstance(item, Compute) for name in item.outputs}
@@ -250,8 +251,9 @@ def test_forward_then_its_mirror_then_the_update(plan: Plan):
 
 @every_plan
 def test_one_rank_seeds_the_loss(plan: Plan):
-    assert [program.seeds_loss for program in programs(plan)].count(True) == 1
-    assert all(program.loss for program in programs(plan) if program.seeds_loss)
+    ways = [way for program in programs(plan) for way in program.ways.values()]
+    assert [way.seeds_loss for way in ways].count(True) == 1
+    assert all(way.loss for way in ways if way.seeds_loss)
 
 
 @every_plan

@@ -207,13 +207,13 @@ def stepping_is_running(world: World) -> None:
         "labels": torch.tensor([3]),
     }
     ran, stepped = RankTraining(world, recipe), RankTraining(world, recipe)
-    loss = ran.step(ran.cut(batch)).loss
+    losses = ran.step(ran.cut(batch)).losses
     stepped.start(stepped.cut(batch))
     names = []
     while not stepped.worker.done:
         names.append(stepped.worker.step().instruction.name)
     assert names == [step.instruction.name for step in ran.program.steps]
-    assert stepped.worker.loss == loss
+    assert stepped.worker.losses == losses
     assert torch.equal(stepped.worker.peek("model.stem.0.weight"), ran.worker.peek("model.stem.0.weight"))
 
 

@@ -11,7 +11,8 @@ from torch import nn
 from engines.models import resnet_v2
 from engines.plan import Plan
 from engines.program.compile import compile_plan
-from engines.program.instructions import Exchange, Program
+from engines.program.instructions import Exchange
+from engines.program.program import Program
 from engines.spatial.fusion import Read, widened
 from engines.spatial.grouping import HaloCost, Work, cheapest
 from engines.spatial.tiles import Grid, Span, Tile

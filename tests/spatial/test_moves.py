@@ -13,6 +13,7 @@ from torch import Tensor
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.program.carry import carriers
 from engines.program.instructions import Exchange
+from engines.program.outbox import Outbox
 from engines.spatial.moves import Move, moves
 from engines.spatial.tiles import Grid, Span, Tile
 from tests.exact import whole_numbers
@@ -100,7 +101,7 @@ def there_and_back(world: LoopbackWorld, case: Case, fill: float) -> tuple[Tenso
     """x, Fx, y and F*y of one rank; None where the rank has none."""
     step, cpu = exchange(world.rank, case, fill), torch.device("cpu")
     x = None if step.own is None else whole_numbers(2, 1, *step.own.shape, seed=world.rank)
-    carrier = carriers([step], world, cpu)["x"]
+    carrier = carriers([step], world, cpu, Outbox())["x"]
     fx, _ = carrier.there(x)
     y = None if fx is None else whole_numbers(*fx.shape, seed=100 + world.rank)
     source = None if x is None else x.clone().requires_grad_()

@@ -113,8 +113,8 @@ def test_another_step_draws_another_mask():
     def two_masks(world: LoopbackWorld) -> list[Tensor]:
         worker, made = finish(start(world)), []
         for _ in range(2):
-            made.append(worker.peek(worker.program.prediction).clone())
-            worker.restart({"images": ones, "labels": ones})
+            made.append(worker.peek(worker.program.way(0).prediction).clone())
+            worker.restart({0: {"images": ones, "labels": ones}})
             finish(worker)
         return made
 

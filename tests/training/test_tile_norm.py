@@ -74,8 +74,10 @@ def compared(plan: Plan, make=resnet20_v1, shape=(2, 3, 22, 18)) -> tuple[Compar
     whole = batches(recipe, seed=0)
     records = on_ranks(recipe, whole)
     oracles = (by_tiles(model, plan.grids[0]), model)
+    count = plan.micro_batches
     tiled, plain = (
-        compare(one_process(oracle, loss, recipe.optimiser, whole, torch.float64), records) for oracle in oracles
+        compare(one_process(oracle, loss, recipe.optimiser, whole, torch.float64, micro_batches=count), records)
+        for oracle in oracles
     )
     return tiled, plain
 
@@ -85,6 +87,11 @@ def test_each_tile_is_normalised_by_itself(grid: str):
     tiled, plain = compared(Plan(split_size=1, slice_method=grid, **APART))
     assert tiled.worst <= 1e-10, tiled
     assert plain.grad_rel > 0.1, "this is why it is not the default"
+
+
+def test_each_micro_batch_is_counted():
+    tiled, _ = compared(Plan(split_size=1, slice_method="2x2", parts=2, **APART), shape=(4, 3, 22, 18))
+    assert tiled.worst <= 1e-10, tiled
 
 
 class Two(nn.Module):
@@ -121,8 +128,9 @@ def test_no_message_is_sent_for_it_going_forward():
     assert sums(sync_batchnorm=False) == sums() - 1
 
 
-def test_copies_of_the_running_statistics_stay_the_same():
-    plan = Plan(split_size=1, slice_method="2x2", **APART)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_copies_of_the_running_statistics_stay_the_same(replicas: int):
+    plan = Plan(split_size=1, slice_method="2x1", data_parallel=replicas, **APART)
     recipe = prepare(resnet20_v1(), plan, (2, 3, 16, 16), device="cpu")
     records = on_ranks(recipe, batches(recipe, seed=0))
     for record in records[1:]:

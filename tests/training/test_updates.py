@@ -39,7 +39,10 @@ def held(recipe: Recipe, steps: int = 3) -> float:
         return rank_record(training, map(training.cut, whole))
 
     records = run_ranks(recipe.plan.ranks, train)
-    oracle = one_process(model, loss, recipe.optimiser, whole, torch.float64, rules=recipe.rules)
+    count = recipe.plan.micro_batches
+    oracle = one_process(
+        model, loss, recipe.optimiser, whole, torch.float64, micro_batches=count, rules=recipe.rules
+    )  # fmt: skip
     return compare(oracle, records).worst
 
 
@@ -96,8 +99,11 @@ def compare_rates(recipe: Recipe) -> bool:
         Plan(split_size=1, slice_method="1x3", precision="float64"),
         Plan(split_size=1, slice_method="1x1", precision="float64"),
         Plan(split_size=3, spatial_size=0, precision="float64"),
+        Plan(split_size=2, slice_method="1x2", bidirectional=True, parts=3, precision="float64"),
+        Plan(split_size=2, slice_method="1x2", data_parallel=2, precision="float64"),
+        Plan(split_size=2, slice_method="1x2", local_dp=3, precision="float64"),
     ],
-    ids=["a joint", "tiles", "one rank", "stages"],
+    ids=["a joint", "tiles", "one rank", "stages", "both directions", "replicas", "shares"],
 )
 def test_the_norm_is_that_of_all_gradients_together(plan: Plan, clip_norm: float):
     assert held(recipe_of(plan, clip_norm=clip_norm), steps=2) <= 1e-10

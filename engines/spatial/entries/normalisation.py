@@ -6,7 +6,6 @@ from engines.layer.graph import Node, TensorSpec
 from engines.program.builder import Builder
 from engines.program.instructions import RunningStatistics
 from engines.spatial.ops import as_it_is, entry, no_rule
-from engines.spatial.tiles import Tile
 
 __all__: list[str] = []
 
@@ -20,22 +19,20 @@ def batch_norm(b: Builder, node: Node) -> None:
         as_it_is(b, node, value.axes)
         return
     channels = value.spec.shape[1]
-    tiles = list(b.tiles(value.size_px).values()) if value.axes else [Tile.whole(1, 1)]
-    whole_px = sum(tile.pixels for tile in tiles)
-    counts = [value.spec.numel // channels // whole_px * tile.pixels for tile in tiles]
-    if value.axes and b.apart:
-        tiles, counts = tiles[b.tile : b.tile + 1], counts[b.tile : b.tile + 1]
-    slot = b.tile if len(tiles) > 1 else 0
-    like = TensorSpec((len(tiles), 2, channels), "float64")
-    own = b.local(f"{node.name}.moments", "tile.moments", b.owned(a["input"]), slot, len(tiles), like=like)
-    moments = b.all_reduce(own) if len(tiles) > 1 else own
+    counts = b.counts(a["input"], channels)
+    slot = b.tile if len(counts) > 1 else 0
+    if b.apart:
+        counts, slot = counts[slot : slot + 1], 0
+    like = TensorSpec((len(counts), 2, channels), "float64")
+    own = b.local(f"{node.name}.moments", "tile.moments", b.owned(a["input"]), slot, len(counts), like=like)
+    moments = b.all_reduce(own) if len(counts) > 1 else own
     b.local(
         node.name, "tile.batch_norm", b.beneath(a["input"]), moments, a["weight"], a["bias"], counts, a["eps"],
         like=node.spec, axes=value.axes,
     )  # fmt: skip
     if a["running_mean"]:
         names = a["running_mean"].name, a["running_var"].name
-        b.statistics.append(RunningStatistics(*names, moments.name, a["momentum"], tuple(counts)))
+        b.statistics.append(RunningStatistics(*names, moments.name, a["momentum"], tuple(counts), b.apart))
 
 
 @entry("aten.add_.Tensor", everywhere=True)

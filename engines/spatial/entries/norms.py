@@ -71,14 +71,11 @@ def _once(b: Builder, name: str, kernel: str, x: Ref, setting: Sequence[int]) ->
 
 def _moments(b: Builder, name: str, x: Ref, rows: Rows, groups: int) -> tuple[Ref, list[int]]:
     """The moments of each group from all tiles, and how many values each tile has of a group."""
-    value = b.value(x)
-    per_group = value.spec.numel // groups
-    tiles = list(b.tiles(value.size_px).values()) if value.axes else []
-    counts = [per_group // math.prod(value.size_px) * tile.pixels for tile in tiles] or [per_group]
-    slot = b.tile if value.axes else 0
+    counts = b.counts(x, groups) if b.is_tiled(x) else [b.value(x).spec.numel // groups]
+    slot = b.tile if len(counts) > 1 else 0
     like = TensorSpec((len(counts), 2, groups), "float64")
     own = b.local(f"{name}.moments", "tile.moments", rows(b.owned(x)), slot, len(counts), like=like)
-    return b.all_reduce(own) if value.axes else own, counts
+    return b.all_reduce(own) if len(counts) > 1 else own, counts
 
 
 def _channelwise(b: Builder, node: Node, groups: int) -> tuple[Ref, list[int]]:
@@ -104,6 +101,8 @@ def instance_norm(b: Builder, node: Node) -> None:
         return
     moments, counts = _channelwise(b, node, value.spec.shape[0] * value.spec.shape[1])
     if a["running_mean"]:
+        if b.is_parted(a["input"]):
+            raise no_rule(node, "keeps running statistics of images that ranks share")
         names = a["running_mean"].name, a["running_var"].name
         b.statistics.append(RunningStatistics(*names, moments.name, a["momentum"], tuple(counts)))
 

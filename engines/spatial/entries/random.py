@@ -42,6 +42,9 @@ def draw(b: Builder, node: Node) -> None:
 def _place(b: Builder, node: Node, axes: tuple[int, int] | None) -> Place:
     """The whole value, or this rank's tile of it."""
     place = [(size, 0, size) for size in node.spec.shape]
+    if b.is_parted(Ref(node.name)):
+        own = node.spec.shape[0]
+        place[0] = (own * b.stage.shares, own * b.tile, own * (b.tile + 1))
     if axes is not None:
         tile = b.outputs((node.spec.shape[axes[0]], node.spec.shape[axes[1]]))[b.rank]
         for axis, span in zip(axes, (tile.rows, tile.cols), strict=True):

@@ -21,9 +21,8 @@ _NONE, _MEAN = 0, 1
 
 def mean_over_space(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepdim: bool) -> None:
     """The mean over `dims`, which hold both spatial axes."""
-    value = b.value(ref)
     sums = _sum(b, f"{node.name}.sum", ref, node.spec, dims, keepdim)
-    count = value.spec.numel // node.spec.numel
+    count = sum(b.counts(ref, node.spec.numel))
     _in_own_type(b, node, b.local(f"{node.name}.mean", "aten.div.Scalar", sums, count, like=node.spec.sums))
 
 
@@ -42,12 +41,14 @@ def _dims(b: Builder, node: Node) -> tuple[list[int], bool]:
     rows, cols, count = whole_axes(b, node.arguments["self"])
     given = node.arguments.get("dim")
     dims = [dim % count for dim in given] if given else list(range(count))
+    if b.is_parted(node.arguments["self"]):
+        return dims, 0 in dims
     if (rows in dims) != (cols in dims):
         raise no_rule(node, f"reduces one spatial axis of two (dim={given}), for which there is no rule")
     return dims, rows in dims
 
 
-@entry("aten.mean.default", "aten.mean.dim", "aten.sum.default", "aten.sum.dim_IntList")
+@entry("aten.mean.default", "aten.mean.dim", "aten.sum.default", "aten.sum.dim_IntList", shared=True)
 def reduce_sum(b: Builder, node: Node) -> None:
     """Over space: local sums, then over the ranks. Over other axes: each pixel by itself."""
     source, keepdim = node.arguments["self"], bool(node.arguments.get("keepdim"))
@@ -97,12 +98,12 @@ def first(sums: Tensor) -> Tensor:
     return sums[0]
 
 
-@entry("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", images=("self", "target"))
+@entry("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", images=("self", "target"), shared=True)
 def cross_entropy(b: Builder, node: Node) -> None:
     """Over tiled predictions (N, K, H, W): the summed loss, and what the mean divides by, are summed over ranks."""
     a = node.arguments
     if a["reduction"] == _NONE:
-        as_it_is(b, node, (-2, -1))
+        as_it_is(b, node, b.value(a["self"]).axes)
         return
     plain = node.operator == "aten.cross_entropy_loss.default"
     kernel, smoothing = ("tile.cross_entropy_sums", (a["label_smoothing"],)) if plain else ("tile.nll_sums", ())
@@ -121,13 +122,14 @@ def cross_entropy(b: Builder, node: Node) -> None:
             "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss",
             "binary_cross_entropy", "binary_cross_entropy_with_logits",
         )
-    )
+    ),
+    shared=True,
 )  # fmt: skip
 def pixel_loss(b: Builder, node: Node) -> None:
     """A loss of each pixel by itself, summed over the tile and the ranks."""
-    parts = lined_up(b, node)
+    source = next(ref for ref in node.arguments.values() if b.is_spread(ref))
+    parts = lined_up(b, node) if b.is_tiled(source) else node.arguments
     reduction = node.arguments["reduction"]
-    source = next(ref for ref in node.arguments.values() if b.is_tiled(ref))
     spec = b.value(source).spec
     pixels = replace(node, name=f"{node.name}.pixels", spec=spec)
     each = as_it_is(b, pixels, b.value(source).axes, **{**parts, "reduction": _NONE})
@@ -135,5 +137,5 @@ def pixel_loss(b: Builder, node: Node) -> None:
         b.local(node.name, "aten.alias.default", each, like=spec, axes=b.value(source).axes)
         return
     total = _sum(b, f"{node.name}.sum", each, node.spec, range(len(spec.shape)), keepdim=False)
-    count = spec.numel if reduction == _MEAN else 1
+    count = sum(b.counts(source, 1)) if reduction == _MEAN else 1
     _in_own_type(b, node, b.local(f"{node.name}.mean", "aten.div.Scalar", total, count, like=node.spec.sums))

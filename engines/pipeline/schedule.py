@@ -1,0 +1,99 @@
+"""Pipeline schedules as data: in which order each rank takes micro-batches through its stages.
+
+One simulation makes all of them (`engines/pipeline/simulation.py`); a schedule is only its rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from engines.errors import PlanError
+from engines.pipeline.simulation import Rule, simulate
+from engines.pipeline.turns import Stages, queues
+from engines.pipeline.work import Batch, Kind, Schedule, Slot, Work
+
+__all__ = ["RULES", "Batch", "Kind", "Schedule", "Slot", "Work", "check_name", "schedule"]
+
+RULES = {
+    "fill_drain": Rule(drains=True),
+    "1f1b": Rule(limited=True),
+    "interleaved": Rule(limited=True),
+    "zero_bubble": Rule(limited=True, splits=True),
+    "gems": Rule(drains=True, alone=True),
+}
+"""By name. Interleaved is 1F1B on ranks that have several stages: the placement makes the difference."""
+
+
+def schedule(name: str, placement: Sequence[Stages], batches: Sequence[Batch]) -> Schedule:
+    """The order of work of one training step.
+
+    `placement[direction][stage]` are the ranks, of 0 to R - 1, that work on a stage together. A forward takes one
+    unit of time, a backward two (in `zero_bubble` one, and the weights' gradient one). Two ranks see the work that
+    they share in the same order, so ranks that keep to their orders never wait for ever. A stage begins a batch only
+    when it is done with the last one of the same direction, and always goes back in the order in which it went
+    forward: every schedule adds up the gradients in the same order.
+
+    - `fill_drain`: all micro-batches forward, then all back (Huang et al. 2019, GPipe, section 2.3; there the last goes
+      back first, which takes the same time).
+    - `1f1b`: a stage goes back as soon as it can, and holds no more micro-batches than there are stages from it to
+      the last (Narayanan et al. 2021, Efficient Large-Scale Language Model Training, section 2.2.1).
+    - `interleaved`: the same with several stages on a rank (there, section 2.2.2; here ranks start fewer forwards
+      before the first backward, for the same bubble).
+    - `zero_bubble`: ZB-H1 (Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.1).
+    - `gems`: a batch follows the last one, which came the other way, rank by rank, so that a rank holds activations
+      of one batch only (Jain et al. 2020, GEMS).
+
+    Raises PlanError where the name is unknown, or placement and batches do not make sense.
+
+    >>> print(schedule("1f1b", [[(0,), (1,)]], [Batch(0, (0, 1, 2))]).picture())
+    F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
+    .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .
+    """
+    check_name(name)
+    if name == "gems" and len(placement) < 2:
+        raise PlanError(
+            f"schedule='gems' needs 2 directions, one of them mirrored, but the placement has {len(placement)}. "
+            "Set bidirectional=True, or choose fill_drain."
+        )
+    _check_placement(placement)
+    _check_batches(batches, len(placement))
+    return Schedule(name, simulate(RULES[name], placement, queues(placement, batches)))
+
+
+def check_name(name: str) -> None:
+    """Raises PlanError where no schedule is called so."""
+    if name not in RULES:
+        raise PlanError(f"schedule={name!r} is unknown. Choose one of {', '.join(RULES)}.")
+
+
+def _check_placement(placement: Sequence[Stages]) -> None:
+    for direction, stages in enumerate(placement):
+        for stage, ranks in enumerate(stages):
+            if not ranks or len(set(ranks)) < len(ranks):
+                raise PlanError(
+                    f"Stage {stage} of direction {direction} is on ranks {tuple(ranks)}. "
+                    "Give at least one rank, each once."
+                )
+    found = {rank for stages in placement for ranks in stages for rank in ranks}
+    if not found or found != set(range(len(found))):
+        raise PlanError(
+            f"The placement names {len(found)} ranks: {_told(found)}. Number ranks from 0, leaving none out."
+        )
+
+
+def _check_batches(batches: Sequence[Batch], directions: int) -> None:
+    for batch in batches:
+        if batch.direction not in range(directions):
+            raise PlanError(
+                f"A batch goes in direction {batch.direction}, but the placement has {directions}: "
+                f"use 0 to {directions - 1}, or place another direction."
+            )
+    numbers = [number for batch in batches for number in batch.micro_batches]
+    if twice := {number for number in numbers if numbers.count(number) > 1}:
+        raise PlanError(
+            f"Micro-batches {_told(twice)} are in the step more than once: number all of its batches through."
+        )
+
+
+def _told(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers))) or "none"

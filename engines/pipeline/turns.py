@@ -1,0 +1,62 @@
+"""In which order the micro-batches of a direction take their turns, and what each of them waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from engines.pipeline.work import Batch
+
+__all__ = ["Stages", "Turn", "queues"]
+
+Stages = Sequence[Sequence[int]]
+"""The stages of one direction: of each, the ranks that work on it together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One micro-batch in the queue of its direction. Places are counted along that queue.
+
+    A rank of several stages takes a whole group through one of them before it takes any of it through the next.
+    `earlier` is, for each direction, how many micro-batches are in the batches before this one's.
+    """
+
+    micro_batch: int
+    batch: range
+    group: range
+    earlier: tuple[int, ...]
+
+
+def queues(placement: Sequence[Stages], batches: Sequence[Batch]) -> list[list[Turn]]:
+    """For each direction its micro-batches, in the order of the batches.
+
+    >>> [[turn.group for turn in queue] for queue in queues([[(0,), (1,), (0,), (1,)]], [Batch(0, (5, 6, 7))])]
+    [[range(0, 2), range(0, 2), range(2, 3)]]
+    """
+    sizes = [_group_size(stages) for stages in placement]
+    found: list[list[Turn]] = [[] for _ in placement]
+    for batch in batches:
+        earlier = tuple(len(queue) for queue in found)
+        found[batch.direction] += _turns(batch, sizes[batch.direction], earlier)
+    return found
+
+
+def _turns(batch: Batch, size: int, earlier: tuple[int, ...]) -> Iterator[Turn]:
+    first = earlier[batch.direction]
+    places = range(first, first + len(batch.micro_batches))
+    for index, micro_batch in enumerate(batch.micro_batches):
+        start = index // size * size
+        yield Turn(micro_batch, places, places[start : start + size], earlier)
+
+
+def _group_size(stages: Stages) -> int:
+    """As many micro-batches as there are stages from one stage of a rank to its next: they come back just in time.
+
+    So does Megatron group them (Narayanan et al. 2021, section 2.2.2).
+
+    >>> _group_size([(0, 1), (2,), (3,), (2,), (3,)])
+    2
+    """
+    pairs = combinations(enumerate(map(frozenset, stages)), 2)
+    return min((later - stage for (stage, one), (later, other) in pairs if one & other), default=len(stages))

@@ -1,0 +1,111 @@
+"""What a schedule is made of: one micro-batch through one stage, one way, and when it is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
+
+__all__ = ["Batch", "Kind", "Schedule", "Slot", "Work"]
+
+
+class Kind(Enum):
+    """Which way. Where there is WEIGHTS, BACKWARD is the gradient of the stage's inputs alone."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    WEIGHTS = "W"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One micro-batch through one stage, one way; done by all ranks of the stage together."""
+
+    kind: Kind
+    direction: int
+    stage: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Work and its time, half-open, in units of one forward."""
+
+    work: Work
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Micro-batches that go through one direction before the next batch of that direction begins.
+
+    The numbers are unique over the step.
+    """
+
+    direction: int
+    micro_batches: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who does what when: for each rank, what it does, in order of time."""
+
+    name: str
+    lanes: tuple[tuple[Slot, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.lanes)
+
+    @property
+    def length(self) -> int:
+        """Units from the first start to the last stop."""
+        return max((lane[-1].stop for lane in self.lanes if lane), default=0)
+
+    @property
+    def idle_share(self) -> float:
+        """The part of all ranks' time in which nothing is done, 0 to 1; 0 where there is no work."""
+        whole = self.length * self.ranks
+        busy = sum(slot.stop - slot.start for lane in self.lanes for slot in lane)
+        return (whole - busy) / whole if whole else 0.0
+
+    def order(self, rank: int) -> tuple[Work, ...]:
+        """What a rank does, first to last."""
+        return tuple(slot.work for slot in self.lanes[rank])
+
+    def in_flight(self, rank: int) -> int:
+        """The most forwards that a rank has begun and not yet done all gradients of.
+
+        Micro-batches, where the rank has one stage; each of several stages counts for itself.
+        """
+        last = Kind.WEIGHTS if any(work.kind is Kind.WEIGHTS for work in self.order(rank)) else Kind.BACKWARD
+        steps = {Kind.FORWARD: 1, last: -1}
+        return max(accumulate((steps.get(work.kind, 0) for work in self.order(rank)), initial=0))
+
+    def picture(self) -> str:
+        """One line for each rank, one column for each unit of time.
+
+        `F0` is the forward of micro-batch 0, `B0` its backward, `W0` its weights' gradient, `.` idle; other
+        directions than the first are in small letters. `F0/2` names the stage too, where a rank has several.
+        """
+        rows = [self._cells(lane) for lane in self.lanes]
+        width = max((len(cell) for row in rows for cell in row), default=1)
+        return "\n".join(" ".join(cell.ljust(width) for cell in row).rstrip() for row in rows)
+
+    def _cells(self, lane: tuple[Slot, ...]) -> list[str]:
+        cells = ["."] * self.length
+        for slot in lane:
+            cells[slot.start : slot.stop] = [self._told(slot.work)] * (slot.stop - slot.start)
+        return cells
+
+    def _told(self, work: Work) -> str:
+        letter = work.kind.value.lower() if work.direction else work.kind.value
+        return f"{letter}{work.micro_batch}" + f"/{work.stage}" * self.interleaves
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether a rank works on several stages of one direction."""
+        places = ({(slot.work.direction, slot.work.stage) for slot in lane} for lane in self.lanes)
+        return any(len({direction for direction, _ in found}) < len(found) for found in places)

@@ -1,0 +1,181 @@
+"""One micro-batch on one rank: its values, forward and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.comm.total import all_reduce
+from engines.comm.world import World
+from engines.program.carry import Carrier
+from engines.program.instructions import AllReduce, Compute, Exchange, Linear, Phase
+from engines.program.program import Way
+from engines.program.segment import Segment
+
+__all__ = ["Lane", "Tools"]
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What all micro-batches of a rank are worked with. Carriers and segments go by the instruction's name.
+
+    `keeps_graphs`: a segment's local graph waits for its backward, which otherwise computes it again.
+    """
+
+    world: World
+    carriers: Mapping[str, Carrier]
+    segments: Mapping[str, Segment]
+    keeps_graphs: bool = True
+
+
+@dataclass
+class Lane:
+    """Values live as leaf tensors, so that the gradients of all who read them add up in `.grad`.
+
+    `values` are those still to be read going forward, `leaves` those that backward will ask for. `seed` is what
+    random numbers follow from, `loss_gradient` what the gradient of the loss starts from.
+    """
+
+    tools: Tools
+    way: Way
+    inputs: Mapping[str, Tensor]
+    seed: int
+    loss_gradient: float
+    values: dict[str, Tensor] = field(default_factory=dict)
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    _made: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    _late: dict[str, tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.values.update(self.inputs)
+        self.leaves.update(self.inputs)
+
+    def do(self, instruction: Linear, phase: Phase) -> int:
+        """Walk one instruction; the bytes that were sent."""
+        forward = phase is Phase.FORWARD
+        match instruction:
+            case Compute() as segment:
+                return self._compute(segment) if forward else self._compute_back(segment, phase)
+            case Exchange() as exchange:
+                return self._exchange(exchange) if forward else self._exchange_back(exchange)
+            case AllReduce() as reduction:
+                return self._reduce(reduction) if forward else self._reduce_back(reduction)
+
+    @property
+    def loss(self) -> float | None:
+        """The loss, once it is known and where it is."""
+        return self.leaves[self.way.loss].item() if self.way.loss in self.leaves else None
+
+    def end(self) -> None:
+        """Keep only what outlives the step."""
+        kept = self.way.lasting | self.inputs.keys()
+        self.leaves = {name: leaf for name, leaf in self.leaves.items() if name in kept}
+        self.values = {name: value for name, value in self.values.items() if name in kept}
+
+    def _keep(self, name: str, value: Tensor, differentiable: bool) -> None:
+        leaf = value.detach()
+        self.leaves[name] = self.values[name] = leaf.requires_grad_(differentiable and leaf.is_floating_point())
+
+    def _release(self, instruction: Any, names: tuple[str, ...]) -> None:
+        """Forget what is not read again going forward; backward keeps its own hold on it."""
+        for name in names:
+            if self.way.reads[name][-1] == instruction.name and name not in self.way.lasting:
+                self.values.pop(name, None)
+
+    def _compute(self, segment: Compute) -> int:
+        made = self.tools.segments[segment.name](self.values, self.seed)
+        for name, value in zip(segment.outputs, made, strict=True):
+            self._keep(name, value, value.requires_grad)
+        if segment.differentiable and self.tools.keeps_graphs:
+            self._made[segment.name] = made
+        self._release(segment, segment.inputs)
+        if self.way.loss in segment.outputs:
+            self._seed(self.leaves[self.way.loss])
+        return 0
+
+    def _seed(self, loss: Tensor) -> None:
+        """The gradient starts here, once: the tiles that share this loss start from nothing."""
+        loss.grad = torch.full_like(loss, self.loss_gradient if self.way.seeds_loss else 0.0)
+
+    def _compute_back(self, segment: Compute, phase: Phase) -> int:
+        roots, grads = self._late.pop(segment.name) if phase is Phase.WEIGHTS else self._roots(segment)
+        if not roots:
+            return 0
+        if phase is Phase.BACKWARD:
+            torch.autograd.backward(roots, grads)
+        else:
+            self._one_way(segment, roots, grads, phase)
+        if phase is not Phase.WEIGHTS:
+            self._part_gradients(segment)
+        return 0
+
+    def _roots(self, segment: Compute) -> tuple[list[Tensor], list[Tensor]]:
+        """What a segment made, and the gradients that have gathered for it."""
+        again = self.tools.segments[segment.name]
+        made = self._made.pop(segment.name) if self.tools.keeps_graphs else again(self.leaves, self.seed)
+        grads = [self._taken(name) for name in segment.outputs]
+        pairs = [(v, g) for v, g in zip(made, grads, strict=True) if g is not None and v.requires_grad]
+        return [value for value, _ in pairs], [grad for _, grad in pairs]
+
+    def _one_way(self, segment: Compute, roots: list[Tensor], grads: list[Tensor], phase: Phase) -> None:
+        """Gradients of the inputs alone, or of the weights alone (Qi et al., 2024, arXiv:2401.10241, section 2)."""
+        weights = self.tools.segments[segment.name].trained
+        inputs = [leaf for name in segment.inputs if (leaf := self.leaves.get(name)) is not None]
+        wanted = weights if phase is Phase.WEIGHTS else [leaf for leaf in inputs if leaf.requires_grad]
+        if wanted:
+            keep = phase is Phase.INPUTS and bool(weights)
+            torch.autograd.backward(roots, grads, inputs=wanted, retain_graph=keep)
+        if phase is Phase.INPUTS and weights:
+            self._late[segment.name] = roots, grads
+
+    def _part_gradients(self, segment: Compute) -> None:
+        """Give each leaf a gradient of its own.
+
+        Autograd may leave two leaves with one buffer (where both reach a sum through views); whatever is added to
+        one of them later would be added to both.
+        """
+        seen: set[int] = set()
+        for name in segment.inputs:
+            leaf = self.leaves[name]
+            if leaf.grad is not None:
+                address = leaf.grad.untyped_storage().data_ptr()
+                leaf.grad = leaf.grad.clone() if address in seen else leaf.grad
+                seen.add(address)
+
+    def _taken(self, name: str) -> Tensor | None:
+        """The gradient that has gathered for a value, which is not needed any more."""
+        leaf = self.leaves[name] if name in self.way.lasting else self.leaves.pop(name)
+        grad, leaf.grad = leaf.grad, None
+        return grad
+
+    def _exchange(self, exchange: Exchange) -> int:
+        source = self.values.get(exchange.source) if exchange.own else None
+        window, sent = self.tools.carriers[exchange.name].there(source)
+        if window is not None:
+            self._keep(exchange.target, window, exchange.differentiable)
+        self._release(exchange, (exchange.source,))
+        return sent
+
+    def _exchange_back(self, exchange: Exchange) -> int:
+        grad = self._taken(exchange.target) if exchange.window else None
+        source = self.leaves[exchange.source] if exchange.own else None
+        alone = len(self.way.reads[exchange.source]) == 1
+        return self.tools.carriers[exchange.name].back(grad, source, alone)
+
+    def _reduce(self, reduction: AllReduce) -> int:
+        total = self.values[reduction.source].detach().clone()
+        all_reduce(self.tools.world, total, reduction.group).wait()
+        self._keep(reduction.target, total, reduction.differentiable)
+        self._release(reduction, (reduction.source,))
+        return total.nbytes
+
+    def _reduce_back(self, reduction: AllReduce) -> int:
+        source, grad = self.leaves[reduction.source], self._taken(reduction.target)
+        total = torch.zeros_like(source) if grad is None else grad.clone()
+        all_reduce(self.tools.world, total, reduction.group).wait()
+        source.grad = total if source.grad is None else source.grad.add_(total)
+        return total.nbytes

@@ -1,0 +1,100 @@
+"""A rank's program: what it does of which stage, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from engines.program.instructions import Compute, Instruction, Linear, Phase
+from engines.spatial.tiles import Tile
+
+__all__ = ["Feed", "Program", "Step", "Way"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One instruction, walked one way, for one micro-batch."""
+
+    instruction: Instruction
+    phase: Phase
+    micro_batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """The part of a micro-batch's input that a rank gets: `tile` of it, or all where that is None."""
+
+    tile: Tile | None
+    axes: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Way:
+    """What a rank does for the micro-batches of one direction: the forward pass of each of its stages.
+
+    `feeds` are the parts of the inputs that it needs; `loss` is the name of the loss where it has it, and
+    `seeds_loss` is true on the one rank whose loss the gradient starts from: a value that all tiles share has
+    its gradient counted once. `lasting` values stay to the end of the step.
+    """
+
+    stages: Mapping[int, tuple[Linear, ...]]
+    feeds: Mapping[str, Feed]
+    loss: str | None
+    prediction: str | None
+    seeds_loss: bool
+    lasting: frozenset[str]
+
+    @property
+    def forward(self) -> tuple[Linear, ...]:
+        """The instructions of the forward pass of one micro-batch."""
+        return tuple(item for stage in sorted(self.stages) for item in self.stages[stage])
+
+    @cached_property
+    def reads(self) -> Mapping[str, tuple[str, ...]]:
+        """The instructions of the forward pass that read each value, in order."""
+        found: dict[str, tuple[str, ...]] = {}
+        for instruction in self.forward:
+            names = instruction.inputs if isinstance(instruction, Compute) else (instruction.source,)
+            found.update({name: (*found.get(name, ()), instruction.name) for name in names})
+        return found
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything that one rank does in one training step, in order.
+
+    `ways` are by direction, and `directions` says in which one each of the rank's micro-batches goes, of the
+    `micro_batches` that a step has on all ranks together. `weights` and `buffers` are what the rank owns.
+    """
+
+    rank: int
+    steps: tuple[Step, ...]
+    ways: Mapping[int, Way]
+    directions: Mapping[int, int]
+    micro_batches: int
+    weights: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+    def way(self, micro_batch: int) -> Way:
+        """What the rank does for one of its micro-batches."""
+        return self.ways[self.directions[micro_batch]]
+
+    @property
+    def forward(self) -> tuple[Linear, ...]:
+        """The instructions of all its forward passes, each once."""
+        return tuple(item for way in self.ways.values() for item in way.forward)
+
+    @property
+    def feeds(self) -> Mapping[int, Mapping[str, Feed]]:
+        """The parts of the inputs that the rank needs, by micro-batch."""
+        return {number: self.way(number).feeds for number in self.directions}
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loss of any micro-batch is known here."""
+        return any(way.loss for way in self.ways.values())
+
+    def of_kind(self, kind: type[Instruction]) -> Iterable[Instruction]:
+        """Its instructions of a kind, as often as they are walked."""
+        return (step.instruction for step in self.steps if isinstance(step.instruction, kind))

@@ -1,0 +1,50 @@
+"""What batch norms counted in each micro-batch, known to every rank that keeps their running statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from engines.comm.total import all_reduce
+from engines.comm.world import World
+from engines.program.instructions import ShareStatistics
+from engines.program.lane import Lane
+
+__all__ = ["Moments"]
+
+
+class Moments:
+    """The moments of one training step, in the order of its micro-batches."""
+
+    def __init__(self, lanes: Mapping[int, Lane], micro_batches: int) -> None:
+        self.lanes, self.micro_batches = lanes, micro_batches
+        self._shared: dict[str, Tensor] = {}
+
+    def share(self, share: ShareStatistics, world: World) -> int:
+        """Tell the ranks of other copies of the model, and be told; the bytes of the message."""
+        rows = []
+        for name in share.moments:
+            like = next(iter(self._own(name).values()))
+            row = like.new_zeros((self.micro_batches, like.numel()))
+            for number in share.tells:
+                row[number] = self._own(name)[number].flatten()
+            rows.append(row)
+        total = torch.cat(rows, dim=1)
+        all_reduce(world, total, share.group).wait()
+        parts = total.split([row.shape[1] for row in rows], dim=1)
+        self._shared.update(zip(share.moments, parts, strict=True))
+        return total.nbytes
+
+    def _own(self, name: str) -> dict[int, Tensor]:
+        """Those that this rank has worked on, by micro-batch."""
+        return {number: lane.leaves[name].detach() for number, lane in self.lanes.items() if name in lane.leaves}
+
+    def __call__(self, name: str) -> list[Tensor]:
+        """Those of one batch norm, for each micro-batch of the step."""
+        own = self._own(name)
+        if name not in self._shared:
+            return list(own.values())
+        like = next(iter(own.values()))
+        return [row.view(like.shape) for row in self._shared[name]]

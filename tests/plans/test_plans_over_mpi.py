@@ -1,0 +1,38 @@
+"""Random plans on real MPI ranks: `mpiexec` once, all plans in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, settings
+
+from tests.plans.drawn import command, plan_of, plans
+
+PLANS, RANKS = 40, 8
+
+
+def drawn() -> list[list[str]]:
+    """Plans for at most `RANKS` ranks, other ones in each run."""
+    found: list[list[str]] = []
+
+    @settings(max_examples=PLANS, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(flags=plans(most_ranks=RANKS))
+    def collect(flags: list[str]) -> None:
+        found.append(flags)
+
+    collect()
+    return found
+
+
+def test_random_plans_are_exact_over_mpi(mpiexec, tmp_path: Path) -> None:
+    chosen = drawn()
+    assert len(chosen) >= PLANS
+    file = tmp_path / "plans.json"
+    file.write_text(json.dumps(chosen))
+    done = mpiexec(RANKS, Path(__file__).parent / "run.py", str(file))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout, done.stderr
+    troubles = json.loads(done.stdout.splitlines()[-1])
+    told = [f"{text}\n{command(chosen[int(n)], plan_of(chosen[int(n)]).ranks)}" for n, text in troubles.items()]
+    assert not told, "\n\n".join(told)

@@ -1,0 +1,46 @@
+"""Whatever a plan combines, ranks compute what one process computes."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from torch import nn
+
+from engines import options, training
+from engines.bench.verify import verify
+from engines.comm.loopback import run_ranks
+from engines.layer.trace import trace
+from tests.plans.drawn import command, plans
+
+_MODELS: dict[str, nn.Module] = {}
+
+
+@cache
+def _traced(model: nn.Module, *rest: Any) -> Any:
+    return trace(model, *rest)
+
+
+@pytest.fixture(autouse=True)
+def traces_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model is traced once for each size: most of the time would go there."""
+    monkeypatch.setattr(training, "trace", _traced)
+    monkeypatch.setattr(training.nn, "CrossEntropyLoss", cache(nn.CrossEntropyLoss))
+    build = options.build_model
+    monkeypatch.setattr(
+        options, "build_model", lambda chosen: _MODELS.setdefault(f"{chosen.model} {chosen.seed}", build(chosen))
+    )
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(flags=plans(most_ranks=16))
+def test_random_plans_are_exact_over_loopback(flags: list[str]) -> None:
+    chosen = options.parser("").parse_args(flags)
+    ranks = options.plan(chosen).ranks
+    model, recipe = options.recipe(chosen, ranks)
+    loss = nn.CrossEntropyLoss()
+    told = run_ranks(ranks, lambda world: verify(world, recipe, model, loss, chosen.seed))[0]
+    event(recipe.plan.schedule)
+    assert told["ok"], f"{told}\n{command(flags, ranks)}"
