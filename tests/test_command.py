@@ -51,6 +51,8 @@ FLAGS: dict[str, dict[str, object]] = {
     "--balance auto": {"balance": "auto"},
     "--precision float64": {"precision": "float64"},
     "--dtype float64": {"precision": "float64"},
+    "--precision bfloat16": {"precision": "bfloat16"},
+    "--no-sync-batchnorm": {"sync_batchnorm": False},
     "--schedule fill_drain --parts 1 --times 1": {},
     "--local-DP 1 --local-dp 1 --data-parallel 1": {},
     "--sync-batchnorm": {},
@@ -73,8 +75,6 @@ REFUSED = {
     "--halo-D2 --fused-layers many": "fused_layers='many' must be a whole number",
     "--schedule 1f1b": "schedule='1f1b' has no engine",
     "--checkpoint-activations": "checkpoint_activations=True has no engine",
-    "--no-sync-batchnorm": "sync_batchnorm=False has no engine",
-    "--dtype bfloat16": "precision='bfloat16' has no engine",
     "--balance 20": "balance=20 must be 'auto' or a tuple",
     "--balance 20,many": r"balance=\(20, 'many'\) must be 'auto' or a tuple",
     "--split-size two": "split_size='two' must be a whole number",
@@ -93,6 +93,7 @@ def test_plans_that_cannot_be_run(flags: str, message: str):
 WRONG_FLAGS = {
     "--tiles 4": "Unrecognized arguments: --tiles 4. See --help.",
     "--batch-size many": "Argument --batch-size: invalid int value: 'many'. See --help.",
+    "--clip-norm much": "Argument --clip-norm: invalid float value: 'much'. See --help.",
     "--optimiser lion": "Argument --optimiser: invalid choice: 'lion'",
     "--seed": "Argument --seed: expected one argument. See --help.",
 }

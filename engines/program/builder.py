@@ -80,6 +80,7 @@ class Builder:
     statistics: list[RunningStatistics] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
     wide: Wide = field(default_factory=Wide)
+    sync_batchnorm: bool = True
     parted: frozenset[str] = frozenset()
     reads: list[Read] = field(default_factory=list)
     _held: dict[str, Mapping[int, Tile]] = field(default_factory=dict)
@@ -93,6 +94,11 @@ class Builder:
     def rank(self) -> int:
         """The rank that runs what is built."""
         return self.stage.ranks[self.tile]
+
+    @property
+    def apart(self) -> tuple[int, ...]:
+        """The ranks of the stage, where each has batch norm's statistics of its own tile."""
+        return () if self.sync_batchnorm or len(self.stage.ranks) == 1 else self.stage.ranks
 
     def at(self, node: Node) -> None:
         """What follows belongs to this node."""

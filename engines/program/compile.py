@@ -138,7 +138,7 @@ class Compiler:
         held = {role.stage for role in roles}
         return Program(
             rank=rank,
-            steps=(*self._walked(work, ways), *(Step(item, Phase.UPDATE) for item in self._updates(roles, work))),
+            steps=(*self._walked(work, ways), *(Step(item, Phase.UPDATE) for item in self._updates(rank, roles, work))),
             ways=ways,
             directions={item.micro_batch: item.direction for item in work},
             micro_batches=self.plan.micro_batches,
@@ -219,7 +219,10 @@ class Compiler:
         block = 1 + role.stage + role.direction * len(self.spans)
         ranks = self._ranks(role, role.stage)
         parted = self.parted if ranks.shares > 1 else frozenset()
-        builder = Builder(self._seen(role.stage), ranks, role.tile, _TAGS * block, wide=wide, parted=parted)
+        builder = Builder(
+            self._seen(role.stage), ranks, role.tile, _TAGS * block, wide=wide, parted=parted,
+            sync_batchnorm=self.plan.sync_batchnorm,
+        )  # fmt: skip
         self._receive(builder, role)
         span = self.spans[role.stage]
         for node in builder.graph.nodes[span.start : span.stop]:
@@ -295,7 +298,7 @@ class Compiler:
         reads = set().union(*(self.reads[stage] for stage in stages))
         return tuple(name for name in names if name in reads)
 
-    def _updates(self, roles: Sequence[Role], work: Sequence[Work]) -> Iterable[Instruction]:
+    def _updates(self, rank: int, roles: Sequence[Role], work: Sequence[Work]) -> Iterable[Instruction]:
         """Gradients of weights that several ranks hold are summed over all of them; then the optimiser steps."""
         stages = {role.stage for role in roles}
         groups = defaultdict(list)
@@ -310,8 +313,13 @@ class Compiler:
         for stage in sorted(stages):
             yield from self._shared_statistics(stage, builders[stage], roles, work)
         if self.layout.size > 1:
-            yield Agree("agree", tuple(range(self.layout.size)))
-        statistics = tuple(entry for stage in sorted(stages) for entry in builders[stage].statistics)
+            first = (names for group, names in sorted(groups.items()) if group[0] == rank)
+            yield Agree("agree", tuple(range(self.layout.size)), tuple(name for names in first for name in names))
+        statistics = tuple(
+            replace(entry, mean_over=self._ranks_of([stage])) if entry.mean_over else entry
+            for stage in sorted(stages)
+            for entry in builders[stage].statistics
+        )
         counters = {name: grown for builder in builders.values() for name, grown in builder.counters.items()}
         yield Update("update", statistics, {name: self.plan.micro_batches * grown for name, grown in counters.items()})
 
@@ -319,7 +327,7 @@ class Compiler:
         self, stage: int, builder: Builder, roles: Sequence[Role], work: Sequence[Work]
     ) -> Iterable[ShareStatistics]:
         """Where copies of the model see different micro-batches, each learns what the others counted."""
-        moments = tuple(entry.moments for entry in builder.statistics)
+        moments = tuple(entry.moments for entry in builder.statistics if not entry.mean_over)
         if not moments or len(self.layout.pipes) == 1:
             return
         first = {role.direction for role in roles if role.stage == stage and role.tile == 0}

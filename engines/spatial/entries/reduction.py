@@ -23,12 +23,17 @@ def mean_over_space(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepd
     """The mean over `dims`, which hold both spatial axes."""
     sums = _sum(b, f"{node.name}.sum", ref, node.spec, dims, keepdim)
     count = sum(b.counts(ref, node.spec.numel))
-    b.local(node.name, "aten.div.Scalar", sums, count, like=node.spec)
+    _in_own_type(b, node, b.local(f"{node.name}.mean", "aten.div.Scalar", sums, count, like=node.spec.sums))
 
 
 def _sum(b: Builder, out: str, ref: Ref, spec: TensorSpec, dims: Sequence[int], keepdim: bool) -> Ref:
-    dtype, own = getattr(torch, spec.dtype), b.owned(ref)
-    return b.all_reduce(b.local(out, "tile.sum_pixels", own, list(dims), keepdim, dtype, like=spec))
+    dtype, own = getattr(torch, spec.sums.dtype), b.owned(ref)
+    return b.all_reduce(b.local(out, "tile.sum_pixels", own, list(dims), keepdim, dtype, like=spec.sums))
+
+
+def _in_own_type(b: Builder, node: Node, ref: Ref) -> None:
+    """What was summed over ranks becomes the node's result."""
+    b.local(node.name, "aten._to_copy.default", ref, dtype=getattr(torch, node.spec.dtype), like=node.spec)
 
 
 def _dims(b: Builder, node: Node) -> tuple[list[int], bool]:
@@ -53,8 +58,7 @@ def reduce_sum(b: Builder, node: Node) -> None:
     elif node.operator.startswith("aten.mean."):
         mean_over_space(b, node, source, dims, keepdim)
     else:
-        total = _sum(b, f"{node.name}.sum", source, node.spec, dims, keepdim)
-        b.local(node.name, "aten.alias.default", total, like=node.spec)
+        _in_own_type(b, node, _sum(b, f"{node.name}.sum", source, node.spec, dims, keepdim))
 
 
 @local_kernel("tile.cross_entropy_sums")
@@ -134,4 +138,4 @@ def pixel_loss(b: Builder, node: Node) -> None:
         return
     total = _sum(b, f"{node.name}.sum", each, node.spec, range(len(spec.shape)), keepdim=False)
     count = sum(b.counts(source, 1)) if reduction == _MEAN else 1
-    b.local(node.name, "aten.div.Scalar", total, count, like=node.spec)
+    _in_own_type(b, node, b.local(f"{node.name}.mean", "aten.div.Scalar", total, count, like=node.spec.sums))

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
-from engines.spatial.kernels import local_kernel, operator_of
+from engines.spatial.kernels import local_kernel, operator_of, sum_type
 from engines.spatial.ops import as_it_is, entry, no_rule
 from engines.spatial.tiles import Span
 from engines.spatial.windows import Picks, Reach, SlidingWindow
@@ -70,7 +70,7 @@ def resample_tile(
     cols: Sequence[Sequence[int]], col_weights: Sequence[Sequence[float]],
 ) -> Tensor:  # fmt: skip
     """The columns first, as ATen does."""
-    return _along(_along(x, -1, cols, col_weights), -2, rows, row_weights)
+    return _along(_along(x.to(sum_type(x)), -1, cols, col_weights), -2, rows, row_weights).to(x.dtype)
 
 
 def _along(x: Tensor, axis: int, inputs: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> Tensor:
