@@ -142,12 +142,16 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True)
 class SumGradients:
-    """The gradients of `weights`, held by all ranks in `group`, are summed over them."""
+    """The gradients of `weights`, held by all ranks in `group`, are summed over them.
+
+    Walked twice: it begins in backward and ends at the update. `tag` keeps its messages apart from others'.
+    """
 
     name: str
     weights: tuple[str, ...]
     bytes: int
     group: tuple[int, ...]
+    tag: int
     differentiable: bool = False
 
     @property

@@ -15,7 +15,7 @@ from engines.comm.world import World
 from engines.program.instructions import RunningStatistics, SumGradients, Update
 from engines.spatial.kernels import batch_statistics
 
-__all__ = ["SCALE", "Descent", "Scheduler", "UpdateRules", "sum_gradients", "update_buffers"]
+__all__ = ["SCALE", "Descent", "GradientSum", "Scheduler", "UpdateRules", "update_buffers"]
 
 Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
@@ -23,14 +23,19 @@ SCALE, GROWTH, BACKOFF, GOOD_STEPS = 2.0**16, 2.0, 0.5, 2000
 """How a loss is scaled: at first, times what after how many good steps in a row, and times what after a bad one."""
 
 
-def sum_gradients(weights: Mapping[str, Tensor], bucket: SumGradients, world: World) -> int:
-    """Replace each weight's gradient by its sum over the group, in one message; its bytes."""
-    shared = [weights[name] for name in bucket.weights]
-    flat = torch.cat([(torch.zeros_like(w) if w.grad is None else w.grad).flatten() for w in shared])
-    all_reduce(world, flat, bucket.group).wait()
-    for weight, total in zip(shared, flat.split([w.numel() for w in shared]), strict=True):
-        weight.grad = total.view_as(weight)
-    return flat.nbytes
+class GradientSum:
+    """The sum of some weights' gradients over a group of ranks, under way in one message."""
+
+    def __init__(self, weights: Mapping[str, Tensor], bucket: SumGradients, world: World) -> None:
+        self.shared = [weights[name] for name in bucket.weights]
+        self.flat = torch.cat([(torch.zeros_like(w) if w.grad is None else w.grad).flatten() for w in self.shared])
+        self.total = all_reduce(world, self.flat, bucket.group, bucket.tag)
+
+    def finish(self) -> None:
+        """Wait for it, and give each weight its gradient."""
+        self.total.wait()
+        for weight, total in zip(self.shared, self.flat.split([w.numel() for w in self.shared]), strict=True):
+            weight.grad = total.view_as(weight)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from engines.program.room import find_rooms
 from engines.program.segment import Segment
 from engines.program.statistics import Moments
 from engines.program.timeline import Event
-from engines.program.update import Descent, UpdateRules, sum_gradients, update_buffers
+from engines.program.update import Descent, GradientSum, UpdateRules, update_buffers
 from engines.spatial.draws import step_seed
 
 __all__ = ["Inputs", "Worker"]
@@ -87,6 +87,7 @@ class Worker:
         self.steps_begun += 1
         self.events = []
         self._agreed: Tensor | None = None
+        self._sums: dict[str, GradientSum] = {}
         count = self.program.micro_batches
         self.lanes = {
             number: Lane(
@@ -163,7 +164,7 @@ class Worker:
     def _do(self, step: Step) -> int | None:
         match step.instruction:
             case SumGradients() as bucket:
-                return sum_gradients(self.weights, bucket, self.world)
+                return self._sum_gradients(bucket, begins=step.phase is not Phase.UPDATE)
             case ShareStatistics() as share:
                 return self._moments.share(share, self.world)
             case Agree() as agreement:
@@ -172,6 +173,14 @@ class Worker:
                 return self._update(update)
             case instruction:
                 return self.lanes[step.micro_batch].do(instruction, step.phase)
+
+    def _sum_gradients(self, bucket: SumGradients, begins: bool) -> int:
+        if not begins:
+            self._sums.pop(bucket.name).finish()
+            return 0
+        under_way = self._sums[bucket.name] = GradientSum(self.weights, bucket, self.world)
+        self._outbox.add(under_way.total)
+        return under_way.flat.nbytes
 
     def _agree(self, agreement: Agree) -> None:
         self._outbox.wait()
