@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,33 +21,52 @@ _GATHER = -1
 _RECOVERY_S = 10.0
 
 
+_Route = tuple[int, int, int]
+"""Source, target and tag."""
+
+_Place = tuple[_Route, int]
+"""Of one letter: its number on its route."""
+
+
 class _Mail:
-    """Letters between ranks, by (source, target, tag), first in first out."""
+    """Letters between ranks: of one route, the first that is asked for is the first that was sent, as in MPI.
+
+    Whoever waits for which one first does not matter.
+    """
 
     def __init__(self, size: int) -> None:
         self.all_here = threading.Barrier(size, action=self.clear)
         self.arrived = threading.Condition()
-        self.boxes: dict[tuple[int, int, Any], deque[Any]] = defaultdict(deque)
+        self.letters: dict[_Place, Any] = {}
+        self.sent, self.wanted = Counter[_Route](), Counter[_Route]()
         self.failed = False
 
-    def post(self, source: int, target: int, tag: Any, letter: Any) -> None:
+    def post(self, route: _Route, letter: Any) -> None:
         with self.arrived:
-            self.boxes[source, target, tag].append(letter)
+            self.letters[route, self.sent[route]] = letter
+            self.sent[route] += 1
             self.arrived.notify_all()
 
-    def fetch(self, source: int, target: int, tag: Any) -> Any:
-        key = source, target, tag
+    def ask(self, route: _Route) -> _Place:
+        """The place where the next letter of a route will lie."""
         with self.arrived:
-            self.arrived.wait_for(lambda: self.boxes[key] or self.failed)
-            if self.failed:
-                raise ReleasedError("released: another rank has failed")
-            return self.boxes[key].popleft()
+            self.wanted[route] += 1
+            return route, self.wanted[route] - 1
 
-    def has(self, source: int, target: int, tag: Any) -> bool:
+    def fetch(self, place: _Place) -> Any:
         with self.arrived:
-            if self.failed:
-                raise ReleasedError("released: another rank has failed")
-            return bool(self.boxes[source, target, tag])
+            self.arrived.wait_for(lambda: place in self.letters or self.failed)
+            self._check()
+            return self.letters.pop(place)
+
+    def has(self, place: _Place) -> bool:
+        with self.arrived:
+            self._check()
+            return place in self.letters
+
+    def _check(self) -> None:
+        if self.failed:
+            raise ReleasedError("released: another rank has failed")
 
     def fail(self) -> None:
         with self.arrived:
@@ -56,7 +75,9 @@ class _Mail:
 
     def clear(self) -> None:
         with self.arrived:
-            self.boxes.clear()
+            self.letters.clear()
+            self.sent.clear()
+            self.wanted.clear()
             self.failed = False
 
 
@@ -88,22 +109,23 @@ class LoopbackWorld:
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start messages."""
         for message in sends:
-            self._mail.post(self.rank, message.peer, message.tag, message.tensor.clone())
-        arrived = [partial(self._mail.has, m.peer, self.rank, m.tag) for m in receives]
-        return _Receipt([self._fetch_into(message) for message in receives], arrived)
+            self._mail.post((self.rank, message.peer, message.tag), message.tensor.clone())
+        places = [self._mail.ask((message.peer, self.rank, message.tag)) for message in receives]
+        fetches = [partial(self._fetch_into, m.tensor, place) for m, place in zip(receives, places, strict=True)]
+        return _Receipt(fetches, [partial(self._mail.has, place) for place in places])
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
         """Messages to be started again and again."""
         return partial(self.exchange, sends, receives)
 
-    def _fetch_into(self, message: Message) -> Callable[[], None]:
-        return lambda: _copy(message.tensor, self._mail.fetch(message.peer, self.rank, message.tag))
+    def _fetch_into(self, tensor: Tensor, place: _Place) -> None:
+        _copy(tensor, self._mail.fetch(place))
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks."""
         for peer in range(self.size):
-            self._mail.post(self.rank, peer, _GATHER, value)
-        return [self._mail.fetch(peer, self.rank, _GATHER) for peer in range(self.size)]
+            self._mail.post((self.rank, peer, _GATHER), value)
+        return [self._mail.fetch(self._mail.ask((peer, self.rank, _GATHER))) for peer in range(self.size)]
 
     def rest(self) -> None:
         """Return when every rank is here."""

@@ -1,36 +1,80 @@
 """The sum over ranks, from messages alone: the same on every transport, and the same bits on every rank.
 
 Short tensors: everyone sends everything to everyone. Long ones: each rank sums one chunk and sends it round
-(reduce-scatter, then all-gather; Thakur, Rabenseifner and Gropp, 2005, section 4), in two rounds of messages.
+(reduce-scatter, then all-gather; Thakur, Rabenseifner and Gropp, 2005, section 4). Very long ones piece by piece: while
+one piece is added up, the next one travels and the last one goes round.
 Terms are added in rank order, so that copies of a weight can never drift apart.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from engines.comm.world import Message, World
+from engines.comm.world import Message, Pending, World
 
 __all__ = ["Total", "all_reduce", "sent_by_each"]
 
 _LONG = 1 << 15  # bytes from which a second round costs less than sending everything to everyone
+_PIECE = 1 << 23  # bytes of a tensor that make one such sum: more do not stay in a processor's cache
+_AHEAD = 2  # pieces that travel at once
 _PARTS, _SUMS = 0, 1  # tags; those of programs begin at 2
 
 
 def sent_by_each(count_bytes: int, ranks: int) -> tuple[int, int]:
     """The messages that each rank sends for a sum of tensors of that size, and their bytes.
 
-    >>> sent_by_each(100, 4), sent_by_each(1 << 20, 4)
-    ((3, 300), (6, 1572864))
+    >>> sent_by_each(100, 4), sent_by_each(1 << 20, 4), sent_by_each(1 << 24, 4)
+    ((3, 300), (6, 1572864), (12, 25165824))
     """
     others = ranks - 1
     if count_bytes < _LONG:
         return others, others * count_bytes
-    return 2 * others, 2 * others * count_bytes // ranks
+    return 2 * others * _pieces(count_bytes), 2 * others * count_bytes // ranks
+
+
+def _pieces(count_bytes: int) -> int:
+    """Into how many pieces each rank's chunk of a long tensor is cut."""
+    return -(-count_bytes // _PIECE)
+
+
+class _Spare(threading.local):
+    """Memory that long sums have received into, to be used again: fresh pages cost more than the messages do.
+
+    Each rank that is a thread has its own.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+
+    def take(self, like: Tensor) -> Tensor:
+        """A flat tensor of at least that size, whatever is in it."""
+        there = self.tensors[like.dtype, like.device]
+        found = next((index for index, tensor in enumerate(there) if tensor.numel() >= like.numel()), None)
+        return torch.empty_like(like) if found is None else there.pop(found)
+
+    def give(self, tensors: Sequence[Tensor]) -> None:
+        """Nothing reads or writes these any more."""
+        for tensor in tensors:
+            self.tensors[tensor.dtype, tensor.device].append(tensor)
+
+
+_spare = _Spare()
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """Every rank's term of one piece, in rank order, once `pending` is complete; those of others lie in `lent`."""
+
+    terms: Sequence[Tensor]
+    lent: Sequence[Tensor]
+    pending: Pending
 
 
 class Total:
@@ -40,20 +84,30 @@ class Total:
         self.world = world
         self.flat, self.group = tensor.detach().view(-1), tuple(group)
         self.mine = self.group.index(world.rank)
-        self.chunks = self._chunks()
-        own = self.chunks[self.mine]
-        self.parts = [own if peer == world.rank else torch.empty_like(own) for peer in self.group]
-        sends = [Message(peer, _PARTS, chunk) for peer, chunk in self._others(self.chunks)]
-        receives = [Message(peer, _PARTS, part) for peer, part in self._others(self.parts)]
-        self.pending = world.exchange(sends, receives)
+        self.long = self.flat.nbytes >= _LONG and len(self.group) > 1
+        self.pieces = self._pieces()
+        self.arriving = [self._start(piece) for piece in self.pieces[:_AHEAD]]
 
-    def _chunks(self) -> Sequence[Tensor]:
-        """What each rank of the group sums: a chunk of a long tensor, all of a short one."""
-        count = len(self.group)
-        if self.flat.nbytes < _LONG or count == 1:
-            return [self.flat] * count
-        cuts = [self.flat.numel() * index // count for index in range(count + 1)]
-        return [self.flat[start:stop] for start, stop in pairwise(cuts)]
+    def _pieces(self) -> list[list[Tensor]]:
+        """For each piece what each rank of the group sums of it: its own part if it is long, all if it is short."""
+        if not self.long:
+            return [[self.flat] * len(self.group)]
+        count = _pieces(self.flat.nbytes)
+        chunks = [_cut(chunk, count) for chunk in _cut(self.flat, len(self.group))]
+        return [list(parts) for parts in zip(*chunks, strict=True)]
+
+    def _start(self, piece: Sequence[Tensor]) -> _Arriving:
+        """Send the others their terms of a piece, and receive theirs of what this rank sums."""
+        own = piece[self.mine]
+        lent = [_spare.take(own) if self.long else torch.empty_like(own) for _ in self.group[1:]]
+        terms = [tensor[: own.numel()] for tensor in lent]
+        terms.insert(self.mine, own)
+        return _Arriving(terms, lent if self.long else (), self._exchange(_PARTS, piece, terms))
+
+    def _exchange(self, tag: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Pending:
+        """Each rank of the group gets its tensor of `sent`, and fills its own of `received`."""
+        sends = [Message(peer, tag, tensor) for peer, tensor in self._others(sent)]
+        return self.world.exchange(sends, [Message(peer, tag, tensor) for peer, tensor in self._others(received)])
 
     def _others(self, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         pairs = zip(self.group, tensors, strict=True)
@@ -61,16 +115,33 @@ class Total:
 
     def wait(self) -> None:
         """Add the parts up, and pass long sums round. Raises RankError if a rank fails meanwhile."""
-        self.pending.wait()
-        total = self.parts[0].clone()
-        for part in self.parts[1:]:
-            total += part
-        self.chunks[self.mine].copy_(total)
-        if self.chunks[0].numel() == self.flat.numel():
-            return
-        sends = [Message(peer, _SUMS, total) for peer in self.group if peer != self.world.rank]
-        receives = [Message(peer, _SUMS, chunk) for peer, chunk in self._others(self.chunks)]
-        self.world.exchange(sends, receives).wait()
+        going_round = []
+        for index, piece in enumerate(self.pieces):
+            arriving, own = self.arriving[index], piece[self.mine]
+            arriving.pending.wait()
+            _add(arriving.terms, own)
+            _spare.give(arriving.lent)
+            if self.long:
+                going_round.append(self._exchange(_SUMS, [own] * len(piece), piece))
+            self.arriving += [self._start(coming) for coming in self.pieces[index + _AHEAD : index + _AHEAD + 1]]
+        for pending in going_round:
+            pending.wait()
+
+
+def _cut(flat: Tensor, count: int) -> list[Tensor]:
+    """Into parts that differ by at most one element."""
+    cuts = [flat.numel() * index // count for index in range(count + 1)]
+    return [flat[start:stop] for start, stop in pairwise(cuts)]
+
+
+def _add(terms: Sequence[Tensor], out: Tensor) -> None:
+    """The sum of the terms, from the first to the last, into `out`, which is one of them; the others are used up."""
+    if len(terms) == 1:
+        return
+    first, *between, last = terms
+    for term in between:
+        first.add_(term)
+    torch.add(first, last, out=out)
 
 
 def all_reduce(world: World, tensor: Tensor, group: Sequence[int]) -> Total:

@@ -76,6 +76,31 @@ def a_long_sum_is_the_same_on_every_rank_to_the_bit(world: World) -> None:
 
 
 @case
+def very_long_sums_go_piece_by_piece_in_rank_order(world: World) -> None:
+    """Two of them under way at once, of sizes that no number of ranks or pieces divides."""
+    sizes, group = (4_300_003, 2_100_001), (0, 1, 2, 3)
+
+    def part(rank: int, size: int) -> torch.Tensor:
+        return torch.randn(size, generator=torch.Generator().manual_seed(rank + size))
+
+    for _ in range(2):  # the second time in memory that was used before
+        totals = [part(world.rank, size) for size in sizes]
+        for under_way in [all_reduce(world, total, group) for total in totals]:
+            under_way.wait()
+        for total, size in zip(totals, sizes, strict=True):
+            parts = [part(rank, size) for rank in group]
+            assert torch.equal(total, parts[0] + parts[1] + parts[2] + parts[3])
+
+
+@case
+def long_sums_of_whole_numbers_and_of_two_ranks(world: World) -> None:
+    group = (world.rank & 2, world.rank | 1)
+    total = torch.arange(3_000_001) * (world.rank + 1)
+    all_reduce(world, total, group).wait()
+    assert torch.equal(total, torch.arange(3_000_001) * (sum(group) + 2))
+
+
+@case
 def values_are_gathered_in_rank_order(world: World) -> None:
     assert world.gather({"rank": world.rank}) == [{"rank": rank} for rank in range(world.size)]
 
