@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import inspect
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from engines.bench.halo_case import HaloCase
-from engines.errors import PlanError, TraceError
+from engines.errors import PlanError
 from engines.layout import check_fits
+from engines.model_options import add_model_flags, build_model
 from engines.plan import Plan
 from engines.training import Optimiser, Recipe, prepare
 
-__all__ = ["build_model", "halo_case", "halo_parser", "image_size", "optimiser", "parser", "plan", "positive", "recipe"]
+__all__ = [
+    "Parser",
+    "build_model",
+    "halo_case",
+    "halo_parser",
+    "image_size",
+    "optimiser",
+    "parser",
+    "plan",
+    "positive",
+    "recipe",
+]
 
 _OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9),
@@ -29,13 +37,7 @@ _OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-_MODEL_ARGS = (
-    "JSON: an object of keywords, or a list of arguments; "
-    'an object {"PACKAGE.MODULE:CALLABLE": its arguments} in it is what that call returns'
-)
-
-
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Says what is wrong as every other part does: in one sentence, raised rather than printed."""
 
     def error(self, message: str) -> Any:
@@ -44,16 +46,10 @@ class _Parser(argparse.ArgumentParser):
 
 def parser(description: str) -> argparse.ArgumentParser:
     """The flags that all commands share."""
-    flags = _Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    flags.add_argument(
-        "--model",
-        default="engines.models:resnet110_v2",
-        help="PACKAGE.MODULE:CALLABLE that returns a plain module",
-    )
-    flags.add_argument("--model-args", default="{}", help=_MODEL_ARGS)
+    flags = Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add_model_flags(flags)
     flags.add_argument("--image-size", default="512", help="pixels: one number, or HEIGHTxWIDTH")
     flags.add_argument("--batch-size", type=int, default=1)
-    flags.add_argument("--num-classes", type=int, default=10, help="given to the model if it takes num_classes")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--optimiser", choices=sorted(_OPTIMISERS), default="sgd")
     flags.add_argument("--learning-rate", type=float, default=0.001)
@@ -64,7 +60,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 def halo_parser() -> argparse.ArgumentParser:
     """The flags of the halo benchmark, in the predecessor's names."""
-    flags = _Parser(
+    flags = Parser(
         description="Time a halo exchange, there and back, against the same by hand in mpi4py.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -149,65 +145,6 @@ def image_size(text: str) -> tuple[int, int]:
 def optimiser(options: argparse.Namespace) -> Optimiser:
     """Parameters -> the optimiser that the flags ask for."""
     return partial(_OPTIMISERS[options.optimiser], lr=options.learning_rate)
-
-
-def build_model(options: argparse.Namespace) -> nn.Module:
-    """Import the callable and call it, weights drawn from the seed. Raises TraceError where that fails."""
-    torch.manual_seed(options.seed)
-    positional, keywords = _arguments(_built(_json(options.model_args)))
-    if "num_classes" in _parameters(_imported(options.model)):
-        keywords.setdefault("num_classes", options.num_classes)
-    model = _call(options.model, positional, keywords)
-    if not isinstance(model, nn.Module):
-        raise TraceError(f"{options.model} returned {type(model).__name__}, not a torch.nn.Module.")
-    return model
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"--model-args {text!r} is not JSON ({error}).") from error
-
-
-def _built(value: Any) -> Any:
-    """JSON in which an object with the one key `PACKAGE.MODULE:CALLABLE` is what that call returns: a config, say."""
-    if isinstance(value, list):
-        return [_built(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    items = {key: _built(item) for key, item in value.items()}
-    path = next(iter(items), "")
-    return _call(path, *_arguments(items[path])) if len(items) == 1 and ":" in path else items
-
-
-def _arguments(value: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    if isinstance(value, dict):
-        return (), value
-    return (value if isinstance(value, list) else [value]), {}
-
-
-def _call(path: str, positional: Sequence[Any], keywords: dict[str, Any]) -> Any:
-    make = _imported(path)
-    try:
-        return make(*positional, **keywords)
-    except Exception as error:
-        raise TraceError(f"{path} failed with {type(error).__name__}: {error}. Check --model-args.") from error
-
-
-def _imported(path: str) -> Callable[..., Any]:
-    module, _, name = path.partition(":")
-    try:
-        return attrgetter(name)(importlib.import_module(module))  # type: ignore[no-any-return]
-    except Exception as error:
-        raise TraceError(f"{path!r} cannot be imported ({error}). Name it PACKAGE.MODULE:CALLABLE.") from error
-
-
-def _parameters(make: Callable[..., Any]) -> Sequence[str]:
-    try:
-        return tuple(inspect.signature(make).parameters)
-    except (TypeError, ValueError):
-        return ()
 
 
 def recipe(options: argparse.Namespace, ranks: int) -> tuple[nn.Module, Recipe]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import fields
+from operator import attrgetter
 from subprocess import CompletedProcess
 
 import pytest
 import torch
 from torch import nn
 
-from engines import options
+from engines import models, options
 from engines.errors import PlanError, TraceError
+from engines.layer.answers import prediction_of
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
 from engines.plan import Plan
@@ -163,6 +165,61 @@ CALLS = {
 def test_arguments_may_be_calls_themselves(arguments: str, kind: type[nn.Module]):
     """As of models that take a configuration."""
     assert isinstance(options.build_model(chosen(MODEL, "torch.nn:Sequential", "--model-args", arguments))[0], kind)
+
+
+NAMES = {
+    "resnet": ("resnet_v2", {"depth": 110}),
+    "resnet --num-layers 20": ("resnet_v2", {"depth": 20}),
+    "resnet --num-layers 8": ("resnet_v1", {"depth": 8}),
+    "resnet_v1 --num-layers 20": ("resnet_v1", {"depth": 20}),
+    "resnet20_v1": ("resnet20_v1", {}),
+    "amoebanet --num-layers 3 --num-filters 16": ("amoebanetd", {"num_layers": 3, "num_filters": 16}),
+    "amoebanetd --num-layers 3 --num-filters 16": ("amoebanetd", {"num_layers": 3, "num_filters": 16}),
+    "engines.models:resnet_v2 --num-layers 11": ("resnet_v2", {"depth": 11}),
+    "unet": ("unet.UNet", {}),
+}
+
+
+@pytest.mark.parametrize(("flags", "expected"), NAMES.items(), ids=NAMES)
+def test_models_have_short_names(flags: str, expected: tuple[str, dict[str, int]]):
+    name, arguments = expected
+    model = options.build_model(chosen(MODEL, *flags.split(), "--num-classes", "3"))
+    same = attrgetter(name)(models)(**arguments, num_classes=3)
+    shapes = [{key: value.shape for key, value in each.state_dict().items()} for each in (model, same)]
+    assert shapes[0] == shapes[1]
+
+
+STOCK = {"monai": "monai.networks.nets:resnet50", "transformers": "transformers:ResNetForImageClassification"}
+
+
+@pytest.mark.parametrize("package", STOCK)
+def test_a_stock_resnet50_is_of_the_package_that_is_there(package: str, monkeypatch):
+    pytest.importorskip(package)
+    monkeypatch.setattr("engines.model_options.find_spec", lambda name: name == package)
+    model = options.build_model(chosen(MODEL, "resnet50", "--num-classes", "7"))
+    assert type(model).__module__.startswith(package)
+    assert 23_400_000 < sum(p.numel() for p in model.parameters()) < 23_600_000
+    with torch.no_grad():
+        answer = model.eval()(torch.zeros(1, 3, 32, 32))
+    assert prediction_of(answer).shape == (1, 7)
+
+
+def test_where_no_package_has_a_resnet50(monkeypatch):
+    monkeypatch.setattr("engines.model_options.find_spec", lambda name: None)
+    with pytest.raises(PlanError, match=r"neither MONAI nor transformers is installed: pip install 'monai"):
+        options.build_model(chosen(MODEL, "resnet50"))
+
+
+@pytest.mark.parametrize("depth", ["0", "2", "9", "19", "-7"])
+def test_there_is_no_resnet_of_that_depth(depth: str):
+    with pytest.raises(PlanError, match=f"--num-layers {depth}: a resnet has 9n"):
+        options.build_model(chosen(MODEL, "resnet", "--num-layers", depth))
+
+
+@pytest.mark.parametrize("flags", ["--num-layers 4", "--num-layers 0", "--num-filters 7", "--num-layers -3"])
+def test_there_is_no_such_amoebanet(flags: str):
+    with pytest.raises(PlanError, match="an amoebanet has three equal groups"):
+        options.build_model(chosen(MODEL, "amoebanet", *flags.split()))
 
 
 def test_a_model_that_takes_no_classes_is_given_none():

@@ -1,0 +1,178 @@
+"""The flags that name a model: a short name, or any importable callable, and what it is called with."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from engines import models
+from engines.errors import PlanError, TraceError
+
+__all__ = ["add_model_flags", "build_model"]
+
+_MODEL_ARGS = (
+    "JSON: an object of keywords, or a list of arguments; "
+    'an object {"PACKAGE.MODULE:CALLABLE": its arguments} in it is what that call returns'
+)
+_DEPTH, _CELLS, _FILTERS = 110, 18, 416  # the predecessor's ResNet and AmoebaNet
+
+Named = tuple[str, dict[str, Any]]
+"""PACKAGE.MODULE:CALLABLE, and its keywords, in JSON as `--model-args` has them."""
+
+
+def add_model_flags(flags: argparse.ArgumentParser) -> None:
+    """The flags that `build_model` reads."""
+    flags.add_argument(
+        "--model",
+        default="engines.models:resnet110_v2",
+        help=f"{', '.join(_SHORT)}, a name in engines.models, or PACKAGE.MODULE:CALLABLE that returns a plain module",
+    )
+    flags.add_argument("--model-args", default="{}", help=_MODEL_ARGS)
+    flags.add_argument("--num-classes", type=int, default=10, help="given to the model if it takes num_classes")
+    flags.add_argument(
+        "--num-layers",
+        type=int,
+        help=f"of a resnet 9n+2 (v2) or 6n+2 (v1), default {_DEPTH}; normal cells of an amoebanet, default {_CELLS}; "
+        "given to any other model if it takes num_layers or depth",
+    )
+    flags.add_argument(
+        "--num-filters", type=int, help=f"width of an amoebanet, default {_FILTERS}; likewise if it takes num_filters"
+    )
+
+
+def build_model(options: argparse.Namespace) -> nn.Module:
+    """Import the callable and call it, weights drawn from the seed.
+
+    Raises TraceError where that fails, PlanError where the flags do not name a model.
+    """
+    torch.manual_seed(options.seed)
+    path, known = _SHORT[options.model](options) if options.model in _SHORT else _by_path(options)
+    positional, keywords = _arguments(_built(_json(options.model_args)))
+    model = _call(path, positional, {**_built(known), **keywords})
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"{path} returned {type(model).__name__}, not a torch.nn.Module.")
+    return model
+
+
+def _by_path(options: argparse.Namespace) -> Named:
+    """A callable gets what it has parameters for."""
+    ours = ":" not in options.model and options.model in models.__all__
+    path = f"{models.__name__}:{options.model}" if ours else options.model
+    layers = options.num_layers
+    told = {
+        "num_classes": options.num_classes,
+        "num_layers": layers,
+        "depth": layers,
+        "num_filters": options.num_filters,
+    }
+    takes = _parameters(_imported(path))
+    return path, {name: value for name, value in told.items() if value is not None and name in takes}
+
+
+def _resnet(options: argparse.Namespace) -> Named:
+    """v2 where there is one of that depth, as the predecessor's benchmarks have it, else v1."""
+    depth = _DEPTH if options.num_layers is None else options.num_layers
+    version = next((name for name, step in (("v2", 9), ("v1", 6)) if depth > step and depth % step == 2), None)
+    if version is None:
+        raise PlanError(
+            f"--num-layers {depth}: a resnet has 9n+2 layers (v2) or 6n+2 (v1) with n >= 1. "
+            "Use 20, 56 or 110, for instance."
+        )
+    return f"engines.models:resnet_{version}", {"depth": depth, "num_classes": options.num_classes}
+
+
+def _amoebanet(options: argparse.Namespace) -> Named:
+    cells = _CELLS if options.num_layers is None else options.num_layers
+    filters = _FILTERS if options.num_filters is None else options.num_filters
+    if cells < 3 or cells % 3 or filters < 8:
+        raise PlanError(
+            f"--num-layers {cells} --num-filters {filters}: an amoebanet has three equal groups of normal cells, so a "
+            "multiple of 3 layers, and at least 8 filters. Use --num-layers 18 --num-filters 416, for instance."
+        )
+    return "engines.models:amoebanetd", {
+        "num_layers": cells,
+        "num_filters": filters,
+        "num_classes": options.num_classes,
+    }
+
+
+def _unet(options: argparse.Namespace) -> Named:
+    return "engines.models.unet:UNet", {"num_classes": options.num_classes}
+
+
+def _resnet50(options: argparse.Namespace) -> Named:
+    """Of whichever stock package is installed."""
+    if find_spec("monai"):
+        stem = {"spatial_dims": 2, "n_input_channels": 3, "conv1_t_stride": 2}
+        return "monai.networks.nets:resnet50", {**stem, "num_classes": options.num_classes}
+    if find_spec("transformers"):
+        config = {"transformers:ResNetConfig": {"num_labels": options.num_classes}}
+        return "transformers:ResNetForImageClassification", {"config": config}
+    raise PlanError(
+        "--model resnet50 comes from another package, and neither MONAI nor transformers is installed: "
+        f"pip install 'monai>=1.5,<2', or use one of our own, such as {', '.join(models.__all__)}."
+    )
+
+
+_SHORT: dict[str, Callable[[argparse.Namespace], Named]] = {
+    "resnet": _resnet,
+    "amoebanet": _amoebanet,
+    "unet": _unet,
+    "resnet50": _resnet50,
+}
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"--model-args {text!r} is not JSON ({error}).") from error
+
+
+def _built(value: Any) -> Any:
+    """JSON in which an object with the one key `PACKAGE.MODULE:CALLABLE` is what that call returns: a config, say."""
+    if isinstance(value, list):
+        return [_built(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    items = {key: _built(item) for key, item in value.items()}
+    path = next(iter(items), "")
+    return _call(path, *_arguments(items[path])) if len(items) == 1 and ":" in path else items
+
+
+def _arguments(value: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    if isinstance(value, dict):
+        return (), value
+    return (value if isinstance(value, list) else [value]), {}
+
+
+def _call(path: str, positional: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    make = _imported(path)
+    try:
+        return make(*positional, **keywords)
+    except Exception as error:
+        raise TraceError(f"{path} failed with {type(error).__name__}: {error}. Check --model-args.") from error
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    try:
+        return attrgetter(name)(importlib.import_module(module))  # type: ignore[no-any-return]
+    except Exception as error:
+        raise TraceError(f"{path!r} cannot be imported ({error}). Name it PACKAGE.MODULE:CALLABLE.") from error
+
+
+def _parameters(make: Callable[..., Any]) -> Sequence[str]:
+    try:
+        return tuple(inspect.signature(make).parameters)
+    except (TypeError, ValueError):
+        return ()
