@@ -6,19 +6,26 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 from torch import nn
 
-from engines import options
+from engines import options, train_options
+from engines.bench.allreduce import bench_allreduce
 from engines.bench.bubble import bench_bubble
+from engines.bench.flags import allreduce_parser, throughput_parser, throughput_recipe
 from engines.bench.halo import bench_halo
 from engines.bench.memory import bench_memory
 from engines.bench.step import bench_step
+from engines.bench.throughput import bench_throughput
 from engines.bench.verify import verify
+from engines.comm.together import together
 from engines.comm.world import World
 from engines.errors import ImageError, PlanError, RankError, ReleasedError, TraceError
 from engines.layout import check_fits
+from engines.train import Told, images_per_step, summary, train
 
 __all__ = ["main"]
 
@@ -66,6 +73,33 @@ def _tell(world: World, text: str) -> None:
 def _print(world: World, line: dict[str, object]) -> None:
     if world.rank == 0:
         print(json.dumps(line), flush=True)
+
+
+def _train(world: World, arguments: Sequence[str]) -> bool:
+    """A training on images, told as it goes."""
+    chosen = train_options.train_parser().parse_args(arguments)
+    _, recipe = options.recipe(chosen, world.size)
+    for text in train_options.without_effect(chosen):
+        print(text, flush=True)
+    images = together(world, lambda: train_options.application(chosen, images_per_step(recipe)))
+    steps: list[Told] = []
+    course = train(world, recipe, images, chosen.num_epochs, chosen.seed, chosen.max_steps)
+    for epoch, told in groupby(course, key=attrgetter("epoch")):
+        steps += (_told(step, chosen.verbose) for step in told)
+        over = summary(steps)
+        print(f"Epoch {epoch} Global loss: {over['loss']:.6f} Acc {over['accuracy']}", flush=True)
+    line = summary(steps)
+    print(f"Mean {line['images_per_s_mean']} Median {line['images_per_s_median']}", flush=True)
+    _print(world, line)
+    return True
+
+
+def _told(step: Told, verbose: bool) -> Told:
+    """The same, printed."""
+    print(f"Epoch: {step.epoch} images per sec:{step.images_per_s:.4f} Time:{step.seconds:.4f}", flush=True)
+    if verbose:
+        print(f"Step: {step.step}, loss: {step.loss:.6f}, accuracy: {step.accuracy}", flush=True)
+    return step
 
 
 def _verify(world: World, arguments: Sequence[str]) -> bool:
@@ -128,10 +162,32 @@ def _bench_bubble(world: World, arguments: Sequence[str]) -> bool:
     return True
 
 
+def _bench_throughput(world: World, arguments: Sequence[str]) -> bool:
+    """Images per second, in the lines that the field's synthetic benchmarks print."""
+    chosen = throughput_parser().parse_args(arguments)
+    recipe = throughput_recipe(chosen, world.size)
+    line = bench_throughput(
+        world, recipe, chosen.model, chosen.warmup, chosen.num_iters, chosen.num_batches_per_iter, chosen.seed
+    )
+    _print(world, line)
+    return True
+
+
+def _bench_allreduce(world: World, arguments: Sequence[str]) -> bool:
+    """Sums over all ranks: ours, MPI's own, and gloo's."""
+    chosen = allreduce_parser().parse_args(arguments)
+    for line in bench_allreduce(world, chosen.max_bytes, chosen.iterations):
+        _print(world, line)
+    return True
+
+
 _COMMANDS: dict[str, Command] = {
+    "train": _train,
     "verify": _verify,
     "bench step": _bench_step,
     "bench memory": _bench_memory,
     "bench halo": _bench_halo,
     "bench bubble": _bench_bubble,
+    "bench throughput": _bench_throughput,
+    "bench allreduce": _bench_allreduce,
 }

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpi4py import MPI
+from torch import Tensor
 
 from engines.comm.mpi import MpiWorld
 from engines.comm.world import Message
 
-__all__ = ["RawMessages"]
+__all__ = ["RawMessages", "RawSum"]
 
 
 class RawMessages:
@@ -23,3 +24,13 @@ class RawMessages:
     def __call__(self) -> None:
         MPI.Prequest.Startall(self.requests)
         MPI.Request.Waitall(self.requests)
+
+
+class RawSum:
+    """`MPI_Allreduce` of a host tensor, in place, over all ranks."""
+
+    def __init__(self, world: MpiWorld) -> None:
+        self.comm = world.comm
+
+    def __call__(self, tensor: Tensor) -> None:
+        self.comm.Allreduce(MPI.IN_PLACE, tensor.numpy())

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engines.layer.graph import ModelGraph, Node
 from engines.spatial.kernels import local_kernel
 
-__all__ = ["SETTINGS", "SameDraws", "draw_number", "draws", "has_draws", "step_seed"]
+__all__ = ["SETTINGS", "SameDraws", "draw_number", "draws", "has_draws", "step_seed", "uniform"]
 
 Place = Sequence[tuple[int, int, int]]
 """For each axis of a tensor: its whole size, and the start and stop of the part that is here."""

@@ -1,0 +1,87 @@
+"""Milliseconds of a sum over all ranks: ours, beside raw `MPI_Allreduce` and gloo on the same tensors.
+
+Measured in turn in each iteration, in an order that changes (who comes after whom finds another cache), each after
+a barrier; a sum takes as long as its slowest rank. Told are medians over the iterations. `ratio_to_mpi` is
+raw_mpi_ms / ours_ms: 1 is as fast as MPI's own, more is faster. `spread` is the distance of the quartiles of ours,
+divided by its median.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from random import Random
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engines.comm.gloo import gloo_sum
+from engines.comm.total import all_reduce
+
+if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
+    from engines.comm.mpi import MpiWorld
+
+__all__ = ["bench_allreduce", "sizes"]
+
+_WARMUP = 3
+_FLOAT_BYTES = 4
+
+Sum = Callable[[Tensor], object]
+
+
+def sizes(max_bytes: int) -> list[int]:
+    """4 bytes and its multiples by 4, to `max_bytes`.
+
+    >>> sizes(100)
+    [4, 16, 64]
+    """
+    found = [_FLOAT_BYTES]
+    while found[-1] * 4 <= max_bytes:
+        found.append(found[-1] * 4)
+    return found
+
+
+def bench_allreduce(world: MpiWorld, max_bytes: int, iterations: int) -> Iterator[dict[str, object]]:
+    """One line for each size; the same lines on every rank."""
+    from engines.comm.raw import RawSum
+
+    torch.set_num_threads(1)
+    group = range(world.size)
+    with gloo_sum(world) as gloo:
+        sums: dict[str, Sum] = {
+            "ours_ms": lambda tensor: all_reduce(world, tensor, group).wait(),
+            "raw_mpi_ms": RawSum(world),
+        }
+        if gloo is not None:
+            sums["gloo_ms"] = gloo
+        for count_bytes in sizes(max_bytes):
+            tensor = torch.zeros(count_bytes // _FLOAT_BYTES)
+            yield _line(count_bytes, world.gather(_times(world, tensor, sums, iterations)))
+
+
+def _times(world: MpiWorld, tensor: Tensor, sums: Mapping[str, Sum], iterations: int) -> dict[str, list[float]]:
+    """Seconds of this rank, by name. What is summed is zero: it stays what it is, however often."""
+    times: dict[str, list[float]] = {name: [] for name in sums}
+    for index in range(_WARMUP + iterations):
+        for name in Random(index).sample(sorted(sums), len(sums)):
+            world.comm.Barrier()
+            start_s = time.perf_counter()
+            sums[name](tensor)
+            times[name].append(time.perf_counter() - start_s)
+    return {name: seconds[_WARMUP:] for name, seconds in times.items()}
+
+
+def _line(count_bytes: int, ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, object]:
+    slowest = {name: [max(each) for each in zip(*(times[name] for times in ranks), strict=True)] for name in ranks[0]}
+    medians = {name: round(statistics.median(seconds) * 1e3, 4) for name, seconds in slowest.items()}
+    low, middle, high = statistics.quantiles(slowest["ours_ms"], n=4)
+    return {
+        "bytes": count_bytes,
+        "ours_ms": medians["ours_ms"],
+        "raw_mpi_ms": medians["raw_mpi_ms"],
+        "gloo_ms": medians.get("gloo_ms", "unavailable"),
+        "ratio_to_mpi": round(medians["raw_mpi_ms"] / medians["ours_ms"], 3),
+        "spread": round((high - low) / middle, 3),
+    }

@@ -1,0 +1,46 @@
+"""The flags of the benchmarks of throughput and of sums over ranks."""
+
+from __future__ import annotations
+
+import argparse
+
+from engines import options
+from engines.training import Recipe
+
+__all__ = ["allreduce_parser", "throughput_parser", "throughput_recipe"]
+
+_MAX_BYTES = 1 << 28
+
+
+def throughput_parser() -> argparse.ArgumentParser:
+    """The flags of `bench throughput`, in the names of the field's synthetic benchmarks."""
+    flags = options.parser("Time training steps on random images, each rank a replica of the whole model.")
+    flags.set_defaults(
+        model="resnet50", image_size="224", num_classes=1000, batch_size=32, split_size=1, spatial_size=0
+    )
+    flags.set_defaults(data_parallel=None)
+    flags.add_argument("--warmup", type=options.positive, default=10, help="steps before anything is timed")
+    flags.add_argument("--num-iters", type=options.positive, default=10)
+    flags.add_argument("--num-batches-per-iter", type=options.positive, default=10)
+    return flags
+
+
+def throughput_recipe(chosen: argparse.Namespace, ranks: int) -> Recipe:
+    """What every rank has to know. As many replicas as the ranks make, unless the flags say. Raises PlanError."""
+    if chosen.data_parallel is None:
+        chosen.data_parallel = 1
+        chosen.data_parallel = max(1, ranks // options.plan(chosen).ranks)
+    return options.recipe(chosen, ranks)[1]
+
+
+def allreduce_parser() -> argparse.ArgumentParser:
+    """The flags of `bench allreduce`."""
+    flags = options.Parser(
+        description="Time sums over all ranks against raw MPI_Allreduce and gloo.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    flags.add_argument(
+        "--max-bytes", type=options.positive, default=_MAX_BYTES, help="the largest sum; each 4 x the last"
+    )
+    flags.add_argument("--iterations", type=options.positive, default=30)
+    return flags

@@ -1,0 +1,66 @@
+"""Images per second, told in the lines that the field's synthetic benchmarks print.
+
+One iteration is a number of steps on the same random images, from the moment when all ranks are there until the
+last one is done. `+-` is 1.96 standard deviations over the iterations.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from torch import Tensor
+
+from engines.bench.verify import batches
+from engines.comm.device import has_own_memory, wait_for
+from engines.comm.world import World
+from engines.training import RankTraining, Recipe
+
+__all__ = ["bench_throughput"]
+
+
+def bench_throughput(
+    world: World, recipe: Recipe, model: str, warmup: int, iterations: int, steps: int, seed: int
+) -> dict[str, object]:
+    """Print as it goes; the same line on every rank: images per second of one device and of all."""
+    training = RankTraining(world, recipe)
+    device = "GPU" if has_own_memory(training.device) else "CPU"
+    whole = batches(recipe, seed, steps=1)[0]
+    images, own = len(whole["images"]), training.cut(whole)
+    _say(f"Model: {model}", f"Batch size: {images // recipe.plan.data_parallel}", f"Number of {device}s: {world.size}")
+    _say("Running warmup...")
+    for _ in range(warmup):
+        training.step(own)
+    _say("Running benchmark...")
+    each = []
+    for index in range(iterations):
+        each.append(images * steps / _seconds(world, training, own, steps) / world.size)
+        _say(f"Iter #{index}: {each[-1]:.1f} img/sec per {device}")
+    mean, around = statistics.fmean(each), 1.96 * statistics.pstdev(each)
+    _say(f"Img/sec per {device}: {mean:.1f} +-{around:.1f}")
+    _say(f"Total img/sec on {world.size} {device}(s): {mean * world.size:.1f} +-{around * world.size:.1f}")
+    return {
+        "model": model,
+        "device": device,
+        "ranks": world.size,
+        "images_per_step": images,
+        "images_per_s_each": round(mean, 4),
+        "images_per_s_total": round(mean * world.size, 4),
+        "spread": round(around / mean, 4),
+        "iterations": [round(speed, 4) for speed in each],
+    }
+
+
+def _seconds(world: World, training: RankTraining, own: dict[str, Tensor], steps: int) -> float:
+    """Of so many steps, on the slowest rank."""
+    world.rest()
+    start_s = time.perf_counter()
+    for _ in range(steps):
+        training.step(own)
+    wait_for(training.device)
+    return max(world.gather(time.perf_counter() - start_s))  # type: ignore[no-any-return]
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(line, flush=True)

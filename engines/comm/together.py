@@ -1,0 +1,26 @@
+"""Local work that may fail on one rank only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from engines.comm.world import World
+from engines.errors import ImageError
+
+__all__ = ["together"]
+
+Made = TypeVar("Made")
+
+
+def together(world: World, work: Callable[[], Made]) -> Made:
+    """What `work` makes on this rank; collective. Raises the first rank's ImageError on every rank, if there is one."""
+    made, failure = None, ""
+    try:
+        made = work()
+    except ImageError as error:
+        failure = str(error)
+    for text in world.gather(failure):
+        if text:
+            raise ImageError(text)
+    return made  # type: ignore[return-value]

@@ -1,0 +1,145 @@
+"""CIFAR-10 (Krizhevsky, 2009, "Learning Multiple Layers of Features from Tiny Images") from files that are there.
+
+Nothing is downloaded. Both of its forms are read: records of bytes, and Python's pickles, which could run any code
+if they were read as pickles usually are.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engines.errors import ImageError
+from engines.images.folder import FolderImages
+from engines.images.labelled import LabelledImages, network_input, resized
+from engines.spatial.tiles import Tile
+
+__all__ = ["CifarImages", "cifar_images"]
+
+_SIDE, _CLASSES = 32, 10
+_PIXELS = 3 * _SIDE * _SIDE
+_FORMS = (("cifar-10-batches-bin", "data_batch_*.bin"), ("cifar-10-batches-py", "data_batch_[0-9]"))
+
+Bytes = NDArray[np.uint8]
+
+
+def cifar_images(folder: Path, size: tuple[int, int]) -> LabelledImages:
+    """The training images of CIFAR-10 in a folder, or in the folder inside that its archives make, scaled to `size`.
+
+    A folder that has a folder of pictures for each class will do as well. Raises ImageError where there is
+    neither, or a file is damaged.
+    """
+    for inside, pattern in _FORMS:
+        files = sorted(folder.glob(pattern)) or sorted((folder / inside).glob(pattern))
+        if files:
+            return CifarImages([_read(path) for path in files], size)
+    if folder.is_dir() and any(path.is_dir() for path in folder.iterdir()):
+        return FolderImages(folder, size)
+    raise ImageError(
+        f"There is no CIFAR-10 in {folder} (looked for in {Path.cwd()}): neither data_batch_1.bin nor data_batch_1, "
+        "nor a folder of pictures for each class. Unpack cifar-10-binary.tar.gz or cifar-10-python.tar.gz there (from "
+        "https://www.cs.toronto.edu/~kriz/cifar.html; nothing is downloaded here), or set --datapath."
+    )
+
+
+class CifarImages:
+    """Batches of (N, 3072) bytes, red before green before blue, with (N,) classes, scaled to `size` when read."""
+
+    classes = _CLASSES
+
+    def __init__(self, batches: list[tuple[Bytes, Bytes]], size: tuple[int, int]) -> None:
+        self.size = size
+        self.places = [(batch, row) for batch, (_, labels) in enumerate(batches) for row in range(len(labels))]
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def part(self, index: int, tile: Tile) -> Tensor:
+        """(3, h, w), float32 from -1 to 1."""
+        batch, row = self.places[index]
+        pixels = self.batches[batch][0][row].reshape(3, _SIDE, _SIDE).transpose(1, 2, 0)
+        return network_input(resized(np.ascontiguousarray(pixels), self.size), tile)
+
+    def label(self, index: int) -> int:
+        """The class that its file says."""
+        batch, row = self.places[index]
+        return int(self.batches[batch][1][row])
+
+
+def _read(path: Path) -> tuple[Bytes, Bytes]:
+    """(N, 3072) pixels and (N,) classes of one file."""
+    pixels, labels = _records(path) if path.suffix == ".bin" else _pickled(path)
+    if not len(labels) or labels.max() >= _CLASSES:
+        raise _damaged(path, f"it has {len(labels)} images, of classes up to {labels.max(initial=0)}")
+    return pixels, labels
+
+
+def _records(path: Path) -> tuple[Bytes, Bytes]:
+    """One byte of class and 3072 of pixels each, left in the file until they are read."""
+    size = path.stat().st_size
+    if not size or size % (1 + _PIXELS):
+        raise _damaged(path, f"its {size} bytes are not records of {1 + _PIXELS}")
+    records = np.memmap(path, np.uint8, "r").reshape(-1, 1 + _PIXELS)
+    return records[:, 1:], np.array(records[:, 0])
+
+
+def _pickled(path: Path) -> tuple[Bytes, Bytes]:
+    with path.open("rb") as file:
+        try:
+            batch = _Unpickler(file).load()
+            pixels, labels = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"], np.uint8)
+        except ImageError:
+            raise
+        except Exception as error:  # a damaged pickle fails in any way
+            raise _damaged(path, f"{type(error).__name__}: {error}") from error
+    if pixels.dtype != np.uint8 or pixels.shape != (len(labels), _PIXELS):
+        raise _damaged(
+            path, f"it has {len(labels)} classes, and pixels of shape {pixels.shape} and type {pixels.dtype}"
+        )
+    return pixels, labels
+
+
+def _damaged(path: Path, reason: str) -> ImageError:
+    return ImageError(f"{path} is no CIFAR-10 batch, or damaged: {reason}. Unpack the archive again.")
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    """As older pickles write bytes."""
+    if encoding != "latin1":
+        raise ValueError(f"bytes written as {encoding}")
+    return text.encode("latin1")
+
+
+_MADE: dict[tuple[str, str], Callable[..., Any]] = {
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+    ("numpy._core.multiarray", "_reconstruct"): np.empty(1).__reduce_ex__(2)[0],  # type: ignore[dict-item]
+    ("numpy._core.numeric", "_frombuffer"): np.empty(1).__reduce_ex__(5)[0],  # type: ignore[dict-item]
+    ("_codecs", "encode"): _latin1,
+}
+"""What an array is made of, in every version of Python's pickles."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes numbers, bytes, texts, lists, mappings and arrays; nothing else is looked up, imported or called."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file, encoding="bytes")
+        self.name = file.name
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Raises ImageError where the file wants anything but an array."""
+        made = _MADE.get((module.replace("numpy.core", "numpy._core"), name))
+        if made is None:
+            raise ImageError(
+                f"{self.name} is no CIFAR-10 batch: it asks for {module}.{name}, and a file that names functions "
+                "could run anything. It was not run. Unpack the archive again."
+            )
+        return made

@@ -1,0 +1,42 @@
+"""Random images that nobody has to hold: each pixel follows from the seed, the image's number and its place."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from engines.spatial.draws import uniform
+from engines.spatial.tiles import Tile
+
+__all__ = ["SyntheticImages"]
+
+_CPU = torch.device("cpu")
+
+
+class SyntheticImages:
+    """`count` images of `size` = (height, width) pixels, uniformly random, with random classes.
+
+    >>> from engines.spatial.tiles import Span
+    >>> images = SyntheticImages(count=2, size=(4, 6), classes=10)
+    >>> whole = images.part(1, Tile.whole(4, 6))
+    >>> torch.equal(images.part(1, Tile(Span(1, 3), Span(2, 6))), whole[:, 1:3, 2:6])
+    True
+    """
+
+    def __init__(self, count: int, size: tuple[int, int], classes: int, seed: int = 0) -> None:
+        self.count, self.size, self.classes, self.seed = count, size, classes, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def part(self, index: int, tile: Tile) -> Tensor:
+        """(3, h, w), float32 from -1 to 1; only these pixels are drawn."""
+        spans = zip(self.size, (tile.rows, tile.cols), strict=True)
+        place = [(3, 0, 3), *((size, span.start, span.stop) for size, span in spans)]
+        return uniform(self.seed, 2 * index, place, _CPU).mul_(2).sub_(1).float()
+
+    def label(self, index: int) -> int:
+        """Its class."""
+        return math.floor(uniform(self.seed, 2 * index + 1, [], _CPU).item() * self.classes)

@@ -1,0 +1,303 @@
+"""Trainings from images: what each rank reads, what is told, and the predecessor's command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from engines import options, train_options
+from engines.comm.loopback import LoopbackWorld, run_ranks
+from engines.comm.together import together
+from engines.errors import ImageError, PlanError
+from engines.images.labelled import LabelledImages, in_order
+from engines.images.own import OwnPart
+from engines.images.synthetic import SyntheticImages
+from engines.models.unet import UNet
+from engines.oracle import OneProcess
+from engines.plan import Plan
+from engines.spatial.tiles import Tile
+from engines.train import Told, summary, train
+from engines.training import RankTraining, Recipe, prepare, sgd
+
+SIZE, BATCH = (20, 26), 4
+
+
+class Tiny(nn.Module):
+    """A classifier whose space is reduced early enough for any plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3))
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def seeded(make: type[nn.Module], **arguments: int) -> nn.Module:
+    torch.manual_seed(0)
+    return make(**arguments)
+
+
+MODELS = {"classifier": seeded(Tiny), "segmenter": seeded(UNet, num_classes=3, width=4, depth=1)}
+PLANS = {
+    "one rank": Plan(split_size=1, spatial_size=0, precision="float64"),
+    "two stages": Plan(split_size=2, slice_method="2x2", precision="float64"),
+    "tiles to the loss": Plan(split_size=1, slice_method="1x3", precision="float64"),
+}
+
+
+def recipe(model: nn.Module, plan: Plan) -> Recipe:
+    return prepare(model, plan, (BATCH, 3, *SIZE), device="cpu")
+
+
+def whole_batch(images: LabelledImages, numbers: Sequence[int], per_pixel: bool) -> dict[str, torch.Tensor]:
+    classes = torch.tensor([images.label(number) for number in numbers])
+    labels = classes[:, None, None].expand(-1, *SIZE) if per_pixel else classes
+    pixels = torch.stack([images.part(number, Tile.whole(*SIZE)) for number in numbers])
+    return {"images": pixels.double(), "labels": labels.contiguous()}
+
+
+# ---- what a rank reads
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_each_rank_reads_what_is_cut_for_it_from_the_whole(model: str, plan: Plan):
+    images, numbers = SyntheticImages(9, SIZE, 3), [7, 0, 3, 5]
+    made = recipe(MODELS[model], plan)
+    whole = whole_batch(images, numbers, per_pixel=model == "segmenter")
+
+    def check(world: LoopbackWorld) -> list[str]:
+        training = RankTraining(world, made)
+        read, cut = OwnPart(training, images, BATCH).read(numbers), training.cut(whole)
+        assert read.keys() == cut.keys()
+        assert all(torch.equal(read[name], cut[name]) and read[name].dtype == cut[name].dtype for name in cut)
+        return sorted(cut)
+
+    assert set().union(*run_ranks(plan.ranks, check)) == {"images", "labels"}
+
+
+class Spied(SyntheticImages):
+    """Writes down which parts are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(9, SIZE, 3)
+        self.asked: set[tuple[int, Tile]] = set()
+
+    def part(self, index: int, tile: Tile) -> torch.Tensor:
+        self.asked.add((index, tile))
+        return super().part(index, tile)
+
+
+def test_no_rank_reads_more_than_its_own_tile():
+    plan = PLANS["two stages"]
+    made = recipe(MODELS["classifier"], plan)
+
+    def asked(world: LoopbackWorld) -> set[tuple[int, Tile]]:
+        images = Spied()
+        OwnPart(RankTraining(world, made), images, BATCH).read([2, 4, 6, 8])
+        return images.asked
+
+    *tiles, last = run_ranks(plan.ranks, asked)
+    cut = plan.grids[0].cut(*SIZE)
+    assert tiles == [{(number, tile) for number in (2, 4, 6, 8)} for tile in cut]
+    assert last == set()
+
+
+# ---- what is told
+
+
+def oracle(model: nn.Module, images: LabelledImages, epochs: int, seed: int) -> list[tuple[float, int]]:
+    """Loss, and how many predictions are right, of each step in one process."""
+    alone, found = OneProcess(model, nn.CrossEntropyLoss(), sgd, torch.float64), []
+    for epoch in range(epochs):
+        order = in_order(len(images), seed, epoch)
+        for start in range(0, len(images) - BATCH + 1, BATCH):
+            batch = whole_batch(images, order[start : start + BATCH], per_pixel=isinstance(model, UNet))
+            alone.model.train()
+            with torch.no_grad():
+                kept = {name: buffer.clone() for name, buffer in alone.model.named_buffers()}
+                right = int((alone.model(batch["images"]).argmax(1) == batch["labels"]).sum())
+                for name, buffer in alone.model.named_buffers():
+                    buffer.copy_(kept[name])
+            found.append((alone.step(batch), right))
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_loss_and_accuracy_are_those_of_one_process(model: str, plan: Plan):
+    images, made = SyntheticImages(9, SIZE, 3), recipe(MODELS[model], plan)
+    per_image = SIZE[0] * SIZE[1] if model == "segmenter" else 1
+
+    def told(world: LoopbackWorld) -> list[Told]:
+        return list(train(world, made, images, epochs=2, seed=5))
+
+    expected = oracle(MODELS[model], images, epochs=2, seed=5)
+    for steps in run_ranks(plan.ranks, told):
+        assert [(step.epoch, step.step) for step in steps] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        assert [step.loss for step in steps] == pytest.approx([loss for loss, _ in expected], rel=1e-10)
+        assert [step.right for step in steps] == [right for _, right in expected]
+        assert all(step.judged == BATCH * per_image for step in steps)
+        assert all(step.images_per_s > 0 for step in steps)
+
+
+def test_a_summary_is_of_the_last_epoch():
+    steps = [Told(0, 0, 8, 2.0, 3.0, 1, 8), Told(1, 0, 8, 1.0, 2.0, 4, 8), Told(1, 1, 8, 4.0, 1.0, 6, 8)]
+    assert summary(steps) == {
+        "epochs": 2, "steps": 3, "images_per_step": 8, "images_per_s_mean": 4.6667, "images_per_s_median": 4.0,
+        "loss": 1.5, "accuracy": 0.625,
+    }  # fmt: skip
+
+
+def test_what_is_not_judged_has_no_accuracy():
+    assert summary([Told(0, 0, 8, 2.0, 3.0, 0, 0)])["accuracy"] is None
+
+
+class Broken(SyntheticImages):
+    """One image cannot be read where the tile is not the first."""
+
+    def part(self, index: int, tile: Tile) -> torch.Tensor:
+        if tile.cols.start:
+            raise ImageError("picture 7 is damaged")
+        return super().part(index, tile)
+
+
+def test_what_one_rank_cannot_read_every_rank_is_told():
+    plan = PLANS["two stages"]
+    made = recipe(MODELS["classifier"], plan)
+
+    def told(world: LoopbackWorld) -> str:
+        with pytest.raises(ImageError) as caught:
+            next(train(world, made, Broken(8, SIZE, 3)))
+        return str(caught.value)
+
+    assert run_ranks(plan.ranks, told) == ["picture 7 is damaged"] * plan.ranks
+
+
+def test_together_gives_back_what_each_rank_made():
+    assert run_ranks(3, lambda world: together(world, lambda: world.rank * 2)) == [0, 2, 4]
+
+
+def test_fewer_images_than_a_step_takes():
+    made = recipe(MODELS["classifier"], PLANS["one rank"])
+    with pytest.raises(ImageError, match=r"There are 3 images, but a step takes 4\. Lower --batch-size"):
+        run_ranks(1, lambda world: next(train(world, made, SyntheticImages(3, SIZE, 3))))
+
+
+# ---- flags
+
+
+def chosen(*flags: str):
+    return train_options.train_parser().parse_args(flags)
+
+
+def test_the_predecessors_defaults():
+    given = chosen()
+    assert options.plan(given) == Plan()
+    assert (given.batch_size, given.image_size, given.num_epochs, given.num_classes, given.app) == (
+        32,
+        "32",
+        1,
+        10,
+        "3",
+    )
+    assert (given.datapath, given.num_workers, given.verbose) == (Path("train"), 0, False)
+
+
+EVERY_FLAG = """
+--batch-size 2 --parts 1 --split-size 3 --num-spatial-parts 4,2 --spatial-size 2 --times 1 --image-size 64
+--num-epochs 2 --num-layers 6 --num-filters 64 --num-classes 5 --balance 1,2,3 --halo-D2 --fused-layers 2
+--local-DP 1 --slice-method vertical --app 2 --datapath data --num-workers 3 --enable-master-comm-opt -v
+"""
+
+
+def test_every_flag_of_the_predecessor_is_taken():
+    given = chosen(*EVERY_FLAG.split())
+    assert options.plan(given) == Plan(
+        split_size=3, spatial_size=2, num_spatial_parts=(4, 2), balance=(1, 2, 3), halo_d2=True, fused_layers=2,
+        slice_method="vertical",
+    )  # fmt: skip
+    assert (given.num_layers, given.num_filters, given.num_classes, given.num_epochs) == (6, 64, 5, 2)
+    said = list(train_options.without_effect(given))
+    assert [text.split()[0] for text in said] == ["--num-workers", "--enable-master-comm-opt"]
+    assert all("has no effect" in text for text in said)
+
+
+def test_nothing_is_said_of_flags_that_were_not_given():
+    assert not list(train_options.without_effect(chosen()))
+
+
+@pytest.mark.parametrize(("name", "number"), [("synthetic", "3"), ("cifar", "2"), ("medical", "1")])
+def test_applications_have_names_and_numbers(name: str, number: str, tmp_path: Path):
+    for kind in ("a", "b"):
+        (tmp_path / kind).mkdir()
+        Image.fromarray(np.zeros((5, 5, 3), np.uint8)).save(tmp_path / kind / "1.png")
+    made = [
+        train_options.application(chosen("--app", app, "--datapath", str(tmp_path), "--image-size", "8x9"), 4)
+        for app in (name, number)
+    ]
+    assert type(made[0]) is type(made[1])
+    assert len(made[0]) == (40 if name == "synthetic" else 2)
+    assert made[0].part(0, Tile.whole(8, 9)).shape == (3, 8, 9)
+
+
+def test_applications_that_do_not_fit(tmp_path: Path):
+    with pytest.raises(PlanError, match=r"--app '4' is unknown. Choose one of 1, medical, 2"):
+        train_options.application(chosen("--app", "4"), 4)
+    for kind in ("a", "b"):
+        (tmp_path / kind).mkdir()
+        Image.fromarray(np.zeros((5, 5, 3), np.uint8)).save(tmp_path / kind / "1.png")
+    flags = ("--app", "1", "--datapath", str(tmp_path), "--num-classes", "1")
+    with pytest.raises(PlanError, match=r"2 classes, but --num-classes is 1\. Use --num-classes 2"):
+        train_options.application(chosen(*flags), 4)
+
+
+# ---- as a shell starts it
+
+FLAGS = ("--model", "resnet_v1", "--num-layers", 8, "--image-size", 16, "--batch-size", 2)
+
+
+def test_a_training_is_told_as_the_predecessor_tells_it(mpiexec):
+    more = ("--num-epochs", 2, "--max-steps", 2, "-v", "--enable-master-comm-opt", "--learning-rate", 0.01)
+    done = mpiexec(5, "-m", "engines", "train", *FLAGS, *more)
+    assert done.returncode == 0, done.stderr
+    first, *lines, last = done.stdout.splitlines()
+    assert first.startswith("--enable-master-comm-opt has no effect")
+    assert sum(line.startswith("Epoch: ") and " images per sec:" in line for line in lines) == 4
+    assert sum(line.startswith("Step: ") and "loss: " in line and "accuracy: " in line for line in lines) == 4
+    assert [line[:21] for line in lines if "Global loss" in line] == ["Epoch 0 Global loss: ", "Epoch 1 Global loss: "]
+    assert lines[-1].startswith("Mean ")
+    line = json.loads(last)
+    assert (line["epochs"], line["steps"], line["images_per_step"]) == (2, 4, 2)
+    assert line["images_per_s_mean"] > 0
+    assert 0 <= line["accuracy"] <= 1
+    assert line["loss"] > 0
+
+
+def test_a_damaged_picture_ends_every_rank(mpiexec, tmp_path: Path):
+    for name in ("a/1.png", "b/2.png"):
+        (tmp_path / name).parent.mkdir()
+        Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(tmp_path / name)
+    (tmp_path / "b" / "2.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    done = mpiexec(5, "-m", "engines", "train", *FLAGS, "--app", "medical", "--datapath", tmp_path)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("ImageError: ")
+    assert "2.png" in line
+
+
+def test_what_cannot_be_trained_is_said_in_one_line(mpiexec):
+    done = mpiexec(2, "-m", "engines", "train", "--num-layers", 19)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("PlanError: The plan needs 5 ranks")
