@@ -183,6 +183,15 @@ def test_what_one_rank_cannot_read_every_rank_is_told():
     assert run_ranks(plan.ranks, told) == ["picture 7 is damaged"] * plan.ranks
 
 
+def test_what_the_system_says_of_a_file_reaches_every_rank():
+    def told(world: LoopbackWorld) -> str:
+        with pytest.raises(ImageError) as caught:
+            together(world, lambda: Path("not/there").read_bytes() if world.rank else b"")
+        return str(caught.value)
+
+    assert run_ranks(2, told) == ["[Errno 2] No such file or directory: 'not/there'"] * 2
+
+
 def test_together_gives_back_what_each_rank_made():
     assert run_ranks(3, lambda world: together(world, lambda: world.rank * 2)) == [0, 2, 4]
 

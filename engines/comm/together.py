@@ -14,12 +14,15 @@ Made = TypeVar("Made")
 
 
 def together(world: World, work: Callable[[], Made]) -> Made:
-    """What `work` makes on this rank; collective. Raises the first rank's ImageError on every rank, if there is one."""
+    """What `work` makes on this rank; collective. Where it fails on one rank, every rank raises its ImageError.
+
+    What the system says of files (OSError) becomes one.
+    """
     made, failure = None, ""
     try:
         made = work()
-    except ImageError as error:
-        failure = str(error)
+    except (ImageError, OSError) as error:
+        failure = str(error) or type(error).__name__
     for text in world.gather(failure):
         if text:
             raise ImageError(text)
