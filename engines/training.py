@@ -194,9 +194,9 @@ class StepReport:
 class RankTraining:
     """The weights, optimiser and worker of one rank."""
 
-    def __init__(self, world: World, recipe: Recipe) -> None:
+    def __init__(self, world: World, recipe: Recipe, overlap: bool = True) -> None:
         recipe.additions.adopt()
-        program = Compiler(recipe.graph, recipe.plan).program(world.rank)
+        program = Compiler(recipe.graph, recipe.plan, overlap=overlap).program(world.rank)
         self.program, self.graph = program, recipe.graph
         self.device = choose_device(recipe.device, world.rank)
         self.threads = threads_of(recipe.plan, world.rank)

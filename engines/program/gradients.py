@@ -56,7 +56,7 @@ def woven(
     steps = tuple(steps)
     last: dict[str, int] = {}
     for index, step in enumerate(steps):
-        if step.phase in (Phase.BACKWARD, Phase.WEIGHTS):
+        if step.phase is not Phase.FORWARD:
             last.update(dict.fromkeys(trained(step.instruction), index))
     begun: dict[int, list[SumGradients]] = defaultdict(list)
     for each in sums:
