@@ -11,15 +11,15 @@ from engines.program.program import Step
 
 __all__ = ["buckets", "woven"]
 
-_BUCKET_BYTES = 1 << 22
 
-
-def buckets(graph: ModelGraph, holders: Mapping[str, tuple[int, ...]], tag: int) -> tuple[SumGradients, ...]:
+def buckets(
+    graph: ModelGraph, holders: Mapping[str, tuple[int, ...]], tag: int, bucket_bytes: int = 1 << 22
+) -> tuple[SumGradients, ...]:
     """The sums of one training step over all ranks; `holders` are the ranks that hold each weight, ascending.
 
-    Weights that the same ranks hold travel together, a few megabytes at a time and the last layers first, as backward
-    comes to them first (Li et al., 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2.3). Ranks may begin them
-    in different orders: each has a tag of its own, from `tag` on.
+    Weights that the same ranks hold travel together, `bucket_bytes` or a little more at a time and the last layers
+    first, as backward comes to them first (Li et al., 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2.3).
+    Ranks may begin them in different orders: each has a tag of its own, from `tag` on.
     """
     groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in reversed(graph.weights):
@@ -27,19 +27,19 @@ def buckets(graph: ModelGraph, holders: Mapping[str, tuple[int, ...]], tag: int)
             groups[holders[name]].append(name)
     found: list[SumGradients] = []
     for group, names in sorted(groups.items()):
-        for part in _filled(names, graph):
+        for part in _filled(names, graph, bucket_bytes):
             count = sum(graph.weights[name].bytes for name in part)
             found.append(SumGradients(f"gradients{len(found)}", tuple(part), count, group, tag + 2 * len(found)))
     return tuple(found)
 
 
-def _filled(names: Sequence[str], graph: ModelGraph) -> Iterator[list[str]]:
+def _filled(names: Sequence[str], graph: ModelGraph, bucket_bytes: int) -> Iterator[list[str]]:
     part: list[str] = []
     filled = 0
     for name in names:
         part.append(name)
         filled += graph.weights[name].bytes
-        if filled >= _BUCKET_BYTES:
+        if filled >= bucket_bytes:
             yield part
             part, filled = [], 0
     if part:

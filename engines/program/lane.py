@@ -70,6 +70,11 @@ class Lane:
         """The loss, once it is known and where it is."""
         return self.leaves[self.way.loss].item() if self.way.loss in self.leaves else None
 
+    @property
+    def waits_for_backward(self) -> bool:
+        """Whether local graphs, with the activations in them, are held for it."""
+        return bool(self._made or self._late)
+
     def end(self) -> None:
         """Keep only what outlives the step."""
         kept = self.way.lasting | self.inputs.keys()
