@@ -119,7 +119,7 @@ def _micro_batch(name: str, batch: TensorSpec, plan: Plan) -> TensorSpec:
     count = batch.shape[0] if batch.shape else 1
     if count % plan.parts:
         raise PlanError(
-            f"{count} {name} cannot be cut into parts={plan.parts} micro-batches of one size. "
+            f"A batch of {count} {name} cannot be cut into parts={plan.parts} micro-batches of one size. "
             f"Use a batch size that is a multiple of {plan.parts}, or other parts."
         )
     return replace(batch, shape=(count // plan.parts, *batch.shape[1:])) if batch.shape else batch
