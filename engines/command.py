@@ -18,6 +18,7 @@ from engines.bench.bubble import bench_bubble
 from engines.bench.flags import allreduce_parser, throughput_parser, throughput_recipe
 from engines.bench.halo import bench_halo
 from engines.bench.memory import bench_memory
+from engines.bench.overlap import bench_overlap
 from engines.bench.step import bench_step
 from engines.bench.throughput import bench_throughput
 from engines.bench.verify import verify
@@ -132,6 +133,16 @@ def _bench_step(world: World, arguments: Sequence[str]) -> bool:
     return True
 
 
+def _bench_overlap(world: World, arguments: Sequence[str]) -> bool:
+    """The gradients' sums with and without overlap, interleaved."""
+    flags = options.parser("Measure how much of the gradients' sums over ranks hides behind backward.")
+    flags.add_argument("--iterations", type=options.positive, default=5)
+    chosen = flags.parse_args(arguments)
+    _, recipe = options.recipe(chosen, world.size)
+    _print(world, bench_overlap(world, recipe, chosen.iterations, chosen.seed))
+    return True
+
+
 def _bench_memory(world: World, arguments: Sequence[str]) -> bool:
     """Peak bytes of each rank, and of one process with the whole image."""
     flags = options.parser("Measure the peak memory of a training step on each rank, and in one process.")
@@ -188,6 +199,7 @@ _COMMANDS: dict[str, Command] = {
     "bench memory": _bench_memory,
     "bench halo": _bench_halo,
     "bench bubble": _bench_bubble,
+    "bench overlap": _bench_overlap,
     "bench throughput": _bench_throughput,
     "bench allreduce": _bench_allreduce,
 }

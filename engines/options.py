@@ -34,6 +34,9 @@ __all__ = [
 _OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9),
     "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
 }
 
 
@@ -53,6 +56,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--optimiser", choices=sorted(_OPTIMISERS), default="sgd")
     flags.add_argument("--learning-rate", type=float, default=0.001)
+    flags.add_argument("--clip-norm", type=float, default=None, help="bound of the norm of all gradients together")
     flags.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
     _add_plan_flags(flags)
     return flags
@@ -70,7 +74,7 @@ def halo_parser() -> argparse.ArgumentParser:
     counts = {"batch-size": 1, "halo-len": 3, "in-channels": 1, "out-channels": 256, "warmup": 10, "iterations": 100}
     for name, default in counts.items():
         flags.add_argument(f"--{name}", type=positive, default=default)
-    flags.add_argument("--dtype", "--precision", default="float32", help="float32 or float64")
+    flags.add_argument("--dtype", "--precision", default="float32", choices=["float32", "float64"])
     flags.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
     flags.add_argument("--with-compute", action="store_true", help="time the convolution that reads the halo as well")
     flags.add_argument("--validate", action="store_true", help="check windows and gradients, exactly")
@@ -153,4 +157,5 @@ def recipe(options: argparse.Namespace, ranks: int) -> tuple[nn.Module, Recipe]:
     check_fits(wanted, ranks)
     model = build_model(options)
     shape = (options.batch_size, 3, *image_size(options.image_size))
-    return model, prepare(model, wanted, shape, optimiser=optimiser(options), device=options.device)
+    moves = optimiser(options)
+    return model, prepare(model, wanted, shape, optimiser=moves, device=options.device, clip_norm=options.clip_norm)

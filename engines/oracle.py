@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from engines.layer.answers import prediction_of
 from engines.layer.trace import MODEL
+from engines.program.update import SCALE, UpdateRules
 from engines.spatial.draws import SameDraws
 from engines.training import Loss, Optimiser
 
@@ -31,23 +32,43 @@ class Record:
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
 
+    def like(self, other: Record) -> Record:
+        """Of this record what the other one has as well: the same losses, gradients, weights and buffers."""
+        pairs = zip(self.gradients, other.gradients, strict=True)
+        losses = zip(self.losses, other.losses, strict=True)
+        return Record(
+            tuple({number: loss for number, loss in mine.items() if number in theirs} for mine, theirs in losses),
+            tuple(_common(mine, theirs) for mine, theirs in pairs),
+            _common(self.weights, other.weights),
+            _common(self.buffers, other.buffers),
+        )
+
+
+def _common(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {name: tensor for name, tensor in mine.items() if name in theirs}
+
 
 class OneProcess:
     """A copy of the plain model, trained as anyone would in one process. The model given is not changed.
 
-    With a `seed` it draws the random numbers that ranks draw with that seed.
+    With a `seed` it draws the random numbers that ranks draw with that seed. Where `dtype` is a half one, weights are
+    float32 and the model runs under `torch.autocast`; the loss of float16 is scaled by `torch.amp.GradScaler`.
     """
 
     def __init__(
         self, model: nn.Module, loss: Loss, optimiser: Optimiser, dtype: torch.dtype = torch.float32,
-        seed: int | None = None, micro_batches: int = 1,
+        seed: int | None = None, micro_batches: int = 1, rules: UpdateRules | None = None,
     ) -> None:  # fmt: skip
-        self.seed, self.micro_batches = seed, micro_batches
+        self.seed, self.micro_batches, self.rules = seed, micro_batches, rules or UpdateRules()
         self.begun = micro_batches  # ranks count steps from 1
-        self.model, self.dtype = copy.deepcopy(model).to(dtype), dtype
-        self.loss = copy.deepcopy(loss).to(dtype) if isinstance(loss, nn.Module) else loss
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimiser = optimiser(trained) if trained else None
+        self.precision, self.dtype = dtype, torch.promote_types(dtype, torch.float32)
+        self.model = copy.deepcopy(model).to(self.dtype)
+        self.loss = copy.deepcopy(loss).to(self.dtype) if isinstance(loss, nn.Module) else loss
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimiser = optimiser(self.trained) if self.trained else None
+        self.scheduler = self.rules.scheduler(self.optimiser) if self.rules.scheduler and self.optimiser else None
+        first = self.rules.loss_scale or SCALE
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=first, enabled=dtype is torch.float16)
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """One training step, its micro-batches one after another; the mean of their losses before it."""
@@ -57,18 +78,32 @@ class OneProcess:
         for images, labels in zip(parts["images"], parts["labels"], strict=True):
             self._add(images, labels)
         if self.optimiser:
-            self.optimiser.step()
+            self._update(self.optimiser)
         return sum(self.losses) / self.micro_batches
 
     def _add(self, images: Tensor, labels: Tensor) -> None:
         """Add one micro-batch's share of the step's gradient."""
-        with nullcontext() if self.seed is None else SameDraws(self.seed, self.begun):
+        with nullcontext() if self.seed is None else SameDraws(self.seed, self.begun), self._autocast(images):
             answer = self.model(images.to(self.dtype))
             value = self.loss(prediction_of(answer), labels)
         self.begun += 1
         self.losses.append(float(value.item()))
         if self.optimiser:
-            (value / self.micro_batches).backward()
+            self.scaler.scale(value / self.micro_batches).backward()
+
+    def _autocast(self, images: Tensor) -> AbstractContextManager[object]:
+        half = self.precision is not self.dtype
+        return torch.autocast(images.device.type, self.precision) if half else nullcontext()
+
+    def _update(self, optimiser: torch.optim.Optimizer) -> None:
+        self.scaler.unscale_(optimiser)
+        if self.rules.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.trained, self.rules.clip_norm)
+        before = self.scaler.get_scale()
+        self.scaler.step(optimiser)
+        self.scaler.update()
+        if self.scheduler and self.scaler.get_scale() >= before:
+            self.scheduler.step()
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -78,10 +113,10 @@ class OneProcess:
 
 def one_process(
     model: nn.Module, loss: Loss, optimiser: Optimiser, batches: Iterable[Mapping[str, Tensor]], dtype: torch.dtype,
-    seed: int | None = None, micro_batches: int = 1,
+    seed: int | None = None, micro_batches: int = 1, rules: UpdateRules | None = None,
 ) -> Record:  # fmt: skip
     """What one process does with these batches, each of that many micro-batches."""
-    alone = OneProcess(model, loss, optimiser, dtype, seed, micro_batches)
+    alone = OneProcess(model, loss, optimiser, dtype, seed, micro_batches, rules)
     losses, gradients = [], []
     for batch in batches:
         alone.step(batch)
@@ -106,6 +141,15 @@ class Comparison:
     def worst(self) -> float:
         """The largest of all."""
         return max(self.loss_rel, self.grad_rel, self.buffers_rel, self.params_rel)
+
+    def is_within(self, times: float, usual: Comparison) -> bool:
+        """Whether every error is at most so many times the usual one.
+
+        The loss is one number, which may be right by chance: it is held against the worst of the usual ones.
+        """
+        names = ("grad_rel", "buffers_rel", "params_rel")
+        far = any(getattr(self, name) > times * getattr(usual, name) for name in names)
+        return not far and self.loss_rel <= times * usual.worst and math.isfinite(self.worst)
 
 
 def compare(oracle: Record, ranks: Sequence[Record]) -> Comparison:

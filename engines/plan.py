@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from engines.errors import PlanError
 from engines.spatial.tiles import Grid
 
-__all__ = ["Plan"]
+__all__ = ["HALF", "Plan"]
 
 SCHEDULES = ("fill_drain", "1f1b", "interleaved", "zero_bubble", "gems")
 PRECISIONS = ("float32", "float64", "bfloat16", "float16")
+HALF = ("bfloat16", "float16")
 SLICE_METHODS = "square, vertical, horizontal, or a grid such as 2x3"
-
-# The only value that this version can run of each knob whose engine is still to come.
-_NOT_YET: dict[str, Any] = {
-    "sync_batchnorm": True,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +28,12 @@ class Plan:
     `balance` is `auto` or the number of layers in each stage.
     `halo_d2` exchanges halos once per `fused_layers` layers (`auto`: as many as are cheapest) instead of before each
     windowed operator; where tiles overlap then, both ranks compute.
-    `precision` is the type that weights and activations are held in.
+    `precision` is the type that weights and activations are held in. With `bfloat16` or `float16` activations are cast
+    as `torch.autocast` would; images, weights, gradients, optimiser and buffers stay float32 (`held_in`), and the loss
+    of `float16` is scaled.
+    `sync_batchnorm=False`: batch norm normalises each tile by itself, without a message, which is not what one process
+    does. Its running statistics are then the means of what ranks count by themselves, taken at the update. With
+    `halo_d2`, pixels that two ranks compute are normalised by each with its own statistics. Other norms stay exact.
 
     `parts` micro-batches make a batch; `schedule` is their order: `fill_drain` (GPipe), `1f1b`, `interleaved` (with
     `stages_per_rank` stages behind the spatial ones on each rank), `zero_bubble`, or `gems`.
@@ -85,7 +86,6 @@ class Plan:
             )
         _check_balance(self.balance, self.split_size)
         _check_order(self)
-        _refuse_what_is_to_come(self)
         _ = self.grids
 
     @property
@@ -95,6 +95,15 @@ class Plan:
         counts = _per_stage("num_spatial_parts", self.num_spatial_parts, self.spatial_size)
         spatial = tuple(grid(method, count) for method, count in zip(methods, counts, strict=True))
         return spatial + (Grid(1, 1),) * (self.split_size - self.spatial_size)
+
+    @property
+    def held_in(self) -> str:
+        """The type of images, weights, gradients and buffers.
+
+        >>> Plan(precision="bfloat16").held_in, Plan(precision="float64").held_in
+        ('float32', 'float64')
+        """
+        return "float32" if self.precision in HALF else self.precision
 
     @property
     def replica_ranks(self) -> int:
@@ -253,15 +262,8 @@ def _check_order(plan: Plan) -> None:
             f"local_dp={plan.local_dp} shares stages behind the spatial ones, but all {plan.split_size} are spatial. "
             "Use spatial_size < split_size, or data_parallel."
         )
-
-
-def _refuse_what_is_to_come(plan: Plan) -> None:
-    for field in fields(plan):
-        value = getattr(plan, field.name)
-        if field.name in _NOT_YET and value != _NOT_YET[field.name]:
-            raise PlanError(
-                f"{field.name}={value!r} has no engine in this version yet: "
-                f"leave {field.name} at {_NOT_YET[field.name]!r}."
-            )
-    if plan.precision not in ("float32", "float64"):
-        raise PlanError(f"precision={plan.precision!r} has no engine in this version yet: use float32 or float64.")
+    if plan.bidirectional and not plan.sync_batchnorm:
+        raise PlanError(
+            "sync_batchnorm=False lets each rank count its own tile, but with bidirectional=True it has another tile "
+            "in the other direction. Leave sync_batchnorm at True, or use data_parallel."
+        )

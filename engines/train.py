@@ -15,6 +15,7 @@ from engines.comm.world import World
 from engines.errors import ImageError
 from engines.images.labelled import LabelledImages, in_order
 from engines.images.own import OwnPart
+from engines.program.worker import Inputs
 from engines.training import RankTraining, Recipe
 
 __all__ = ["Told", "images_per_step", "summary", "train"]
@@ -45,7 +46,7 @@ class Told:
 
 def images_per_step(recipe: Recipe) -> int:
     """The images that all ranks together take in one step."""
-    return recipe.graph.inputs["images"].shape[0]
+    return recipe.step_specs["images"].shape[0]
 
 
 def train(
@@ -62,7 +63,7 @@ def train(
             f"There are {len(images)} images, but a step takes {count}. Lower --batch-size, or add images."
         )
     training = RankTraining(world, recipe)
-    own = OwnPart(training, images, count)
+    own = OwnPart(training, images, recipe.step_specs)
     for epoch in range(epochs):
         order = in_order(len(images), seed, epoch)
         for step, start in enumerate(range(0, len(images) - count + 1, count)[:steps]):
@@ -71,29 +72,42 @@ def train(
             yield _told(epoch, step, count, ranks)
 
 
-def _step(training: RankTraining, part: Mapping[str, Tensor]) -> tuple[float, float | None, int, int]:
-    """One rank's seconds, its loss if it has it, and its predictions: how many are right, and how many there are."""
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """What one rank knows of a step: the losses of some micro-batches, and how many of its predictions are right."""
+
+    seconds: float
+    losses: Mapping[int, float]
+    right: int
+    judged: int
+
+
+def _step(training: RankTraining, parts: Inputs) -> _Heard:
     start_s = time.perf_counter()
-    loss = training.step(part).loss
-    return time.perf_counter() - start_s, loss, *_right(training, part)
+    losses = training.step(parts).losses
+    seconds = time.perf_counter() - start_s
+    counts = [_right(training, number, part["labels"]) for number, part in parts.items() if "labels" in part]
+    return _Heard(seconds, losses, sum(right for right, _ in counts), sum(judged for _, judged in counts))
 
 
-def _right(training: RankTraining, part: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Of the predictions of this rank, as the step has left them; what tiles share is counted once."""
-    name, labels = training.program.prediction, part.get("labels")
-    if name is None or labels is None:
+def _right(training: RankTraining, micro_batch: int, labels: Tensor) -> tuple[int, int]:
+    """Of this rank's predictions for a micro-batch, as the step has left them; what ranks share is counted once."""
+    way = training.program.way(micro_batch)
+    feed = way.feeds["labels"]
+    own = feed.axes is not None or (feed.tile is not None and feed.tile.images is not None)
+    if way.prediction is None or not (own or way.seeds_loss):
         return 0, 0
-    scores = training.worker.peek(name)
-    shared = labels.dim() == 1 and not training.program.seeds_loss
-    if shared or scores.dim() != labels.dim() + 1 or scores.shape[2:] != labels.shape[1:]:
+    scores = training.worker.peek(way.prediction, micro_batch)
+    if (*scores.shape[:1], *scores.shape[2:]) != labels.shape:
         return 0, 0
     return int((scores.argmax(1) == labels.to(scores.device)).sum()), labels.numel()
 
 
-def _told(epoch: int, step: int, images: int, ranks: Sequence[tuple[float, float | None, int, int]]) -> Told:
-    seconds, losses, right, judged = zip(*ranks, strict=True)
-    loss = statistics.fmean(loss for loss in losses if loss is not None)
-    return Told(epoch, step, images, max(seconds), loss, sum(right), sum(judged))
+def _told(epoch: int, step: int, images: int, ranks: Sequence[_Heard]) -> Told:
+    losses = {number: loss for heard in ranks for number, loss in heard.losses.items()}
+    right, judged = sum(heard.right for heard in ranks), sum(heard.judged for heard in ranks)
+    seconds = max(heard.seconds for heard in ranks)
+    return Told(epoch, step, images, seconds, statistics.fmean(losses.values()), right, judged)
 
 
 def summary(told: Sequence[Told]) -> dict[str, object]:

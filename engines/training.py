@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from engines.comm.device import choose_device, memory_format, threads_of
+from engines.comm.device import autocast_type, choose_device, memory_format, threads_of
 from engines.comm.world import World
 from engines.errors import ImageError, LossError, PlanError, TraceError
 from engines.layer.graph import ModelGraph, TensorSpec
@@ -21,6 +23,7 @@ from engines.program.compile import Compiler, compile_plan
 from engines.program.instructions import Phase
 from engines.program.program import Feed, Program
 from engines.program.timeline import Event
+from engines.program.update import SCALE, Scheduler, UpdateRules
 from engines.program.worker import Inputs, Worker
 from engines.spatial.additions import Additions
 from engines.spatial.draws import has_draws
@@ -38,7 +41,7 @@ class Recipe:
     """All that a rank must know: plain data, so that a model defined in a notebook cell needs no file.
 
     `state` holds the weights and buffers that the rank needs, by the graph's names. The user's own
-    entries and kernels come along in `additions`.
+    entries and kernels come along in `additions`. `loss_scale` is what float16 begins with.
     """
 
     graph: ModelGraph
@@ -48,6 +51,9 @@ class Recipe:
     device: str = "auto"
     seed: int = 0
     additions: Additions = field(default_factory=Additions)
+    clip_norm: float | None = None
+    scheduler: Scheduler | None = None
+    loss_scale: float = SCALE
 
     @property
     def step_specs(self) -> dict[str, TensorSpec]:
@@ -63,6 +69,12 @@ class Recipe:
         """The seed, where the model draws random numbers."""
         return self.seed if has_draws(self.graph) else None
 
+    @property
+    def rules(self) -> UpdateRules:
+        """What happens at an update beside the optimiser's step."""
+        scaled = self.plan.precision == "float16"
+        return UpdateRules(self.clip_norm, self.scheduler, self.loss_scale if scaled else None)
+
 
 def prepare(
     model: nn.Module,
@@ -72,25 +84,34 @@ def prepare(
     optimiser: Optimiser = sgd,
     labels: TensorSpec | None = None,
     device: str = "auto",
+    clip_norm: float | None = None,
+    scheduler: Scheduler | None = None,
 ) -> Recipe:
     """Trace and check everything that can be checked before a rank is touched.
 
     `image_shape` is (N, C, H, W). Without `loss` it is cross-entropy, without `labels` they are class
     numbers: (N,) for a classifier, (N, H, W) where the model answers for each pixel.
-    What the model draws follows from `torch.manual_seed`. Raises TraceError, PlanError or ImageError.
+    What the model draws follows from `torch.manual_seed`.
+    `clip_norm` bounds the norm of all gradients of the model together, as `torch.nn.utils.clip_grad_norm_` does;
+    `scheduler` is a function of the optimiser, such as `partial(torch.optim.lr_scheduler.StepLR, step_size=10)`, and
+    steps once after each update. Raises TraceError, PlanError or ImageError.
     """
     if len(image_shape) != 4 or any(size < 1 for size in image_shape):
         raise ImageError(f"image_shape={tuple(image_shape)} must be (N, C, H, W), four positive numbers.")
     loss = loss or nn.CrossEntropyLoss()
-    images = _micro_batch("images", TensorSpec(tuple(image_shape), plan.precision), plan)
+    images = _micro_batch("images", TensorSpec(tuple(image_shape), plan.held_in), plan)
     usual = label_spec(model, images)
     answers = _micro_batch("labels", labels, plan) if labels else usual
-    graph = trace(model, loss, images, answers)
+    graph = trace(model, loss, images, answers, plan.precision, autocast_type(device))
     if plan.local_dp > 1:
-        graph = replace(graph, share=trace(model, loss, *(_shared(spec, plan) for spec in (images, answers))))
+        parts = (_shared(spec, plan) for spec in (images, answers))
+        graph = replace(graph, share=trace(model, loss, *parts, plan.precision, autocast_type(device)))
     compile_plan(graph, plan)
-    _check_optimiser(optimiser)
-    return Recipe(graph, plan, optimiser, _state(model, loss, graph), device, torch.initial_seed(), Additions.now())
+    _check_rules(optimiser, clip_norm, scheduler)
+    return Recipe(
+        graph, plan, optimiser, _state(model, loss, graph), device, torch.initial_seed(), Additions.now(),
+        clip_norm, scheduler,
+    )  # fmt: skip
 
 
 def _micro_batch(name: str, batch: TensorSpec, plan: Plan) -> TensorSpec:
@@ -98,7 +119,7 @@ def _micro_batch(name: str, batch: TensorSpec, plan: Plan) -> TensorSpec:
     count = batch.shape[0] if batch.shape else 1
     if count % plan.parts:
         raise PlanError(
-            f"{count} {name} cannot be cut into parts={plan.parts} micro-batches of one size. "
+            f"A batch of {count} {name} cannot be cut into parts={plan.parts} micro-batches of one size. "
             f"Use a batch size that is a multiple of {plan.parts}, or other parts."
         )
     return replace(batch, shape=(count // plan.parts, *batch.shape[1:])) if batch.shape else batch
@@ -115,11 +136,29 @@ def _shared(micro_batch: TensorSpec, plan: Plan) -> TensorSpec:
     return replace(micro_batch, shape=(count // plan.local_dp, *micro_batch.shape[1:]))
 
 
-def _check_optimiser(optimiser: Optimiser) -> None:
+def _check_rules(optimiser: Optimiser, clip_norm: float | None, scheduler: Scheduler | None) -> None:
+    if clip_norm is not None and not clip_norm > 0:
+        raise PlanError(f"clip_norm={clip_norm!r} must be a positive number, or None for gradients of any norm.")
+    made = _made("optimiser", lambda: optimiser([nn.Parameter(torch.zeros(1))]))
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise PlanError(
+            f"{type(made).__name__} computes the loss again as it steps and couples all weights, but a rank has only "
+            "those of its stage. Use an optimiser that works per parameter, such as SGD or AdamW."
+        )
+    paced = _made("scheduler", lambda: scheduler(made)) if scheduler else None
+    if paced is not None and (isinstance(paced, ReduceLROnPlateau) or not isinstance(paced, LRScheduler)):
+        raise PlanError(
+            f"scheduler makes a {type(paced).__name__}, but it is stepped once after each update, where nothing but "
+            "the number of steps is known. Use another one of torch.optim.lr_scheduler."
+        )
+
+
+def _made(what: str, make: Callable[[], Any]) -> Any:
     try:
-        optimiser([nn.Parameter(torch.zeros(1))])
+        return make()
     except Exception as error:
-        raise PlanError(f"The optimiser cannot be made: {type(error).__name__}: {error}") from error
+        raise PlanError(f"The {what} cannot be made: {type(error).__name__}: {error}") from error
 
 
 def label_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
@@ -155,9 +194,9 @@ class StepReport:
 class RankTraining:
     """The weights, optimiser and worker of one rank."""
 
-    def __init__(self, world: World, recipe: Recipe) -> None:
+    def __init__(self, world: World, recipe: Recipe, overlap: bool = True) -> None:
         recipe.additions.adopt()
-        program = Compiler(recipe.graph, recipe.plan).program(world.rank)
+        program = Compiler(recipe.graph, recipe.plan, overlap=overlap).program(world.rank)
         self.program, self.graph = program, recipe.graph
         self.device = choose_device(recipe.device, world.rank)
         self.threads = threads_of(recipe.plan, world.rank)
@@ -166,12 +205,12 @@ class RankTraining:
         trained = [w.requires_grad_() for name, w in self.weights.items() if name in recipe.graph.trainable]
         optimiser = recipe.optimiser(trained) if trained else None
         self.worker = Worker(
-            program, world, self.weights, self.buffers, optimiser, self.device, recipe.seed,
+            program, world, self.weights, self.buffers, optimiser, self.device, recipe.seed, recipe.rules,
             keeps_graphs=not recipe.plan.checkpoint_activations,
         )  # fmt: skip
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """A copy on this rank's device, in the precision and memory format that it computes with."""
+        """A copy on this rank's device, in the type and memory format that it holds them in."""
         image = self.graph.inputs["images"]
         dtype = getattr(torch, image.dtype) if tensor.is_floating_point() else tensor.dtype
         layout = memory_format(tensor.dim())

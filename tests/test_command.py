@@ -51,7 +51,16 @@ FLAGS: dict[str, dict[str, object]] = {
     "--balance auto": {"balance": "auto"},
     "--precision float64": {"precision": "float64"},
     "--dtype float64": {"precision": "float64"},
+    "--precision bfloat16": {"precision": "bfloat16"},
+    "--no-sync-batchnorm": {"sync_batchnorm": False},
     "--schedule fill_drain --parts 1 --times 1": {},
+    "--schedule 1f1b --parts 4": {"schedule": "1f1b", "parts": 4},
+    "--bidirectional --times 2": {"bidirectional": True, "times": 2},
+    "--schedule interleaved --stages-per-rank 2 --split-size 3": {
+        "schedule": "interleaved", "stages_per_rank": 2, "split_size": 3,
+    },
+    "--local-DP 2 --data-parallel 3": {"local_dp": 2, "data_parallel": 3},
+    "--accumulate 2 --checkpoint-activations": {"accumulate": 2, "checkpoint_activations": True},
     "--local-DP 1 --local-dp 1 --data-parallel 1": {},
     "--sync-batchnorm": {},
 }  # fmt: skip
@@ -63,18 +72,14 @@ def test_flags_make_a_plan(flags: str, knobs: dict[str, object]):
 
 
 REFUSED = {
-    "--parts 4": "parts=4 has no engine",
-    "--bidirectional": "bidirectional=True has no engine",
-    "--times 2": "times=2 has no engine",
-    "--local-dp 2": "local_dp=2 has no engine",
-    "--local-DP 2": "local_dp=2 has no engine",
-    "--data-parallel 2": "data_parallel=2 has no engine",
+    "--parts 0": "parts=0 must be a whole number",
+    "--times 2": "times=2 counts pairs of batches through both directions, but bidirectional is off",
+    "--local-dp 2 --spatial-size 2": "local_dp=2 shares stages behind the spatial ones",
+    "--data-parallel two": "data_parallel='two' must be a whole number",
     "--fused-layers 2": "fused_layers=2 counts the layers between two exchanges of halo_d2, which is off",
     "--halo-D2 --fused-layers many": "fused_layers='many' must be a whole number",
-    "--schedule 1f1b": "schedule='1f1b' has no engine",
-    "--checkpoint-activations": "checkpoint_activations=True has no engine",
-    "--no-sync-batchnorm": "sync_batchnorm=False has no engine",
-    "--dtype bfloat16": "precision='bfloat16' has no engine",
+    "--schedule gems": "schedule='gems' is an order of two directions",
+    "--schedule 2f2b": "schedule='2f2b' is unknown",
     "--balance 20": "balance=20 must be 'auto' or a tuple",
     "--balance 20,many": r"balance=\(20, 'many'\) must be 'auto' or a tuple",
     "--split-size two": "split_size='two' must be a whole number",
@@ -93,6 +98,7 @@ def test_plans_that_cannot_be_run(flags: str, message: str):
 WRONG_FLAGS = {
     "--tiles 4": "Unrecognized arguments: --tiles 4. See --help.",
     "--batch-size many": "Argument --batch-size: invalid int value: 'many'. See --help.",
+    "--clip-norm much": "Argument --clip-norm: invalid float value: 'much'. See --help.",
     "--optimiser lion": "Argument --optimiser: invalid choice: 'lion'",
     "--seed": "Argument --seed: expected one argument. See --help.",
 }
@@ -361,7 +367,7 @@ def test_bench_step_is_one_line(engines: Shell):
 NOT_AS_ASKED = {
     "ranks": (5, ("--slice-method", "1x5", "--image-size", 16), "PlanError: The plan needs 6 ranks (5 + 1 over 2 "),
     "flag": (2, (*TWO, "--tiles", 4), "PlanError: Unrecognized arguments: --tiles 4"),
-    "knob": (2, (*TWO, "--parts", 4), "PlanError: parts=4 has no engine in this version yet"),
+    "knob": (2, (*TWO, "--parts", 4), "PlanError: A batch of 1 images cannot be cut into parts=4 micro-batches"),
     "import": (2, (*TWO, "--model", "mine:Huge"), "TraceError: 'mine:Huge' cannot be imported"),
     "arguments": (
         2,

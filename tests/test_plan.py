@@ -164,6 +164,9 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "an odd stage": (
         {"schedule": "interleaved", "stages_per_rank": 2}, {"split_size": 3}, "The 1 stages .* 2 at a time",
     ),
+    "two tiles with one set of statistics": (
+        {"bidirectional": True, "sync_batchnorm": False}, {"sync_batchnorm": True}, "it has another tile",
+    ),
     "nothing to share": ({"local_dp": 2, "spatial_size": 2}, {"spatial_size": 1}, "all 2 are spatial"),
 }  # fmt: skip
 
@@ -181,23 +184,9 @@ def test_a_step_is_all_batches_of_all_replicas_and_directions():
     assert (plan.replica_batches, plan.batches, plan.micro_batches) == (12, 24, 96)
 
 
-STILL_TO_COME: dict[str, Any] = {"sync_batchnorm": False}
-
-
-@pytest.mark.parametrize("name", STILL_TO_COME)
-def test_a_knob_without_an_engine_is_refused_and_says_what_runs(name: str):
-    """Never ignored: a plan that is accepted is run as it says. Whoever builds an engine strikes its knob here."""
-    value = STILL_TO_COME[name]
-    with pytest.raises(PlanError) as caught:
-        Plan(**{name: value})
-    default = getattr(Plan(), name)
-    assert str(caught.value) == (f"{name}={value!r} has no engine in this version yet: leave {name} at {default!r}.")
-
-
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_a_precision_without_an_engine_is_refused(precision: str):
-    with pytest.raises(PlanError, match=f"precision='{precision}' has no engine .* use float32 or float64"):
-        Plan(precision=precision)
+@pytest.mark.parametrize("precision", ["bfloat16", "float16", "float32", "float64"])
+def test_weights_are_never_held_in_half_precision(precision: str):
+    assert Plan(precision=precision).held_in == ("float64" if precision == "float64" else "float32")
 
 
 def test_errors_of_plans_are_value_errors_of_ours():

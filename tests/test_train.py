@@ -23,10 +23,10 @@ from engines.models.unet import UNet
 from engines.oracle import OneProcess
 from engines.plan import Plan
 from engines.spatial.tiles import Tile
-from engines.train import Told, summary, train
+from engines.train import Told, images_per_step, summary, train
 from engines.training import RankTraining, Recipe, prepare, sgd
 
-SIZE, BATCH = (20, 26), 4
+SIZE, BATCH, COUNT = (20, 26), 4, 40
 
 
 class Tiny(nn.Module):
@@ -51,6 +51,10 @@ PLANS = {
     "one rank": Plan(split_size=1, spatial_size=0, precision="float64"),
     "two stages": Plan(split_size=2, slice_method="2x2", precision="float64"),
     "tiles to the loss": Plan(split_size=1, slice_method="1x3", precision="float64"),
+    "micro-batches": Plan(split_size=3, slice_method="2x1", parts=2, schedule="1f1b", precision="float64"),
+    "both ways": Plan(split_size=2, slice_method="1x3", bidirectional=True, parts=2, precision="float64"),
+    "replicas": Plan(split_size=1, slice_method="1x2", data_parallel=2, accumulate=2, precision="float64"),
+    "shares": Plan(split_size=2, slice_method="1x2", local_dp=2, precision="float64"),
 }
 
 
@@ -71,16 +75,19 @@ def whole_batch(images: LabelledImages, numbers: Sequence[int], per_pixel: bool)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_each_rank_reads_what_is_cut_for_it_from_the_whole(model: str, plan: Plan):
-    images, numbers = SyntheticImages(9, SIZE, 3), [7, 0, 3, 5]
-    made = recipe(MODELS[model], plan)
+    images, made = SyntheticImages(COUNT, SIZE, 3), recipe(MODELS[model], plan)
+    numbers = in_order(COUNT, 1, 0)[: images_per_step(made)]
     whole = whole_batch(images, numbers, per_pixel=model == "segmenter")
 
     def check(world: LoopbackWorld) -> list[str]:
         training = RankTraining(world, made)
-        read, cut = OwnPart(training, images, BATCH).read(numbers), training.cut(whole)
-        assert read.keys() == cut.keys()
-        assert all(torch.equal(read[name], cut[name]) and read[name].dtype == cut[name].dtype for name in cut)
-        return sorted(cut)
+        read, cut = OwnPart(training, images, made.step_specs).read(numbers), training.cut(whole)
+        assert {number: part.keys() for number, part in read.items()} == {n: part.keys() for n, part in cut.items()}
+        for number, part in cut.items():
+            for name, tensor in part.items():
+                assert torch.equal(read[number][name], tensor)
+                assert read[number][name].dtype == tensor.dtype
+        return [name for part in cut.values() for name in part]
 
     assert set().union(*run_ranks(plan.ranks, check)) == {"images", "labels"}
 
@@ -103,7 +110,7 @@ def test_no_rank_reads_more_than_its_own_tile():
 
     def asked(world: LoopbackWorld) -> set[tuple[int, Tile]]:
         images = Spied()
-        OwnPart(RankTraining(world, made), images, BATCH).read([2, 4, 6, 8])
+        OwnPart(RankTraining(world, made), images, made.step_specs).read([2, 4, 6, 8])
         return images.asked
 
     *tiles, last = run_ranks(plan.ranks, asked)
@@ -115,38 +122,39 @@ def test_no_rank_reads_more_than_its_own_tile():
 # ---- what is told
 
 
-def oracle(model: nn.Module, images: LabelledImages, epochs: int, seed: int) -> list[tuple[float, int]]:
+def oracle(model: nn.Module, plan: Plan, images: LabelledImages, epochs: int, seed: int) -> list[tuple[float, int]]:
     """Loss, and how many predictions are right, of each step in one process."""
-    alone, found = OneProcess(model, nn.CrossEntropyLoss(), sgd, torch.float64), []
+    alone = OneProcess(model, nn.CrossEntropyLoss(), sgd, torch.float64, micro_batches=plan.micro_batches)
+    heard: list[torch.Tensor] = []
+    alone.model.register_forward_hook(lambda _, __, answer: heard.append(answer.detach()))
+    found, count = [], BATCH * plan.batches
     for epoch in range(epochs):
         order = in_order(len(images), seed, epoch)
-        for start in range(0, len(images) - BATCH + 1, BATCH):
-            batch = whole_batch(images, order[start : start + BATCH], per_pixel=isinstance(model, UNet))
-            alone.model.train()
-            with torch.no_grad():
-                kept = {name: buffer.clone() for name, buffer in alone.model.named_buffers()}
-                right = int((alone.model(batch["images"]).argmax(1) == batch["labels"]).sum())
-                for name, buffer in alone.model.named_buffers():
-                    buffer.copy_(kept[name])
-            found.append((alone.step(batch), right))
+        for start in range(0, len(images) - count + 1, count):
+            batch = whole_batch(images, order[start : start + count], per_pixel=isinstance(model, UNet))
+            heard.clear()
+            loss = alone.step(batch)
+            found.append((loss, int((torch.cat(heard).argmax(1) == batch["labels"]).sum())))
     return found
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_loss_and_accuracy_are_those_of_one_process(model: str, plan: Plan):
-    images, made = SyntheticImages(9, SIZE, 3), recipe(MODELS[model], plan)
-    per_image = SIZE[0] * SIZE[1] if model == "segmenter" else 1
+    made = recipe(MODELS[model], plan)
+    count = images_per_step(made)
+    assert count == BATCH * plan.batches
+    images = SyntheticImages(2 * count + 1, SIZE, 3)
 
     def told(world: LoopbackWorld) -> list[Told]:
         return list(train(world, made, images, epochs=2, seed=5))
 
-    expected = oracle(MODELS[model], images, epochs=2, seed=5)
+    expected = oracle(MODELS[model], plan, images, epochs=2, seed=5)
     for steps in run_ranks(plan.ranks, told):
         assert [(step.epoch, step.step) for step in steps] == [(0, 0), (0, 1), (1, 0), (1, 1)]
         assert [step.loss for step in steps] == pytest.approx([loss for loss, _ in expected], rel=1e-10)
         assert [step.right for step in steps] == [right for _, right in expected]
-        assert all(step.judged == BATCH * per_image for step in steps)
+        assert all(step.judged == count * (SIZE[0] * SIZE[1] if model == "segmenter" else 1) for step in steps)
         assert all(step.images_per_s > 0 for step in steps)
 
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 from engines import options
@@ -17,7 +18,7 @@ README = Path(__file__).parents[1] / "README.md"
 SIZES = ("128", "100x132")
 RESNETS = ("--model engines.models:resnet110_v2", "--model engines.models:resnet20_v1")
 UNET = "--model engines.models.unet:UNet --num-classes 3"
-AMOEBA = """--model engines.models:amoebanetd --model-args '{"num_layers":6,"num_filters":64}'"""
+AMOEBA = """--model engines.models:amoebanetd --model-args '{"num_layers":6,"num_filters":64}' --batch-size 2"""
 
 # Every model meets every grid, every number of stages and both numbers of spatial stages.
 PLANS = (
@@ -52,19 +53,14 @@ COMBINED = {
 STOCK_PLANS = ((2, "2x2"), (1, "1x3"), (1, "3x1"), (2, "2x3"), (1, "1x5"))  # stages, tiles
 
 
-def cases() -> list[str]:
-    """The arguments of each run of our own models."""
-    models = [f"{model} --image-size {size}" for model in (*RESNETS, UNET) for size in SIZES]
-    models.append(f"{AMOEBA} --image-size 128 --batch-size 2")
-    return [f"{model} {plan}" for model in models for plan in PLANS]
-
-
 def own_rows() -> Iterator[str]:
-    """One command in each row."""
-    yield "| command, on as many ranks as the plan needs | largest gradient error seen |\n|---|---|\n"
-    for case in cases():
-        flags = shlex.split(case)
-        yield f"| `-n {_ranks(flags)} ... verify {case}` | {gradient_error(flags)} |\n"
+    """One model and size in each row, one plan in each column."""
+    heads = " | ".join(f"`{plan}`" for plan in PLANS)
+    yield f"| largest gradient error seen | image | {heads} |\n|{'---|' * (2 + len(PLANS))}\n"
+    for model, size in (*product((*RESNETS, UNET), SIZES), (AMOEBA, "128")):
+        flags = shlex.split(f"{model} --image-size {size}")
+        cells = [gradient_error([*flags, *shlex.split(plan)]) for plan in PLANS]
+        yield f"| `{model}` | {size} | {' | '.join(cells)} |\n"
 
 
 def stock_rows() -> Iterator[str]:

@@ -47,7 +47,7 @@ class _Slow:
     """A segment that takes `seconds` forward, and as long again for its inputs' gradient and for its weights'."""
 
     def __init__(self, segment: Any, seconds: float) -> None:
-        self.segment, self.seconds, self.trained = segment, seconds, segment.trained
+        self.segment, self.seconds, self.late = segment, seconds, segment.late
         self.owned = dict(segment.owned)
 
     def __call__(self, values: Mapping[str, Tensor], seed: int) -> tuple[Tensor, ...]:
@@ -110,7 +110,7 @@ def _worker(world: World, plan: Plan, stage_s: float) -> tuple[Worker, dict[int,
     weights = {name: recipe.state[name].to(dtype).requires_grad_() for name in program.weights}
     worker = Worker(program, world, weights, {})
     for name, segment in worker.tools.segments.items():
-        if segment.trained:
+        if segment.late:
             worker.tools.segments[name] = _Slow(segment, stage_s)
     whole = {name: torch.ones(spec.shape, dtype=dtype) for name, spec in recipe.step_specs.items()}
     return worker, cut_inputs(program, whole)

@@ -32,8 +32,8 @@ def bench_step(
     own = training.cut(batch)
     dtype = getattr(torch, recipe.plan.precision)
     count = recipe.plan.micro_batches
-    one = partial(OneProcess, model, nn.CrossEntropyLoss(), recipe.optimiser, dtype, micro_batches=count)
-    alone = one() if world.rank == 0 else None
+    one = partial(OneProcess, model, nn.CrossEntropyLoss(), recipe.optimiser, dtype)
+    alone = one(micro_batches=count, rules=recipe.rules) if world.rank == 0 else None
     threads = cores()
     ranks_s, alone_s = [], []
     for _ in range(iterations + 1):

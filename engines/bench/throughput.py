@@ -9,11 +9,10 @@ from __future__ import annotations
 import statistics
 import time
 
-from torch import Tensor
-
 from engines.bench.verify import batches
 from engines.comm.device import has_own_memory, wait_for
 from engines.comm.world import World
+from engines.program.worker import Inputs
 from engines.training import RankTraining, Recipe
 
 __all__ = ["bench_throughput"]
@@ -27,7 +26,7 @@ def bench_throughput(
     device = "GPU" if has_own_memory(training.device) else "CPU"
     whole = batches(recipe, seed, steps=1)[0]
     images, own = len(whole["images"]), training.cut(whole)
-    _say(f"Model: {model}", f"Batch size: {images // recipe.plan.data_parallel}", f"Number of {device}s: {world.size}")
+    _say(f"Model: {model}", f"Batch size: {images // recipe.plan.batches}", f"Number of {device}s: {world.size}")
     _say("Running warmup...")
     for _ in range(warmup):
         training.step(own)
@@ -51,7 +50,7 @@ def bench_throughput(
     }
 
 
-def _seconds(world: World, training: RankTraining, own: dict[str, Tensor], steps: int) -> float:
+def _seconds(world: World, training: RankTraining, own: Inputs, steps: int) -> float:
     """Of so many steps, on the slowest rank."""
     world.rest()
     start_s = time.perf_counter()

@@ -12,7 +12,16 @@ from engines.errors import PlanError
 from engines.layout import Layout
 from engines.plan import Plan
 
-__all__ = ["choose_device", "cores", "give_memory_back", "has_own_memory", "memory_format", "threads_of", "wait_for"]
+__all__ = [
+    "autocast_type",
+    "choose_device",
+    "cores",
+    "give_memory_back",
+    "has_own_memory",
+    "memory_format",
+    "threads_of",
+    "wait_for",
+]
 
 
 def choose_device(wish: str, rank: int) -> torch.device:
@@ -30,6 +39,14 @@ def choose_device(wish: str, rank: int) -> torch.device:
         return torch.device(wish)
     except RuntimeError as error:
         raise PlanError(f"device={wish!r} is unknown. Use auto, cpu, cuda or cuda:0.") from error
+
+
+def autocast_type(wish: str) -> str:
+    """The type of device whose rules for half precision hold: the one wished for, if it is here to be asked."""
+    try:
+        return choose_device(wish, 0).type
+    except PlanError:
+        return "cpu"
 
 
 def has_own_memory(device: torch.device) -> bool:

@@ -90,7 +90,7 @@ class _Receipt:
     def wait(self) -> None:
         for fetch in self.fetches:
             fetch()
-        self.fetches = ()
+        self.fetches = self.arrived = ()
 
     def done(self) -> bool:
         if not all(waiting() for waiting in self.arrived):

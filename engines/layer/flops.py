@@ -46,5 +46,6 @@ _RULES: dict[str, Callable[[list, tuple[int, ...]], int]] = {
     "linear": _product,
     "matmul": _product,
     "mm": _product,
+    "_to_copy": lambda shapes, out: 0,
     "addmm": lambda shapes, out: 2 * math.prod(out) * shapes[1][-1],
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = ["MODEL", "WITHOUT_GRADIENT", "ModelGraph", "Node", "Ref", "TensorSpec", "behind", "plain_name", "references"]
@@ -50,6 +50,11 @@ class TensorSpec:
     def bytes(self) -> int:
         """Size in memory."""
         return self.numel * _ITEM_BYTES.get(self.dtype, 1)
+
+    @property
+    def sums(self) -> TensorSpec:
+        """The same in the type that its sums are computed in: float32 for half precision."""
+        return replace(self, dtype="float32") if self.is_floating and self.bytes == 2 * self.numel else self
 
     @property
     def is_floating(self) -> bool:

@@ -16,7 +16,7 @@ from engines.errors import TraceError
 from engines.layer.flops import flops
 from engines.layer.graph import MODEL, ModelGraph, Node, Ref, TensorSpec, behind, plain_name, references
 
-__all__ = ["Reader", "spec_of"]
+__all__ = ["Reader", "is_check", "spec_of"]
 
 _RENAMED = {  # in-place operators whose out-of-place form has another name
     "bernoulli_.float": "bernoulli.p",
@@ -54,7 +54,7 @@ class Reader:
                 self._own(node)
             elif node.op == "output":
                 outputs = tuple(references(self._refs(node.args[0])))
-            elif not any(check in str(node.target) for check in _CHECKS):
+            elif not is_check(node):
                 self._call(node)
         return self._checked(*outputs)
 
@@ -175,6 +175,11 @@ class Reader:
                     f"{node.operator} in {node.where} reads memory that {writer.operator} in {writer.where} "
                     "has changed through another view. Make that operator out-of-place."
                 )
+
+
+def is_check(node: fx.Node) -> bool:
+    """Whether a node only makes sure of something."""
+    return any(check in str(node.target) for check in _CHECKS)
 
 
 def spec_of(value: Tensor) -> TensorSpec:

@@ -18,8 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from engines.errors import TraceError
 from engines.layer.answers import prediction_of, tensors_of
+from engines.layer.casts import with_casts
 from engines.layer.graph import MODEL, ModelGraph, TensorSpec, plain_name
 from engines.layer.reader import Reader, spec_of
+from engines.plan import HALF
 
 __all__ = ["MODEL", "answer", "first_names", "plain_name", "trace"]
 
@@ -57,12 +59,18 @@ class _WithLoss(nn.Module):
 
 
 def trace(
-    model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], images: TensorSpec, labels: TensorSpec
+    model: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    images: TensorSpec,
+    labels: TensorSpec,
+    precision: str = "",
+    device: str = "cpu",
 ) -> ModelGraph:
     """The graph of `loss(model(images), labels)`, a scalar.
 
     `images` is (N, C, H, W) of one micro-batch at whole-image size; the model is traced in its precision and
-    in the mode (train or eval) that it is in. Raises TraceError where `torch.export` cannot follow the model.
+    in the mode (train or eval) that it is in. If `precision` is a half one, the graph has the casts that
+    `torch.autocast` does on that type of `device`. Raises TraceError where `torch.export` cannot follow the model.
     """
     dtype = getattr(torch, images.dtype)
     judge = _on_meta(loss).to(dtype) if isinstance(loss, nn.Module) else loss
@@ -70,6 +78,9 @@ def trace(
     inputs = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in (images, labels)]
     with _following(model, images):
         exported = torch.export.export(whole, tuple(inputs), strict=False).module()
+        if precision in HALF:
+            with torch.device(device):
+                with_casts(exported, getattr(torch, precision), device)
         graph = Reader(exported, first_names(model, loss)).graph()
     return replace(graph, chains=frozenset(_chains(model)))
 

@@ -31,11 +31,17 @@ class Builder(Holdings):
     instructions: list[Compute | Exchange | AllReduce] = field(default_factory=list)
     statistics: list[RunningStatistics] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
+    sync_batchnorm: bool = True
     reads: list[Read] = field(default_factory=list)
     _open: list[LocalOp] = field(default_factory=list)
     _windows: dict[tuple[Any, ...], str] = field(default_factory=dict)
     _module: str = ""
     _before: tuple[int, list[LocalOp], list[int]] = field(default=(0, [], []))
+
+    @property
+    def apart(self) -> tuple[int, ...]:
+        """The ranks of the stage, where each has batch norm's statistics of its own tile."""
+        return () if self.sync_batchnorm or len(self.stage.ranks) == 1 else self.stage.ranks
 
     def at(self, node: Node) -> None:
         """What follows belongs to this node."""

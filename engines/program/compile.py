@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +14,7 @@ from engines.layout import Layout, Role, StageRanks
 from engines.pipeline.schedule import Batch, Kind, Schedule, Work, schedule
 from engines.plan import Plan
 from engines.program.builder import POINT, Builder, Value
+from engines.program.gradients import buckets, woven
 from engines.program.instructions import (
     Agree,
     Compute,
@@ -60,10 +60,13 @@ class _Crossing:
 
 
 class Compiler:
-    """Compiles rank by rank; what does not depend on the rank is computed once."""
+    """Compiles rank by rank; what does not depend on the rank is computed once.
 
-    def __init__(self, graph: ModelGraph, plan: Plan, input_gradient: bool = False) -> None:
-        self.graph, self.plan = graph, plan
+    `overlap`: sums of gradients begin while backward still runs.
+    """
+
+    def __init__(self, graph: ModelGraph, plan: Plan, input_gradient: bool = False, overlap: bool = True) -> None:
+        self.graph, self.plan, self.overlap = graph, plan, overlap
         self.layout = Layout.of(plan)
         self.input_gradient = input_gradient
         self.spans = cut(graph, plan)
@@ -79,6 +82,21 @@ class Compiler:
             self.crossing_values.update({name: builder.values[name] for name in made & builder.values.keys()})
 
         self._check_statistics()
+
+    @cached_property
+    def _trained_by(self) -> dict[str, tuple[int, ...]]:
+        """The ranks that hold each trained weight, in any stage of any copy of the model."""
+        stages = range(len(self.spans))
+        return {
+            name: self._ranks_of(stage for stage in stages if name in self.reads[stage])
+            for name in self.graph.weights
+            if name in self.graph.trainable
+        }
+
+    @cached_property
+    def sums(self) -> tuple[SumGradients, ...]:
+        """The sums of gradients over all ranks that hold the same weights."""
+        return buckets(self.graph, self._trained_by, _TAGS // 2)
 
     @cached_property
     def parted(self) -> frozenset[str]:
@@ -136,9 +154,13 @@ class Compiler:
         }
         work = self._order(roles[0].replica, rank)
         held = {role.stage for role in roles}
+        sums = [each for each in self.sums if rank in each.group]
+        trained = self._trained if self.overlap else lambda _: set()
+        steps = woven(self._walked(work, ways), sums, trained)
+        ends = (*sums, *self._updates(rank, roles, work))
         return Program(
             rank=rank,
-            steps=(*self._walked(work, ways), *(Step(item, Phase.UPDATE) for item in self._updates(roles, work))),
+            steps=(*steps, *(Step(item, Phase.UPDATE) for item in ends)),
             ways=ways,
             directions={item.micro_batch: item.direction for item in work},
             micro_batches=self.plan.micro_batches,
@@ -164,9 +186,10 @@ class Compiler:
                 yield from (Step(each, phase, item.micro_batch) for each in back)
 
     def _goes_back(self, item: Linear, phase: Phase) -> bool:
-        return item.differentiable and (phase is not Phase.WEIGHTS or bool(self._trained(item)))
+        late = any(len(self.graph.weights[name].shape) > 1 for name in self._trained(item))
+        return item.differentiable and (phase is not Phase.WEIGHTS or late)
 
-    def _trained(self, item: Linear) -> set[str]:
+    def _trained(self, item: Instruction) -> set[str]:
         """The weights that a segment reads and that are trained."""
         ops = item.ops if isinstance(item, Compute) else ()
         return self.graph.trainable & {name for op in ops for name in references((op.arguments, op.keywords))}
@@ -219,7 +242,10 @@ class Compiler:
         block = 1 + role.stage + role.direction * len(self.spans)
         ranks = self._ranks(role, role.stage)
         parted = self.parted if ranks.shares > 1 else frozenset()
-        builder = Builder(self._seen(role.stage), ranks, role.tile, _TAGS * block, wide=wide, parted=parted)
+        builder = Builder(
+            self._seen(role.stage), ranks, role.tile, _TAGS * block, wide=wide, parted=parted,
+            sync_batchnorm=self.plan.sync_batchnorm,
+        )  # fmt: skip
         self._receive(builder, role)
         span = self.spans[role.stage]
         for node in builder.graph.nodes[span.start : span.stop]:
@@ -295,23 +321,20 @@ class Compiler:
         reads = set().union(*(self.reads[stage] for stage in stages))
         return tuple(name for name in names if name in reads)
 
-    def _updates(self, roles: Sequence[Role], work: Sequence[Work]) -> Iterable[Instruction]:
-        """Gradients of weights that several ranks hold are summed over all of them; then the optimiser steps."""
+    def _updates(self, rank: int, roles: Sequence[Role], work: Sequence[Work]) -> Iterable[Instruction]:
+        """What follows when all gradients are summed: statistics, agreement, and the optimiser's step."""
         stages = {role.stage for role in roles}
-        groups = defaultdict(list)
-        for name in self._owned(stages, self.graph.weights):
-            if name in self.graph.trainable:
-                groups[self._holders(name)].append(name)
-        for index, (group, names) in enumerate(sorted(groups.items())):
-            if len(group) > 1:
-                count = sum(self.graph.weights[name].bytes for name in names)
-                yield SumGradients(f"gradients{index}", tuple(names), count, group)
         builders = {role.stage: self._builder(role) for role in roles}
         for stage in sorted(stages):
             yield from self._shared_statistics(stage, builders[stage], roles, work)
         if self.layout.size > 1:
-            yield Agree("agree", tuple(range(self.layout.size)))
-        statistics = tuple(entry for stage in sorted(stages) for entry in builders[stage].statistics)
+            counted = tuple(name for name in self._owned(stages, self._trained_by) if self._trained_by[name][0] == rank)
+            yield Agree("agree", tuple(range(self.layout.size)), counted)
+        statistics = tuple(
+            replace(entry, mean_over=self._ranks_of([stage])) if entry.mean_over else entry
+            for stage in sorted(stages)
+            for entry in builders[stage].statistics
+        )
         counters = {name: grown for builder in builders.values() for name, grown in builder.counters.items()}
         yield Update("update", statistics, {name: self.plan.micro_batches * grown for name, grown in counters.items()})
 
@@ -319,16 +342,13 @@ class Compiler:
         self, stage: int, builder: Builder, roles: Sequence[Role], work: Sequence[Work]
     ) -> Iterable[ShareStatistics]:
         """Where copies of the model see different micro-batches, each learns what the others counted."""
-        moments = tuple(entry.moments for entry in builder.statistics)
+        moments = tuple(entry.moments for entry in builder.statistics if not entry.mean_over)
         if not moments or len(self.layout.pipes) == 1:
             return
         first = {role.direction for role in roles if role.stage == stage and role.tile == 0}
         tells = sorted({item.micro_batch for item in work if item.stage == stage and item.direction in first})
         count = self.plan.micro_batches * sum(builder.values[name].spec.bytes for name in moments)
         yield ShareStatistics(f"statistics{stage}", moments, tuple(tells), count, self._ranks_of([stage]))
-
-    def _holders(self, weight: str) -> tuple[int, ...]:
-        return self._ranks_of(s for s in range(len(self.spans)) if weight in self._owned([s], self.graph.weights))
 
     def _ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
         """All ranks that hold one of these stages in any copy of the model, ascending."""

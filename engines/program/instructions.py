@@ -142,12 +142,16 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True)
 class SumGradients:
-    """The gradients of `weights`, held by all ranks in `group`, are summed over them."""
+    """The gradients of `weights`, held by all ranks in `group`, are summed over them.
+
+    Walked twice: it begins in backward and ends at the update. `tag` keeps its messages apart from others'.
+    """
 
     name: str
     weights: tuple[str, ...]
     bytes: int
     group: tuple[int, ...]
+    tag: int
     differentiable: bool = False
 
     @property
@@ -158,11 +162,15 @@ class SumGradients:
 
 @dataclass(frozen=True, slots=True)
 class Agree:
-    """All ranks in `group` have come this far: none updates its weights if another one has failed before."""
+    """All ranks in `group` have come this far: none updates its weights if another one has failed before.
+
+    They agree whether all gradients are finite, and on their norm: each weight is `counted` by one rank only.
+    """
 
     name: str
     group: tuple[int, ...]
-    bytes: int = 4
+    counted: tuple[str, ...] = ()
+    bytes: int = 16
     differentiable: bool = False
 
     @property
@@ -195,7 +203,8 @@ class ShareStatistics:
 class RunningStatistics:
     """Batch norm's buffers move at the update, by what the value `moments` says of all tiles' `counts` pixels.
 
-    Once for each micro-batch, in their order.
+    Once for each micro-batch, in their order. The ranks `mean_over` count each for its own tile and its own
+    micro-batches, and keep the mean of the buffers.
     """
 
     mean_buffer: str
@@ -203,11 +212,12 @@ class RunningStatistics:
     moments: str
     momentum: float
     counts: tuple[int, ...]
+    mean_over: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The optimiser's step, then the buffers': running statistics, and counters that grow by a constant."""
+    """The optimiser's step, and the buffers': running statistics, and counters that grow by a constant."""
 
     name: str
     statistics: tuple[RunningStatistics, ...]

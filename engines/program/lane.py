@@ -70,6 +70,11 @@ class Lane:
         """The loss, once it is known and where it is."""
         return self.leaves[self.way.loss].item() if self.way.loss in self.leaves else None
 
+    @property
+    def waits_for_backward(self) -> bool:
+        """Whether local graphs, with the activations in them, are held for it."""
+        return bool(self._made or self._late)
+
     def end(self) -> None:
         """Keep only what outlives the step."""
         kept = self.way.lasting | self.inputs.keys()
@@ -102,10 +107,10 @@ class Lane:
         loss.grad = torch.full_like(loss, self.loss_gradient if self.way.seeds_loss else 0.0)
 
     def _compute_back(self, segment: Compute, phase: Phase) -> int:
-        roots, grads = self._late.pop(segment.name) if phase is Phase.WEIGHTS else self._roots(segment)
+        roots, grads = self._late.pop(segment.name, ([], [])) if phase is Phase.WEIGHTS else self._roots(segment)
         if not roots:
             return 0
-        if phase is Phase.BACKWARD:
+        if phase is Phase.BACKWARD or not self.tools.segments[segment.name].late:
             torch.autograd.backward(roots, grads)
         else:
             self._one_way(segment, roots, grads, phase)
@@ -123,14 +128,14 @@ class Lane:
 
     def _one_way(self, segment: Compute, roots: list[Tensor], grads: list[Tensor], phase: Phase) -> None:
         """Gradients of the inputs alone, or of the weights alone (Qi et al., 2024, arXiv:2401.10241, section 2)."""
-        weights = self.tools.segments[segment.name].trained
-        inputs = [leaf for name in segment.inputs if (leaf := self.leaves.get(name)) is not None]
-        wanted = weights if phase is Phase.WEIGHTS else [leaf for leaf in inputs if leaf.requires_grad]
-        if wanted:
-            keep = phase is Phase.INPUTS and bool(weights)
-            torch.autograd.backward(roots, grads, inputs=wanted, retain_graph=keep)
-        if phase is Phase.INPUTS and weights:
-            self._late[segment.name] = roots, grads
+        late = self.tools.segments[segment.name].late
+        if phase is Phase.WEIGHTS:
+            torch.autograd.backward(roots, grads, inputs=late)
+            return
+        inputs = [leaf for name in segment.inputs if (leaf := self.leaves[name]).requires_grad]
+        if inputs:
+            torch.autograd.backward(roots, grads, inputs=inputs, retain_graph=True)
+        self._late[segment.name] = roots, grads
 
     def _part_gradients(self, segment: Compute) -> None:
         """Give each leaf a gradient of its own.

@@ -43,5 +43,7 @@ def _sent(step: Step) -> Iterable[Traffic]:
             yield Traffic(len(moves), exchange.bytes_of(moves))
         case AllReduce(spec=spec, group=group):
             yield Traffic(*sent_by_each(spec.bytes, len(group)))
+        case SumGradients() if step.phase is Phase.UPDATE:
+            return  # it has begun before
         case SumGradients() | ShareStatistics() | Agree() as total:
             yield Traffic(*sent_by_each(total.bytes, len(total.group)))

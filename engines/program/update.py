@@ -1,41 +1,134 @@
-"""The end of a training step: gradients summed over the ranks that share a weight, and the buffers."""
+"""The end of a training step: gradients summed and agreed upon, weights moved, and the buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from engines.comm.total import all_reduce
 from engines.comm.world import World
 from engines.program.instructions import RunningStatistics, SumGradients, Update
 from engines.spatial.kernels import batch_statistics
 
-__all__ = ["sum_gradients", "update_buffers"]
+__all__ = ["SCALE", "Descent", "GradientSum", "Scheduler", "UpdateRules", "update_buffers"]
+
+Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]
+
+SCALE, GROWTH, BACKOFF, GOOD_STEPS = 2.0**16, 2.0, 0.5, 2000
+"""How a loss is scaled: at first, times what after how many good steps in a row, and times what after a bad one."""
 
 
-def sum_gradients(weights: Mapping[str, Tensor], bucket: SumGradients, world: World) -> int:
-    """Replace each weight's gradient by its sum over the group, in one message; its bytes."""
-    shared = [weights[name] for name in bucket.weights]
-    flat = torch.cat([(torch.zeros_like(w) if w.grad is None else w.grad).flatten() for w in shared])
-    all_reduce(world, flat, bucket.group).wait()
-    for weight, total in zip(shared, flat.split([w.numel() for w in shared]), strict=True):
-        weight.grad = total.view_as(weight)
-    return flat.nbytes
+class GradientSum:
+    """The sum of some weights' gradients over a group of ranks, under way in one message."""
+
+    def __init__(self, weights: Mapping[str, Tensor], bucket: SumGradients, world: World) -> None:
+        self.shared = [weights[name] for name in bucket.weights]
+        self.flat = torch.cat([(torch.zeros_like(w) if w.grad is None else w.grad).flatten() for w in self.shared])
+        self.total = all_reduce(world, self.flat, bucket.group, bucket.tag)
+
+    def finish(self) -> None:
+        """Wait for it, and give each weight its gradient."""
+        self.total.wait()
+        for weight, total in zip(self.shared, self.flat.split([w.numel() for w in self.shared]), strict=True):
+            weight.grad = total.view_as(weight)
 
 
-def update_buffers(buffers: Mapping[str, Tensor], update: Update, moments: Callable[[str], list[Tensor]]) -> None:
+@dataclass(frozen=True)
+class UpdateRules:
+    """What happens at an update beside the optimiser's step; the same on every rank.
+
+    `clip_norm` bounds the norm of all gradients of the model together, `scheduler` makes of an optimiser what steps
+    once after each update. `loss_scale` multiplies the loss at first, so that small gradients are not lost in float16;
+    None never scales.
+    """
+
+    clip_norm: float | None = None
+    scheduler: Scheduler | None = None
+    loss_scale: float | None = None
+
+
+class Descent:
+    """How the weights of one rank move, in step with those of all others.
+
+    Loss scaling is dynamic (Micikevicius et al., 2018, arXiv:1710.03740, section 3.2), with the numbers of
+    `torch.amp.GradScaler`: where any gradient of any rank is not finite no weight moves, and the scale halves.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], optimiser: torch.optim.Optimizer | None, rules: UpdateRules
+    ) -> None:
+        self.weights, self.optimiser, self.rules = weights, optimiser, rules
+        self.scheduler = rules.scheduler(optimiser) if rules.scheduler and optimiser else None
+        self.scaled = rules.loss_scale is not None
+        self.scale, self.good_steps = rules.loss_scale or 1.0, 0
+
+    def told(self, counted: Iterable[str]) -> Tensor:
+        """(2,), float64, to be summed over ranks that each count other weights.
+
+        Whether a gradient is not finite, and the squared norm of all (unscaled); zeros where nobody asks.
+        """
+        if not self.scaled and self.rules.clip_norm is None:
+            return torch.zeros(2, dtype=torch.float64)
+        grads = [grad for name in counted if (grad := self.weights[name].grad) is not None]
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+        square = torch.stack(norms).square().sum().cpu() if norms else torch.zeros((), dtype=torch.float64)
+        return torch.stack([(~square.isfinite()).double(), square / self.scale**2])
+
+    def step(self, agreed: Tensor) -> None:
+        """Move the weights, unless scaled gradients are not finite. `agreed` is the sum of all `told`."""
+        bad, square = agreed.tolist()
+        if self.scaled and bad:
+            self.scale, self.good_steps = self.scale * BACKOFF, 0
+            return
+        self._multiply(self._clipping(math.sqrt(square)) / self.scale)
+        for moved in (self.optimiser, self.scheduler):
+            if moved is not None:
+                moved.step()
+        self._grow()
+
+    def _clipping(self, norm: float) -> float:
+        """As `torch.nn.utils.clip_grad_norm_` has it."""
+        if self.rules.clip_norm is None:
+            return 1.0
+        factor = self.rules.clip_norm / (norm + 1e-6)
+        return 1.0 if factor >= 1 else factor
+
+    def _multiply(self, factor: float) -> None:
+        for weight in self.weights.values():
+            if weight.grad is not None and factor != 1:
+                weight.grad.mul_(factor)
+
+    def _grow(self) -> None:
+        self.good_steps += 1
+        if self.scaled and self.good_steps == GOOD_STEPS:
+            self.scale, self.good_steps = self.scale * GROWTH, 0
+
+
+def update_buffers(
+    buffers: Mapping[str, Tensor], update: Update, moments: Callable[[str], list[Tensor]], world: World
+) -> int:
     """Running mean and (unbiased) variance move by `momentum`, once for each micro-batch; counters count.
 
-    What an instance norm counts for each image, its buffers keep as the mean over all images.
+    What an instance norm counts for each image, its buffers keep as the mean over all images; what ranks count each
+    for its own tile, as the mean over these ranks. The bytes sent for it.
     """
+    apart: dict[tuple[int, ...], list[Tensor]] = {}
     with torch.no_grad():
         for entry in update.statistics:
             for counted in moments(entry.moments):
                 _move(buffers, entry, counted)
+            if entry.mean_over:
+                apart.setdefault(entry.mean_over, []).extend(
+                    (buffers[entry.mean_buffer], buffers[entry.variance_buffer])
+                )
         for name, amount in update.counters.items():
             buffers[name].add_(amount)
+        return sum(_mean_over(group, tensors, world) for group, tensors in sorted(apart.items(), key=lambda it: it[0]))
 
 
 def _move(buffers: Mapping[str, Tensor], entry: RunningStatistics, counted: Tensor) -> None:
@@ -45,3 +138,12 @@ def _move(buffers: Mapping[str, Tensor], entry: RunningStatistics, counted: Tens
     for name, now in ((entry.mean_buffer, mean), (entry.variance_buffer, unbiased)):
         buffer = buffers[name]
         buffer.lerp_(now.view(-1, *buffer.shape).mean(0).to(buffer.dtype), entry.momentum)
+
+
+def _mean_over(group: tuple[int, ...], tensors: list[Tensor], world: World) -> int:
+    """Replace each tensor by its mean over the ranks of the group, in one message; its bytes."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    all_reduce(world, flat, group).wait()
+    for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(total.view_as(tensor) / len(group))
+    return flat.nbytes

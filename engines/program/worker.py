@@ -30,7 +30,7 @@ from engines.program.room import find_rooms
 from engines.program.segment import Segment
 from engines.program.statistics import Moments
 from engines.program.timeline import Event
-from engines.program.update import sum_gradients, update_buffers
+from engines.program.update import Descent, GradientSum, UpdateRules, update_buffers
 from engines.spatial.draws import step_seed
 
 __all__ = ["Inputs", "Worker"]
@@ -54,10 +54,12 @@ class Worker:
         optimiser: torch.optim.Optimizer | None = None,
         device: torch.device | None = None,
         seed: int = 0,
+        rules: UpdateRules | None = None,
         keeps_graphs: bool = True,
     ) -> None:
         self.program, self.world = program, world
-        self.weights, self.buffers, self.optimiser = weights, buffers, optimiser
+        self.weights, self.buffers = weights, buffers
+        self.descent = Descent(weights, optimiser, rules or UpdateRules())
         self.device = device or torch.device("cpu")
         self.events: list[Event] = []
         self.seed, self.steps_begun = seed, -1
@@ -84,11 +86,13 @@ class Worker:
         self.position = 0
         self.steps_begun += 1
         self.events = []
+        self._agreed: Tensor | None = None
+        self._sums: dict[str, GradientSum] = {}
         count = self.program.micro_batches
         self.lanes = {
             number: Lane(
                 self.tools, self.program.way(number), inputs.get(number, {}),
-                seed=step_seed(self.seed, self.steps_begun * count + number), loss_gradient=1.0 / count,
+                seed=step_seed(self.seed, self.steps_begun * count + number), loss_gradient=self.descent.scale / count,
             )
             for number in sorted(self.program.directions)
         }  # fmt: skip
@@ -160,20 +164,32 @@ class Worker:
     def _do(self, step: Step) -> int | None:
         match step.instruction:
             case SumGradients() as bucket:
-                return sum_gradients(self.weights, bucket, self.world)
+                return self._sum_gradients(bucket, begins=step.phase is not Phase.UPDATE)
             case ShareStatistics() as share:
                 return self._moments.share(share, self.world)
-            case Agree(group=group):
-                self._outbox.wait()
-                return all_reduce(self.world, torch.ones(1), group).wait()
+            case Agree() as agreement:
+                return self._agree(agreement)
             case Update() as update:
                 return self._update(update)
             case instruction:
                 return self.lanes[step.micro_batch].do(instruction, step.phase)
 
-    def _update(self, update: Update) -> None:
-        update_buffers(self.buffers, update, self._moments)
+    def _sum_gradients(self, bucket: SumGradients, begins: bool) -> int:
+        if not begins:
+            self._sums.pop(bucket.name).finish()
+            return 0
+        under_way = self._sums[bucket.name] = GradientSum(self.weights, bucket, self.world)
+        self._outbox.add(under_way.total)
+        return under_way.flat.nbytes
+
+    def _agree(self, agreement: Agree) -> None:
+        self._outbox.wait()
+        self._agreed = self.descent.told(agreement.counted)
+        all_reduce(self.world, self._agreed, agreement.group).wait()
+
+    def _update(self, update: Update) -> int:
+        sent = update_buffers(self.buffers, update, self._moments, self.world)
         for lane in self.lanes.values():
             lane.end()
-        if self.optimiser is not None:
-            self.optimiser.step()
+        self.descent.step(self.descent.told(self.weights) if self._agreed is None else self._agreed)
+        return sent

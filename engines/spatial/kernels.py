@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["Kernel", "batch_statistics", "has_kernel", "kernel", "kernels", "local_kernel", "operator_of"]
+__all__ = ["Kernel", "batch_statistics", "has_kernel", "kernel", "kernels", "local_kernel", "operator_of", "sum_type"]
 
 Kernel = Callable[..., Any]
 
@@ -67,6 +67,11 @@ def _per_channel(vector: Tensor, x: Tensor) -> Tensor:
     return vector.view(1, -1, *(1,) * (x.dim() - 2))
 
 
+def sum_type(x: Tensor) -> torch.dtype:
+    """What sums and statistics of `x` are computed in: float32 for half precision, else its own type."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 class _Moments(torch.autograd.Function):
     """(N, C, ...) -> (slots, 2, C): mean and summed squared deviation of each channel, in slot `slot`.
 
@@ -77,7 +82,8 @@ class _Moments(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: int, slots: int) -> Tensor:
-        mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
+        untouched = torch.zeros(2, x.shape[1], dtype=sum_type(x), device=x.device)  # they say in what type
+        mean, variance = torch.batch_norm_update_stats(x, *untouched, 0.0)
         ctx.save_for_backward(x, mean)
         ctx.slot, ctx.count = slot, x.numel() // x.shape[1]
         moments = x.new_zeros((slots, 2, x.shape[1]), dtype=torch.float64)
@@ -89,7 +95,7 @@ class _Moments(torch.autograd.Function):
         x, mean = ctx.saved_tensors
         offset, slope = grad[ctx.slot, 0] / ctx.count, 2 * grad[ctx.slot, 1]
         one = torch.ones_like(mean)
-        affine = slope.to(x.dtype), offset.to(x.dtype)
+        affine = slope.to(mean.dtype), offset.to(mean.dtype)
         return functional.batch_norm(x, mean, one, *affine, training=False, eps=0.0), None, None
 
 
@@ -122,10 +128,12 @@ class _Normalise(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         mean, variance = batch_statistics(moments, counts)
-        low = mean.to(x.dtype), variance.to(x.dtype)
-        ctx.save_for_backward(x, *low, moments, mean, variance, weight)
-        ctx.counts, ctx.eps, ctx.has_bias = counts, eps, bias is not None
-        return functional.batch_norm(x, *low, weight, bias, training=False, eps=eps)
+        kind = sum_type(x)
+        low = mean.to(kind), variance.to(kind)
+        affine = [None if vector is None else vector.to(kind) for vector in (weight, bias)]
+        ctx.save_for_backward(x, *low, moments, mean, variance, affine[0])
+        ctx.counts, ctx.eps, ctx.types = counts, eps, [None if v is None else v.dtype for v in (weight, bias)]
+        return functional.batch_norm(x, *low, *affine, training=False, eps=eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -140,12 +148,9 @@ class _Normalise(torch.autograd.Function):
         counts = moments.new_tensor(ctx.counts)[:, None]
         to_means = counts * (to_mean + 2 * to_variance * (moments[:, 0] - mean))
         to_moments = torch.stack([to_means, to_variance.expand_as(to_means)], dim=1)
-        affine = _where((weight is not None, ctx.has_bias), (grad_weight, grad_bias))
+        pairs = zip(ctx.types, (grad_weight, grad_bias), strict=True)
+        affine = (None if kind is None else grad_of.to(kind) for kind, grad_of in pairs)
         return grad_x, to_moments, *affine, None, None
-
-
-def _where(wanted: Sequence[bool], grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    return tuple(grad if want else None for want, grad in zip(wanted, grads, strict=True))
 
 
 def _sum_pixels(x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:

@@ -85,7 +85,7 @@ REFUSED = {
     ("--num-spatial-parts", 9): "The plan needs 9 ranks .*, but there are 4",
     ("--num-spatial-parts", 6): "num_spatial_parts=6 is no square number",
     ("--slice-method", "diagonal"): "slice_method='diagonal' is unknown",
-    ("--dtype", "float16"): "precision='float16' has no engine",
+    ("--dtype", "float16"): "Argument --dtype/--precision: invalid choice: 'float16'",
     ("--halo-len", 0): "Argument --halo-len: invalid positive value: '0'",
     ("--iterations", "many"): "Argument --iterations: invalid positive value: 'many'",
     ("--image-size", "big"): "--image-size 'big' must be",

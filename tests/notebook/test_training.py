@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from engines.errors import ImageError, LossError, PlanError, RankError, TraceErr
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
 from engines.oracle import Record, compare, one_process
+from engines.program.update import UpdateRules
 from engines.training import Optimiser, sgd
 from mpi4dl_nb import Cluster, Plan, Training
 
@@ -102,6 +105,30 @@ def trained(request, cluster) -> Trained:
     training = Training(model, plan, cluster, data[0][0].shape)
     losses = tuple(training.step(*batch) for batch in data)
     return Trained(model, losses, training.state_dict(), alone(model, data))
+
+
+def test_rules_of_the_update_are_those_of_one_process(cluster):
+    """Gradients bounded over all ranks, and a rate that falls."""
+    data = batches(3)
+    rules = UpdateRules(clip_norm=0.3, scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.1))
+    training = Training(
+        unet(), STRIPS, cluster, data[0][0].shape, clip_norm=rules.clip_norm, scheduler=rules.scheduler
+    )  # fmt: skip
+    losses = tuple(training.step(*batch) for batch in data)
+    whole = [{"images": images, "labels": labels} for images, labels in data]
+    oracle = one_process(unet(), nn.CrossEntropyLoss(), sgd, whole, torch.float64, rules=rules)
+    assert losses == same(oracle.losses)
+    assert training.verify(data)["ok"]
+
+
+def test_half_precision_is_verified_beside_one_process(cluster):
+    training = Training(unet(), replace(STRIPS, precision="bfloat16"), cluster, SHAPE)
+    images, labels = batches(1)[0]
+    assert math.isfinite(training.step(images, labels))
+    proof = training.verify(precision="bfloat16")
+    assert proof["ok"], proof
+    assert proof["dtype"] == "bfloat16"
+    assert training.verify()["dtype"] == "float64"
 
 
 def test_the_losses_are_those_of_one_process(trained: Trained):

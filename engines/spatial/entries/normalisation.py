@@ -1,4 +1,4 @@
-"""Batch norm over all tiles: own moments, a sum over the ranks, and a local formula."""
+"""Batch norm over all tiles: own moments, a sum over the ranks, and a local formula. Or each tile by itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 @entry("aten.batch_norm.default", everywhere=True, images=("input",))
 def batch_norm(b: Builder, node: Node) -> None:
-    """Moments of own pixels, gathered from all tiles; the running statistics wait for the update."""
+    """Moments of own pixels, gathered from all tiles if so planned; the running statistics wait for the update."""
     a = node.arguments
     value = b.value(a["input"])
     if not a["training"]:
@@ -23,6 +23,8 @@ def batch_norm(b: Builder, node: Node) -> None:
     channels = value.spec.shape[1]
     counts = b.counts(a["input"], channels)
     slot = b.tile if len(counts) > 1 else 0
+    if b.apart:
+        counts, slot = counts[slot : slot + 1], 0
     like = TensorSpec((len(counts), 2, channels), "float64")
     own = b.local(f"{node.name}.moments", "tile.moments", b.owned(a["input"]), slot, len(counts), like=like)
     moments = b.all_reduce(own) if len(counts) > 1 else own
@@ -32,7 +34,7 @@ def batch_norm(b: Builder, node: Node) -> None:
     )  # fmt: skip
     if a["running_mean"]:
         names = a["running_mean"].name, a["running_var"].name
-        b.statistics.append(RunningStatistics(*names, moments.name, a["momentum"], tuple(counts)))
+        b.statistics.append(RunningStatistics(*names, moments.name, a["momentum"], tuple(counts), b.apart))
 
 
 @entry("aten.add_.Tensor", everywhere=True)

@@ -12,7 +12,7 @@ from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
 from engines.program.instructions import RunningStatistics
 from engines.spatial.entries.axes import reduce_other_axes
-from engines.spatial.kernels import batch_statistics, kernel, local_kernel
+from engines.spatial.kernels import batch_statistics, kernel, local_kernel, sum_type
 from engines.spatial.ops import entry
 from engines.spatial.places import local_shape, whole_axes, whole_to_tile
 from engines.spatial.plain import as_it_is
@@ -128,6 +128,12 @@ def _normalises_space(b: Builder, node: Node) -> bool:
     return rows >= first
 
 
+@local_kernel("tile.reshaped")
+def reshaped(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Weights of float32 make float32 of half precision; it is the result's type that counts."""
+    return x.reshape(shape).to(dtype)
+
+
 def _scaled(b: Builder, node: Node, name: str, shape: Sequence[int], axes: tuple[int, int]) -> None:
     """Weight and bias of a layer norm are pixels: a tile has its own."""
     for argument, operator in (("weight", "mul"), ("bias", "add")):
@@ -135,7 +141,8 @@ def _scaled(b: Builder, node: Node, name: str, shape: Sequence[int], axes: tuple
             part = whole_to_tile(b, node, vector, b.value(Ref(name)))
             b.local(f"{node.name}.{operator}", f"aten.{operator}.Tensor", Ref(name), part, like=node.spec, axes=axes)
             name = f"{node.name}.{operator}"
-    b.local(node.name, "aten.reshape.default", Ref(name), shape, like=node.spec, axes=axes)
+    dtype = getattr(torch, node.spec.dtype)
+    b.local(node.name, "tile.reshaped", Ref(name), shape, dtype, like=node.spec, axes=axes)
 
 
 @entry("aten.layer_norm.default")
@@ -162,13 +169,13 @@ def layer_norm(b: Builder, node: Node) -> None:
 @local_kernel("tile.square_sums")
 def square_sums(x: Tensor, axes: int) -> Tensor:
     """Sums of squares over the last `axes` axes."""
-    return x.square().sum(list(range(-axes, 0)), keepdim=True)
+    return x.to(sum_type(x)).square().sum(list(range(-axes, 0)), keepdim=True)
 
 
 @local_kernel("tile.by_root_mean_square")
 def by_root_mean_square(x: Tensor, squares: Tensor, count: int, eps: float | None) -> Tensor:
     """Zhang and Sennrich, 2019 (arXiv:1910.07467), equation 4."""
-    return x * (squares / count + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
+    return (x * (squares / count + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()).to(x.dtype)
 
 
 @entry("aten.rms_norm.default")
@@ -179,7 +186,7 @@ def rms_norm(b: Builder, node: Node) -> None:
     if not _normalises_space(b, node):
         as_it_is(b, node, value.axes)
         return
-    like = TensorSpec((*value.spec.shape[:-axes], *(1,) * axes), value.spec.dtype)
+    like = TensorSpec((*value.spec.shape[:-axes], *(1,) * axes), value.spec.sums.dtype)
     total = b.all_reduce(b.local(f"{node.name}.squares", "tile.square_sums", b.owned(source), axes, like=like))
     whole, count = f"{node.name}.normalised", value.spec.numel // like.numel
     b.local(

@@ -28,24 +28,29 @@ def mean_over_space(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepd
     """The mean over `dims`, which hold both spatial axes."""
     sums = _sum(b, f"{node.name}.sum", ref, node.spec, dims, keepdim)
     count = sum(b.counts(ref, node.spec.numel))
-    b.local(node.name, "aten.div.Scalar", sums, count, like=node.spec)
+    _in_own_type(b, node, b.local(f"{node.name}.mean", "aten.div.Scalar", sums, count, like=node.spec.sums))
 
 
 def _sum(b: Builder, out: str, ref: Ref, spec: TensorSpec, dims: Sequence[int], keepdim: bool) -> Ref:
-    dtype, own = getattr(torch, spec.dtype), b.owned(ref)
-    return b.all_reduce(b.local(out, "tile.sum_pixels", own, list(dims), keepdim, dtype, like=spec))
+    dtype, own = getattr(torch, spec.sums.dtype), b.owned(ref)
+    return b.all_reduce(b.local(out, "tile.sum_pixels", own, list(dims), keepdim, dtype, like=spec.sums))
+
+
+def _in_own_type(b: Builder, node: Node, ref: Ref) -> None:
+    """What was summed over ranks becomes the node's result."""
+    b.local(node.name, "aten._to_copy.default", ref, dtype=getattr(torch, node.spec.dtype), like=node.spec)
 
 
 def _sum_lines(b: Builder, node: Node, source: Ref, dims: list[int], keepdim: bool) -> None:
     """Over rows, or over columns: each tile has the sums of its own part, and every rank the whole result."""
-    dtype = getattr(torch, node.spec.dtype)
-    parts = of_all_tiles(b, node, source, "tile.sum_pixels", dims, True, dtype, dtype=node.spec.dtype)
-    total = b.local(f"{node.name}.sum", "tile.sum_pixels", parts, dims, keepdim, dtype, like=node.spec)
-    count = b.value(source).spec.numel // node.spec.numel if node.operator.startswith("aten.mean.") else 1
-    if count == 1:
-        b.local(node.name, "aten.alias.default", total, like=node.spec)
-    else:
-        b.local(node.name, "aten.div.Scalar", total, count, like=node.spec)
+    like = node.spec.sums
+    dtype = getattr(torch, like.dtype)
+    parts = of_all_tiles(b, node, source, "tile.sum_pixels", dims, True, dtype, dtype=like.dtype)
+    total = b.local(f"{node.name}.sum", "tile.sum_pixels", parts, dims, keepdim, dtype, like=like)
+    if node.operator.startswith("aten.mean."):
+        count = b.value(source).spec.numel // node.spec.numel
+        total = b.local(f"{node.name}.mean", "aten.div.Scalar", total, count, like=like)
+    _in_own_type(b, node, total)
 
 
 @entry("aten.mean.default", "aten.mean.dim", "aten.sum.default", "aten.sum.dim_IntList", shared=True)
@@ -60,8 +65,7 @@ def reduce_sum(b: Builder, node: Node) -> None:
     elif node.operator.startswith("aten.mean."):
         mean_over_space(b, node, source, dims, keepdim)
     else:
-        total = _sum(b, f"{node.name}.sum", source, node.spec, dims, keepdim)
-        b.local(node.name, "aten.alias.default", total, like=node.spec)
+        _in_own_type(b, node, _sum(b, f"{node.name}.sum", source, node.spec, dims, keepdim))
 
 
 @local_kernel("tile.cross_entropy_sums")
@@ -154,4 +158,4 @@ def pixel_loss(b: Builder, node: Node) -> None:
         return
     total = _sum(b, f"{node.name}.sum", each, node.spec, range(len(spec.shape)), keepdim=False)
     count = sum(b.counts(source, 1)) if reduction == _MEAN else 1
-    b.local(node.name, "aten.div.Scalar", total, count, like=node.spec)
+    _in_own_type(b, node, b.local(f"{node.name}.mean", "aten.div.Scalar", total, count, like=node.spec.sums))

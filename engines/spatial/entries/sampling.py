@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
-from engines.spatial.kernels import local_kernel, operator_of
+from engines.spatial.kernels import local_kernel, operator_of, sum_type
 from engines.spatial.ops import entry
 from engines.spatial.plain import as_it_is
 from engines.spatial.refusals import apart, no_rule
@@ -73,7 +73,7 @@ def resample_tile(
     cols: Sequence[Sequence[int]], col_weights: Sequence[Sequence[float]], axes: tuple[int, int],
 ) -> Tensor:  # fmt: skip
     """The columns first, as ATen does."""
-    return _along(_along(x, axes[1], cols, col_weights), axes[0], rows, row_weights)
+    return _along(_along(x.to(sum_type(x)), axes[1], cols, col_weights), axes[0], rows, row_weights).to(x.dtype)
 
 
 def _along(x: Tensor, axis: int, inputs: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> Tensor:

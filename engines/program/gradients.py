@@ -1,0 +1,66 @@
+"""Sums of gradients over ranks: which weights travel together, and where in a program their sum begins."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from engines.layer.graph import ModelGraph
+from engines.program.instructions import Instruction, Phase, SumGradients
+from engines.program.program import Step
+
+__all__ = ["buckets", "woven"]
+
+
+def buckets(
+    graph: ModelGraph, holders: Mapping[str, tuple[int, ...]], tag: int, bucket_bytes: int = 1 << 22
+) -> tuple[SumGradients, ...]:
+    """The sums of one training step over all ranks; `holders` are the ranks that hold each weight, ascending.
+
+    Weights that the same ranks hold travel together, `bucket_bytes` or a little more at a time and the last layers
+    first, as backward comes to them first (Li et al., 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2.3).
+    Ranks may begin them in different orders: each has a tag of its own, from `tag` on.
+    """
+    groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name in reversed(graph.weights):
+        if name in graph.trainable and len(holders[name]) > 1:
+            groups[holders[name]].append(name)
+    found: list[SumGradients] = []
+    for group, names in sorted(groups.items()):
+        for part in _filled(names, graph, bucket_bytes):
+            count = sum(graph.weights[name].bytes for name in part)
+            found.append(SumGradients(f"gradients{len(found)}", tuple(part), count, group, tag + 2 * len(found)))
+    return tuple(found)
+
+
+def _filled(names: Sequence[str], graph: ModelGraph, bucket_bytes: int) -> Iterator[list[str]]:
+    part: list[str] = []
+    filled = 0
+    for name in names:
+        part.append(name)
+        filled += graph.weights[name].bytes
+        if filled >= bucket_bytes:
+            yield part
+            part, filled = [], 0
+    if part:
+        yield part
+
+
+def woven(
+    steps: Iterable[Step], sums: Sequence[SumGradients], trained: Callable[[Instruction], set[str]]
+) -> Iterator[Step]:
+    """The steps of a rank with each sum begun behind the last one that adds to a gradient in it.
+
+    `trained` are the weights whose gradients an instruction adds to, going back.
+    """
+    steps = tuple(steps)
+    last: dict[str, int] = {}
+    for index, step in enumerate(steps):
+        if step.phase is not Phase.FORWARD:
+            last.update(dict.fromkeys(trained(step.instruction), index))
+    begun: dict[int, list[SumGradients]] = defaultdict(list)
+    for each in sums:
+        begun[max(last.get(name, len(steps) - 1) for name in each.weights)].append(each)
+    for index, step in enumerate(steps):
+        yield step
+        yield from (Step(each, Phase.BACKWARD, step.micro_batch) for each in begun[index])
