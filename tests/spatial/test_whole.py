@@ -214,7 +214,7 @@ class Pyramid(nn.Module):
         self.levels = nn.ModuleList(nn.Sequential(nn.Conv2d(2, 2, 1, bias=False), nn.BatchNorm2d(2)) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        found = [level(F.adaptive_avg_pool2d(x, size)) for size, level in zip((1, 2, 3), self.levels, strict=True)]
+        found = [level(F.adaptive_avg_pool2d(x, size)) for size, level in zip((2, 3, 4), self.levels, strict=True)]
         return torch.cat([x, *(F.interpolate(level, x.shape[-2:], mode="bilinear") for level in found)], 1)
 
 
