@@ -21,7 +21,10 @@ WITHOUT_GRADIENT = frozenset(
 )  # fmt: skip
 """Operators whose result does not lead back to their arguments."""
 
-_ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
+_ITEM_BYTES = {
+    "complex128": 16, "complex64": 8, "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2,
+    "int16": 2,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class TensorSpec:
     @property
     def is_floating(self) -> bool:
         """Whether it can carry a gradient."""
-        return "float" in self.dtype
+        return self.dtype.startswith(("float", "bfloat", "complex"))
 
 
 @dataclass(frozen=True, slots=True)

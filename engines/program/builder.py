@@ -2,98 +2,41 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.layer.graph import WITHOUT_GRADIENT, ModelGraph, Node, Ref, TensorSpec, references
-from engines.layout import StageRanks
+from engines.layer.graph import WITHOUT_GRADIENT, Node, Ref, TensorSpec, references
+from engines.program.bounds import bounded
+from engines.program.holdings import Holdings, Value
 from engines.program.instructions import AllReduce, Compute, Exchange, LocalOp, RunningStatistics
-from engines.spatial.fusion import Read, Wide
-from engines.spatial.grouping import Work
+from engines.spatial.fusion import Read
 from engines.spatial.moves import moves
 from engines.spatial.tiles import Tile
-from engines.spatial.windows import Shift, SpanRule, window
+from engines.spatial.windows import Shift, SpanRule, Window, window
 
-__all__ = ["POINT", "Builder", "Value", "Window"]
+__all__ = ["POINT", "Builder", "Value"]
 
 POINT = Tile.whole(1, 1)
 """What a rank holds of a value that has no pixels."""
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A tensor in a stage. `spec` is that of the whole image.
-
-    `axes` are its spatial axes counted from the end, along which each rank holds its own tile; None
-    where every rank of the stage holds all of it.
-    """
-
-    name: str
-    spec: TensorSpec
-    axes: tuple[int, int] | None
-    differentiable: bool
-
-    @property
-    def size_px(self) -> tuple[int, int]:
-        """Height and width of the whole image that this (tiled) value is."""
-        rows, cols = self.axes or (-2, -1)
-        return self.spec.shape[rows], self.spec.shape[cols]
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The local tensor `name` holds the pixels `held`; the kernel is to read `wanted`, filled outside them."""
-
-    name: str
-    held: Tile
-    wanted: Tile
-    fill: float
-
-    @property
-    def margins(self) -> tuple[int, int, int, int]:
-        """Pixels to add (or, negative, to drop) left, right, above and below, in the order of `F.pad`."""
-        held, wanted = self.held, self.wanted
-        return (
-            held.cols.start - wanted.cols.start,
-            wanted.cols.stop - held.cols.stop,
-            held.rows.start - wanted.rows.start,
-            wanted.rows.stop - held.rows.stop,
-        )
-
-
 @dataclass
-class Builder:
+class Builder(Holdings):
     """Collects the instructions of tile `tile` of one stage, in graph order.
 
-    `parted` are the values of which the ranks hold different images. Tags count up from `tag`, which is even; every
-    rank of the stage counts the same exchanges, so equal tags meet.
+    Tags count up from `tag`, which is even; every rank of the stage counts the same exchanges, so equal tags meet.
     """
 
-    graph: ModelGraph
-    stage: StageRanks
-    tile: int
-    tag: int
-    values: dict[str, Value] = field(default_factory=dict)
     instructions: list[Compute | Exchange | AllReduce] = field(default_factory=list)
     statistics: list[RunningStatistics] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
-    wide: Wide = field(default_factory=Wide)
     sync_batchnorm: bool = True
-    parted: frozenset[str] = frozenset()
     reads: list[Read] = field(default_factory=list)
-    _held: dict[str, Mapping[int, Tile]] = field(default_factory=dict)
     _open: list[LocalOp] = field(default_factory=list)
     _windows: dict[tuple[Any, ...], str] = field(default_factory=dict)
     _module: str = ""
-    _node: str = ""
-    _flops: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def rank(self) -> int:
-        """The rank that runs what is built."""
-        return self.stage.ranks[self.tile]
+    _before: tuple[int, list[LocalOp], list[int]] = field(default=(0, [], []))
 
     @property
     def apart(self) -> tuple[int, ...]:
@@ -104,52 +47,22 @@ class Builder:
         """What follows belongs to this node."""
         self._module, self._node = node.module, node.name
         self._flops[node.name] = node.flops
+        self._before = self.tag, list(self._open), [len(made) for made in self._made]
 
-    def forget(self, node: Node) -> None:
-        """Take back what was begun for a node."""
-        self._open = [op for op in self._open if op.out.split(".")[0] != node.name]
+    def forget(self) -> None:
+        """Take back what was begun for the present node."""
+        self.tag, self._open, counts = self._before[0], list(self._before[1]), self._before[2]
+        for made, count in zip(self._made, counts, strict=True):
+            if isinstance(made, dict):
+                for key in list(made)[count:]:
+                    del made[key]
+            else:
+                del made[count:]
 
-    def is_tiled(self, ref: Any) -> bool:
-        """Whether an argument is a value of which each rank holds a tile."""
-        return isinstance(ref, Ref) and ref.name in self.values and self.values[ref.name].axes is not None
-
-    def is_parted(self, ref: Any) -> bool:
-        """Whether an argument is a value of which each rank holds other images."""
-        return isinstance(ref, Ref) and ref.name in self.parted
-
-    def is_spread(self, ref: Any) -> bool:
-        """Whether no rank of the stage holds all of an argument."""
-        return self.is_tiled(ref) or self.is_parted(ref)
-
-    def counts(self, ref: Ref, groups: int) -> list[int]:
-        """How many of a value's elements each rank has, of each of `groups`; one number where all hold the same."""
-        value = self.value(ref)
-        if self.is_parted(ref):
-            return [value.spec.numel // groups] * self.stage.shares
-        if value.axes is None:
-            return [value.spec.numel // groups]
-        per_px = value.spec.numel // groups // math.prod(value.size_px)
-        return [per_px * tile.pixels for tile in self.tiles(value.size_px).values()]
-
-    def value(self, ref: Ref) -> Value:
-        """The value that an argument refers to."""
-        return self.values[ref.name]
-
-    def tiles(self, size_px: tuple[int, int]) -> dict[int, Tile]:
-        """The tiles of an image of that size, by rank: what each owns."""
-        return dict(zip(self.stage.ranks, self.stage.grid.cut(*size_px), strict=True))
-
-    def outputs(self, size_px: tuple[int, int]) -> Mapping[int, Tile]:
-        """What each rank computes of the present node's result, an image of that size: its tile, or more."""
-        return self.wide.held.get(self._node) or self.tiles(size_px)
-
-    def holds(self, ref: Ref) -> Mapping[int, Tile]:
-        """What each rank has of a tiled value: its tile, or more."""
-        return self._held.get(ref.name) or self.tiles(self.value(ref).size_px)
-
-    def hold_like(self, out: Ref, ref: Ref) -> None:
-        """Each rank has the same pixels of `out` as of `ref`."""
-        self._held[out.name] = self.holds(ref)
+    @property
+    def _made(self) -> tuple[list[Any] | dict[Any, Any], ...]:
+        """What only grows while nodes are lowered."""
+        return self.instructions, self.reads, self.statistics, self.values, self._windows
 
     def local(
         self,
@@ -216,15 +129,19 @@ class Builder:
             self._held[target] = wanted
         return Ref(name)
 
-    def extent(self, name: str) -> tuple[Tile, Mapping[int, Tile]]:
-        """A tiled value's whole image, and each rank's own tile of it."""
-        size_px = self.values[name].size_px
-        return Tile.whole(*size_px), self.tiles(size_px)
+    def gathered(self, ref: Ref) -> Ref:
+        """All of a tiled value, on every rank of the stage: its window is the whole image.
 
-    def work(self, name: str) -> Work:
-        """What a tiled value costs to compute, and to send."""
-        value, flops = self.values[name], self._flops.get(name, 0)
-        return Work(flops, value.spec.bytes / math.prod(value.size_px))
+        Backward, what each rank found of the gradient goes home and is added there. It takes the memory of the
+        undivided value on each rank, and what is computed of it is computed on each: for results of few pixels.
+        """
+        target = f"{ref.name}.whole"
+        if self.is_tiled(ref) and target not in self.values:
+            value = self.value(ref)
+            everything = dict.fromkeys(self.stage.ranks, Tile.whole(*value.size_px))
+            window = self._exchange(self.owned(ref), everything, 0.0)
+            self.local(target, "aten.alias.default", window, like=value.spec)
+        return Ref(target) if self.is_tiled(ref) else ref
 
     def owned(self, ref: Ref) -> Ref:
         """The pixels of a tiled value that this rank owns; all of a value that is not tiled."""
@@ -287,20 +204,4 @@ class Builder:
     def finished(self, kept: Iterable[str]) -> list[Compute | Exchange | AllReduce]:
         """All instructions, each segment with its inputs and outputs; `kept` values stay to the end."""
         self.flush()
-        wanted, done = set(kept), []
-        for instruction in reversed(self.instructions):
-            if isinstance(instruction, Compute):
-                instruction = self._bounded(instruction, wanted)
-                wanted.update(instruction.inputs)
-            else:
-                wanted.add(instruction.source)
-            done.append(instruction)
-        return done[::-1]
-
-    def _bounded(self, segment: Compute, wanted: set[str]) -> Compute:
-        made = {op.out for op in segment.ops}
-        read = dict.fromkeys(name for op in segment.ops for name in references((op.arguments, op.keywords)))
-        inputs = tuple(name for name in read if name in self.values and name not in made)
-        outputs = tuple(op.out for op in segment.ops if op.out in wanted)
-        differentiable = any(self.values[name].differentiable for name in outputs)
-        return Compute(segment.name, segment.ops, inputs, outputs, differentiable)
+        return bounded(self.instructions, self.values, kept)

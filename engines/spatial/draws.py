@@ -112,6 +112,7 @@ draws = tuple(
         "rand.default", "rand_like.default", "uniform.default", "randn.default", "randn_like.default",
         "normal_functional.default", "randint.default", "randint.low",
         "bernoulli.default", "bernoulli.p", "exponential.default", *(f"{name}.default" for name in _DROPOUTS),
+        "rrelu.default",
     )
 )  # fmt: skip
 """The operators that draw by place."""
@@ -141,10 +142,22 @@ def dropout(x: Tensor, seed: int, number: int, place: Place, device: torch.devic
     return x * noise.mul_(gain) + shift
 
 
+@local_kernel("tile.rrelu")
+def rrelu(x: Tensor, seed: int, number: int, place: Place, device: torch.device, lower: float, upper: float) -> Tensor:
+    """`x`, and of what is not positive a share drawn between the two (Xu et al., 2015, arXiv:1505.00853)."""
+    return x * _slopes(x, uniform(seed, 2 * number, place, device), lower, upper)
+
+
+def _slopes(x: Tensor, drawn: Tensor, lower: float, upper: float) -> Tensor:
+    return torch.where(x <= 0, _between(lambda: drawn, {"from": lower, "to": upper}).to(x.dtype), 1.0)
+
+
 def _is_drawn(node: Node) -> bool:
     if node.operator not in draws:
         return False
     a = node.arguments
+    if "training" in a:
+        return bool(a["training"])
     return bool(a["train"]) and 0 < a["p"] < 1 if "train" in a else True
 
 
@@ -172,6 +185,8 @@ class SameDraws(TorchDispatchMode):
     ) -> Any:
         name = func._schema.name.removeprefix("aten::")
         law = name.removesuffix("_")
+        if law == "rrelu_with_noise" and any(args[4:5]):
+            return self._rrelu(name.endswith("_"), *args[:4])
         made = func(*args, **(kwargs or {}))
         if law not in _LAWS:
             return made
@@ -185,3 +200,10 @@ class SameDraws(TorchDispatchMode):
         drawn = draw_by_place(self.seed, self.number, place, made.device, law, made.dtype, **given)
         self.number += 1
         return made.copy_(drawn) if name.endswith("_") else drawn
+
+    def _rrelu(self, in_place: bool, x: Tensor, noise: Tensor, lower: float, upper: float) -> Tensor:
+        """ATen keeps the slopes in `noise` for backward."""
+        place = [(size, 0, size) for size in x.shape]
+        noise.copy_(_slopes(x, uniform(self.seed, 2 * self.number, place, x.device), lower, upper))
+        self.number += 1
+        return x.mul_(noise) if in_place else x * noise

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from engines.errors import PlanError
 from engines.layer.graph import ModelGraph, Node
-from engines.spatial.ops import is_pointwise, no_rule
+from engines.spatial.plain import is_pointwise
+from engines.spatial.refusals import no_rule
 
 __all__ = ["of_share", "parted_names"]
 

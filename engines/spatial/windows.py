@@ -7,7 +7,17 @@ from dataclasses import dataclass
 
 from engines.spatial.tiles import Span, Tile
 
-__all__ = ["Picks", "Reach", "Shift", "SlidingWindow", "SpanRule", "TransposedWindow", "halo_widths", "window"]
+__all__ = [
+    "Picks",
+    "Reach",
+    "Shift",
+    "SlidingWindow",
+    "SpanRule",
+    "TransposedWindow",
+    "Window",
+    "halo_widths",
+    "window",
+]
 
 SpanRule = Callable[[Span], Span]
 """Output pixels along one axis -> the input pixels that they read, the image's outside included."""
@@ -86,6 +96,27 @@ class Picks:
         """
         reads = [index for row in self.table[out.start : out.stop] for index in row]
         return Span(min(reads), max(reads) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The local tensor `name` holds the pixels `held`; the kernel is to read `wanted`, filled outside them."""
+
+    name: str
+    held: Tile
+    wanted: Tile
+    fill: float
+
+    @property
+    def margins(self) -> tuple[int, int, int, int]:
+        """Pixels to add (or, negative, to drop) left, right, above and below, in the order of `F.pad`."""
+        held, wanted = self.held, self.wanted
+        return (
+            held.cols.start - wanted.cols.start,
+            wanted.cols.stop - held.cols.stop,
+            held.rows.start - wanted.rows.start,
+            wanted.rows.stop - held.rows.stop,
+        )
 
 
 def window(out: Tile, rows: SpanRule, cols: SpanRule) -> Tile:

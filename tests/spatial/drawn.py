@@ -65,13 +65,18 @@ def grids(draw: st.DrawFn, *sizes_px: Pair) -> Grid:
 
 
 @st.composite
-def geometries(draw: st.DrawFn, pool: bool = False, dilated: bool = True, strided: bool = True) -> Geometry:
-    """Pools may pad by half their kernel at most, and have no windows without a pixel."""
+def geometries(
+    draw: st.DrawFn, pool: bool = False, dilated: bool = True, strided: bool = True, few: bool = False
+) -> Geometry:
+    """Pools may pad by half their kernel at most, and have no windows without a pixel.
+
+    `few`: of outputs there are fewer rows or columns than tiles.
+    """
 
     def pair(low: int, high: int) -> Pair:
         return draw(st.integers(low, high)), draw(st.integers(low, high))
 
-    kernel, out_px = pair(1, 4), pair(1, 8)
+    kernel, out_px = pair(1, 4), pair(1, 3 if few else 8)
     stride = pair(1, 3) if strided else (1, 1)
     dilation = pair(1, 3) if dilated else (1, 1)
     padding = tuple(draw(st.integers(0, k // 2 if pool else 4)) for k in kernel)
@@ -79,7 +84,8 @@ def geometries(draw: st.DrawFn, pool: bool = False, dilated: bool = True, stride
     settings = zip(out_px, kernel, stride, padding, dilation, spare_px, strict=True)
     image_px = tuple((n - 1) * s + d * (k - 1) + 1 - 2 * p + spare for n, k, s, p, d, spare in settings)
     assume(min(image_px) > 0)
-    grid = draw(grids(image_px, out_px))
+    grid = draw(grids(image_px) if few else grids(image_px, out_px))
+    assume(not few or out_px[0] < grid.rows or out_px[1] < grid.cols)
     return Geometry(grid, image_px, out_px, kernel, stride, padding, dilation, spare_px)
 
 

@@ -8,7 +8,6 @@ from hypothesis import given
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.errors import TraceError
 from engines.spatial.tiles import Grid
 from tests.exact import close, whole_numbers, with_whole_weights
 from tests.spatial.drawn import Pair, check, images_on_grids, seeds, trials
@@ -167,28 +166,3 @@ class Places(nn.Module):
 def test_each_tile_takes_its_own_part_of_what_depends_on_the_place(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(with_whole_weights(Places(*size_px), seed), whole_numbers(3, 2, *size_px, seed=seed), grid)
-
-
-REFUSED = {
-    "rows and columns as one axis": lambda x: x.flatten(2),
-    "rows merged with channels": lambda x: x.flatten(1, 2),
-    "columns in two": lambda x: x.unflatten(-1, (2, 4)),
-    "rows upside down": lambda x: x.flip(1, 2),
-    "rows rolled": lambda x: x.roll(1, 2),
-    "all rolled": lambda x: x.roll(1),
-    "rows repeated": lambda x: x.repeat(1, 1, 2, 1),
-    "one row": lambda x: x[:, :, 3],
-    "max over rows": lambda x: x.max(2)[0],
-    "largest of all": lambda x: x * x.argmax(),
-    "product along columns": lambda x: x @ matrix(x).new_ones((8, 3)),
-    "einsum along columns": lambda x: torch.einsum("nchw,wk->nchk", x, x.new_ones((8, 3))),
-    "einsum of rows": lambda x: torch.einsum("nchw->nch", x),
-    "einsum across": lambda x: torch.einsum("nchw,ncwh->nhw", x, x),
-    "pixels by a mask": lambda x: x[:, :, torch.arange(3, device=x.device)],
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_takes_rows_and_columns_apart_is_refused(name: str):
-    with pytest.raises(TraceError, match=r"^aten\."):
-        check(REFUSED[name], whole_numbers(1, 4, 8, 8), Grid(2, 2))

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.errors import TraceError
 from engines.spatial.tiles import Grid
 from tests.exact import close, whole_numbers, with_whole_weights
-from tests.spatial.drawn import Pair, check, images_on_grids, seeds, trials
+from tests.spatial.drawn import Geometry, Pair, check, geometries, images_on_grids, seeds, trials
 
 EXTREMES = {
     "amax over space": lambda x: x.amax((2, 3)),
@@ -24,6 +23,10 @@ EXTREMES = {
     "amax behind permute": lambda x: x.permute(0, 2, 3, 1).amax((1, 2)),
     "global max pool": lambda x: F.adaptive_max_pool2d(x, 1).flatten(1),
     "global max pool, goes back": lambda x: x * F.adaptive_max_pool2d(x, 1),
+    "place of the global maximum": lambda x: x + F.adaptive_max_pool2d(x, 1, return_indices=True)[1],
+    "largest absolute": lambda x: torch.linalg.vector_norm(x, math.inf, dim=(2, 3)),
+    "largest of each row": lambda x: x.amax(3).flatten(1),
+    "largest of rows behind permute": lambda x: x.permute(0, 2, 3, 1).amax(1).flatten(1),
     "scaled to the largest": lambda x: x - x.amax((2, 3), keepdim=True).detach(),
 }
 
@@ -39,13 +42,45 @@ def test_extremes(name: str, case: tuple[Grid, Pair], high: int, seed: int):
     check(function, image, grid)
 
 
+def _with_places(values: Tensor, places: Tensor) -> Tensor:
+    return values * places - places
+
+
+@trials(40)
+@given(g=geometries(pool=True), ceil=st.booleans(), seed=seeds)
+def test_max_pool_with_places(g: Geometry, ceil: bool, seed: int):
+    """The first of equal pixels, by its number in the whole image."""
+    settings = g.kernel, g.stride, g.padding, g.dilation, ceil
+    image = whole_numbers(2, 2, *g.image_px, seed=seed, high=9)
+    assume(F.max_pool2d(image, *settings).isfinite().all())
+    check(lambda x: _with_places(*F.max_pool2d(x, *settings, return_indices=True)), image, g.grid)
+
+
+@trials(30)
+@given(case=images_on_grids(), kernel=st.tuples(*[st.integers(1, 3)] * 2), apart=st.integers(-1, 1), seed=seeds)
+def test_unpooling(case: tuple[Grid, Pair], kernel: Pair, apart: int, seed: int):
+    """SegNet (arXiv:1511.00561); where windows overlap two outputs may have one place."""
+    grid, size_px = case
+    stride = tuple(max(1, size + apart) for size in kernel)
+    assume(all(size >= reach for size, reach in zip(size_px, kernel, strict=True)))
+
+    def there_and_back(x: Tensor) -> Tensor:
+        values, places = F.max_pool2d(x, kernel, stride, return_indices=True)
+        return F.max_unpool2d(values, places, kernel, stride, output_size=x.shape[-2:]) * x
+
+    image = whole_numbers(2, 2, *size_px, seed=seed)
+    check(there_and_back, image, grid)
+
+
 @trials(20)
 @given(case=images_on_grids(), fraction=st.tuples(*[st.floats(0.25, 1.5)] * 2), seed=seeds)
 def test_adaptive_max_pool(case: tuple[Grid, Pair], fraction: tuple[float, float], seed: int):
     grid, size_px = case
     out_px = tuple(max(parts, math.ceil(size * share)) for size, share, parts in
                    zip(size_px, fraction, (grid.rows, grid.cols), strict=True))  # fmt: skip
-    check(nn.AdaptiveMaxPool2d(out_px), whole_numbers(1, 2, *size_px, seed=seed), grid)
+    image = whole_numbers(1, 2, *size_px, seed=seed)
+    check(nn.AdaptiveMaxPool2d(out_px), image, grid)
+    check(lambda x: _with_places(*F.adaptive_max_pool2d(x, out_px, return_indices=True)), image, grid)
 
 
 @trials(6)
@@ -74,6 +109,11 @@ NORMS = {
     "cubic norm": lambda x: torch.linalg.vector_norm(x, 3, dim=(1, 2, 3)),
     "normalised images": lambda x: F.normalize(x, dim=(1, 2, 3)),
     "norm of nothing": lambda x: (x * 0).norm() + x,
+    "smallest absolute of each row": lambda x: x * torch.linalg.vector_norm(x, -math.inf, dim=3, keepdim=True),
+    "smallest of each column and channel": lambda x: x * x.amin((1, 2), keepdim=True),
+    "norm of each row": lambda x: x * torch.linalg.vector_norm(x, dim=3, keepdim=True),
+    "logarithm of a sum of each column": lambda x: x.logsumexp((1, 2)).flatten(1),
+    "number of what is not zero": lambda x: x * torch.linalg.vector_norm(x, 0, dim=3, keepdim=True),
     "logarithm of a sum": lambda x: x.logsumexp((2, 3)),
     "global response norm": lambda x: x * (g := x.norm(p=2, dim=(2, 3), keepdim=True)) / (g.mean(1, True) + 1e-6),
     "softmax by hand": lambda x: (x - x.logsumexp((2, 3), keepdim=True)).exp(),
@@ -86,17 +126,3 @@ NORMS = {
 def test_norms_of_images(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(NORMS[name], whole_numbers(2, 4, *size_px, seed=seed), grid, same=close)
-
-
-REFUSED = {
-    "places of maxima": lambda x: x + F.adaptive_max_pool2d(x, 1, return_indices=True)[1],
-    "largest of each row": lambda x: x.amax(3),
-    "norm of each row": lambda x: torch.linalg.vector_norm(x, dim=3),
-    "largest absolute": lambda x: torch.linalg.vector_norm(x, math.inf, dim=(2, 3)),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str):
-    with pytest.raises(TraceError, match=r"^aten\."):
-        check(REFUSED[name], whole_numbers(1, 4, 8, 8), Grid(2, 2))

@@ -55,6 +55,8 @@ def test_smooth_upsampling(how: dict, case: tuple[Grid, Pair], scale: tuple[floa
     grid, size_px = case
     out_px = tuple(math.floor(size * factor) for size, factor in zip(size_px, scale, strict=True))
     assume(out_px[0] >= grid.rows and out_px[1] >= grid.cols)
+    # By a factor that leaves the size as it is, PyTorch's bicubic gradient is not that of its result.
+    assume(sized or out_px != size_px or how["mode"] != "bicubic")
     size = {"size": out_px} if sized else {"scale_factor": scale}
     check(lambda x: F.interpolate(x, **size, **how), whole_numbers(1, 2, *size_px, seed=seed), grid, same=close)
 

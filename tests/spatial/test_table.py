@@ -1,8 +1,16 @@
-"""The operator table as a whole: no entry without a test."""
+"""The operator table as a whole: no entry without a test.
+
+`python -m tests.spatial.test_table` prints how many operators it has, and how many random cases hold each.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import engines.spatial.entries  # noqa: F401  (fills the operator table)
 from engines.spatial.additions import is_own
@@ -24,14 +32,17 @@ HELD = {
         std.correction var_mean.dim var_mean.correction std_mean.dim std_mean.correction""",
     "test_extremes": """
         amax.default amin.default max.default min.default adaptive_max_pool2d.default linalg_vector_norm.default
-        logsumexp.default""",
+        logsumexp.default max_pool2d_with_indices.default max_unpool2d.default""",
+    "test_whole": """
+        grid_sampler.default rot90.default median.default prod.default argsort.default argsort.stable kthvalue.default
+        msort.default im2col.default unfold.default bmm.default tril.default triu.default""",
     "test_losses": """
         nll_loss_nd.default smooth_l1_loss.default huber_loss.default soft_margin_loss.default kl_div.default
         poisson_nll_loss.default binary_cross_entropy.default""",
     "test_random": """
         dropout.default feature_dropout.default alpha_dropout.default feature_alpha_dropout.default rand.default
         rand_like.default randn.default randn_like.default randint.default randint.low bernoulli.default bernoulli.p
-        uniform.default normal_functional.default exponential.default""",
+        uniform.default normal_functional.default exponential.default rrelu.default""",
     "test_channels": """
         view.default view_as.default reshape.default reshape_as.default flatten.using_ints unflatten.int
         squeeze.default squeeze.dim squeeze.dims unsqueeze.default expand.default expand_as.default
@@ -53,3 +64,32 @@ def test_every_entry_of_the_table_is_held():
 
 def test_the_files_that_hold_them_are_there():
     assert all((Path(__file__).parent / f"{name}.py").exists() for name in HELD)
+
+
+def drawn(module: ModuleType) -> Iterator[int]:
+    """For each of a file's tests that draw: how many cases, for each of its parameters."""
+    for name, test in vars(module).items():
+        if name.startswith("test_") and hasattr(test, "hypothesis"):
+            marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
+            yield math.prod(len(mark.args[1]) for mark in marks) * test._hypothesis_internal_use_settings.max_examples
+
+
+def summary() -> dict[str, object]:
+    """Entries of the table, and random cases, in all and by the file that holds the entries."""
+    held = {name: names.split() for name, names in HELD.items()}
+    cases = {name: sum(drawn(importlib.import_module(f"tests.spatial.{name}"))) for name in HELD}
+    return {
+        "operators": sum(map(len, held.values())),
+        "random_cases": sum(cases.values()),
+        "files": {name: {"operators": len(names), "random_cases": cases[name]} for name, names in held.items()},
+    }
+
+
+def test_the_summary_counts_them():
+    told = summary()
+    assert told["operators"] == len([rule for rule, *_ in rules().values() if not is_own(rule)]) - 1  # but for getitem
+    assert all(found["random_cases"] > 0 for found in told["files"].values())
+
+
+if __name__ == "__main__":
+    print(json.dumps(summary()))

@@ -6,12 +6,14 @@ from engines.spatial.entries import (
     extremes,
     normalisation,
     norms,
+    partial,
     pooling,
     products,
     random,
     reduction,
     reshaping,
     sampling,
+    scattered,
     shapes,
 )
 
@@ -21,11 +23,13 @@ __all__ = [
     "extremes",
     "normalisation",
     "norms",
+    "partial",
     "pooling",
     "products",
     "random",
     "reduction",
     "reshaping",
     "sampling",
+    "scattered",
     "shapes",
 ]

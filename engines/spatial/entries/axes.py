@@ -10,8 +10,12 @@ import torch
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
 from engines.spatial.entries.reshaping import join
+from engines.spatial.entries.sampling import copies, resampled
 from engines.spatial.kernels import operator_of
-from engines.spatial.ops import as_it_is, axes_without, entry, lined_up, no_rule, spec_of, split_arguments, whole_axes
+from engines.spatial.ops import entry
+from engines.spatial.places import axes_without, lined_up, spec_of, whole_axes
+from engines.spatial.plain import as_it_is, split_arguments
+from engines.spatial.refusals import apart
 
 __all__ = ["check_along_other_axes"]
 
@@ -25,14 +29,14 @@ def check_along_other_axes(b: Builder, node: Node, ref: Ref, dims: Sequence[int]
     given = range(count) if dims is None else [dims] if isinstance(dims, int) else dims
     found = [dim % count for dim in given]
     if {rows, cols} & set(found) or not found:
-        raise no_rule(node, f"works along a spatial axis (dim={dims}), for which there is no rule")
+        raise apart(node, f"works along a spatial axis (dim={dims})")
     return found
 
 
 def _only_first_is_tiled(b: Builder, node: Node) -> Ref:
     first, *others = node.arguments.values()
     if not b.is_tiled(first) or any(b.is_tiled(other) for other in others):
-        raise no_rule(node, "reads pixels in an argument for which there is no rule")
+        raise apart(node, "reads pixels in an argument for which there is no rule")
     return first  # type: ignore[no-any-return]
 
 
@@ -40,8 +44,8 @@ def _only_first_is_tiled(b: Builder, node: Node) -> Ref:
     *(
         f"aten.{name}"
         for name in (
-            "cumsum.default", "cumprod.default", "flip.default", "roll.default", "glu.default", "sort.default",
-            "topk.default", "index_select.default", "repeat_interleave.self_int", "narrow.default",
+            "cumsum.default", "cumprod.default", "glu.default", "sort.default", "topk.default",
+            "index_select.default", "narrow.default",
         )
     )
 )  # fmt: skip
@@ -51,6 +55,33 @@ def along(b: Builder, node: Node) -> None:
     dims = node.arguments.get("dim", node.arguments.get("dims"))
     check_along_other_axes(b, node, source, dims)
     as_it_is(b, node, b.value(source).axes)
+
+
+@entry("aten.flip.default", "aten.roll.default", "aten.repeat_interleave.self_int")
+def reordered(b: Builder, node: Node) -> None:
+    """The same values in another order, or again and again: of rows and columns each output reads one."""
+    source = _only_first_is_tiled(b, node)
+    rows, cols, count = whole_axes(b, source)
+    dims = node.arguments.get("dim", node.arguments.get("dims"))
+    found = [dim % count for dim in ([dims] if isinstance(dims, int) else dims or ())]
+    if not found or not set(found) <= {rows, cols}:
+        along(b, node)
+        return
+    sizes = zip((rows, cols), b.value(source).size_px, strict=True)
+    resampled(b, node, source, *(copies(_order(node, found, axis, size)) for axis, size in sizes))
+
+
+def _order(node: Node, dims: Sequence[int], axis: int, size_px: int) -> list[int]:
+    """Which pixel along an axis lies at each place of the result."""
+    pixels = torch.arange(size_px)
+    for number in (number for number, dim in enumerate(dims) if dim == axis):
+        if node.operator == "aten.flip.default":
+            pixels = pixels.flip(0)
+        elif node.operator == "aten.roll.default":
+            pixels = pixels.roll(node.arguments["shifts"][number])
+        else:
+            pixels = pixels.repeat_interleave(node.arguments["repeats"])
+    return pixels.tolist()  # type: ignore[no-any-return]
 
 
 @entry(
@@ -142,7 +173,7 @@ def pick_channels(b: Builder, node: Node) -> None:
     picked = [dim for dim, index in enumerate(indices) if index is not None]
     check_along_other_axes(b, node, source, picked)
     if len(picked) != 1 or not _is_list(b, indices[picked[0]]):
-        raise no_rule(node, "picks by something other than one list of channels, for which there is no rule")
+        raise apart(node, "picks by something other than one list of channels")
     as_it_is(b, node, b.value(source).axes)
 
 
@@ -157,5 +188,5 @@ def pool_of_channels(b: Builder, node: Node) -> None:
     a = node.arguments
     settings = [a["kernel_size"], a["stride"] or (1, 1, 1)]
     if any(tuple(setting)[-2:] != (1, 1) for setting in settings) or any(tuple(a["padding"])[-2:]):
-        raise no_rule(node, "pools three axes, for which there is no rule")
+        raise apart(node, "pools three axes")
     as_it_is(b, node, (-2, -1))

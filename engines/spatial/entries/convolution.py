@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from engines.layer.graph import Node, Ref
-from engines.program.builder import Builder, Window
-from engines.spatial.ops import entry, spec_of
-from engines.spatial.windows import SlidingWindow, TransposedWindow
+from engines.program.builder import Builder
+from engines.spatial.ops import entry
+from engines.spatial.places import spec_of
+from engines.spatial.windows import SlidingWindow, TransposedWindow, Window
 
 __all__ = ["folded", "pair"]
 

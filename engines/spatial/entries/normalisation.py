@@ -5,7 +5,9 @@ from __future__ import annotations
 from engines.layer.graph import Node, TensorSpec
 from engines.program.builder import Builder
 from engines.program.instructions import RunningStatistics
-from engines.spatial.ops import as_it_is, entry, no_rule
+from engines.spatial.ops import entry
+from engines.spatial.plain import as_it_is
+from engines.spatial.refusals import no_rule
 
 __all__: list[str] = []
 

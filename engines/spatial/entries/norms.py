@@ -13,7 +13,10 @@ from engines.program.builder import Builder
 from engines.program.instructions import RunningStatistics
 from engines.spatial.entries.axes import reduce_other_axes
 from engines.spatial.kernels import batch_statistics, kernel, local_kernel, sum_type
-from engines.spatial.ops import as_it_is, entry, local_shape, no_rule, whole_axes, whole_to_tile
+from engines.spatial.ops import entry
+from engines.spatial.places import local_shape, whole_axes, whole_to_tile
+from engines.spatial.plain import as_it_is
+from engines.spatial.refusals import apart, no_rule
 
 __all__: list[str] = []
 
@@ -121,7 +124,7 @@ def _normalises_space(b: Builder, node: Node) -> bool:
     rows, cols, count = whole_axes(b, node.arguments["input"])
     first = count - len(node.arguments["normalized_shape"])
     if (rows >= first) != (cols >= first):
-        raise no_rule(node, "normalises over one spatial axis of two, for which there is no rule")
+        raise apart(node, "normalises over one spatial axis of two")
     return rows >= first
 
 
@@ -208,7 +211,7 @@ def spread(b: Builder, node: Node) -> None:
         reduce_other_axes(b, node, source)
         return
     if not {rows, cols} <= dims:
-        raise no_rule(node, "reduces one spatial axis of two, for which there is no rule")
+        raise apart(node, "reduces one spatial axis of two")
     correction = a.get("correction", a.get("unbiased", True))
     sizes = b.value(source).spec.shape
     kept = [axis for axis in range(count) if axis not in dims]

@@ -6,7 +6,10 @@ from dataclasses import replace
 
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
-from engines.spatial.ops import as_it_is, entry, no_rule, spec_of, whole_axes
+from engines.spatial.ops import entry
+from engines.spatial.places import spec_of, whole_axes
+from engines.spatial.plain import as_it_is
+from engines.spatial.refusals import apart
 
 __all__: list[str] = []
 
@@ -25,10 +28,10 @@ def matmul(b: Builder, node: Node) -> None:
 
 def _by_a_weight(b: Builder, node: Node, pixels: Ref, weight: Ref, *more: Ref | None) -> None:
     if not b.is_tiled(pixels) or any(b.is_tiled(other) for other in (weight, *more)):
-        raise no_rule(node, "multiplies pixels with pixels, for which there is no rule")
+        raise apart(node, "multiplies pixels with pixels")
     rows, cols, count = whole_axes(b, pixels)
     if count - 1 in (rows, cols) or len(spec_of(b, weight.name).shape) != 2:
-        raise no_rule(node, "multiplies along a spatial axis, for which there is no rule")
+        raise apart(node, "multiplies along a spatial axis")
     as_it_is(b, node, b.value(pixels).axes)
 
 
@@ -40,14 +43,14 @@ def einsum(b: Builder, node: Node) -> None:
     operands = list(zip(terms.split(","), node.arguments["tensors"], strict=True))
     letters = _spatial(b, operands)
     if not arrow or "." in equation or len(letters) != 1:
-        raise no_rule(node, "has no explicit result, or its operands name rows and columns differently")
+        raise apart(node, "has no explicit result, or its operands name rows and columns differently")
     rows, cols = letters.pop()
     if any((rows in term or cols in term) and not b.is_tiled(ref) for term, ref in operands):
-        raise no_rule(node, "multiplies rows or columns with what is no image")
+        raise apart(node, "multiplies rows or columns with what is no image")
     if rows in out and cols in out:
         as_it_is(b, node, (out.index(rows) - len(out), out.index(cols) - len(out)))
     elif rows in out or cols in out:
-        raise no_rule(node, "sums over one spatial axis of two, for which there is no rule")
+        raise apart(node, "sums over one spatial axis of two")
     else:
         part = as_it_is(b, replace(node, name=f"{node.name}.part"), None)
         b.local(node.name, "aten.alias.default", b.all_reduce(part), like=node.spec)

@@ -8,7 +8,9 @@ from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
 from engines.program.instructions import DEVICE, SEED
 from engines.spatial.draws import SETTINGS, Place, draw_number, draws
-from engines.spatial.ops import as_it_is, entry
+from engines.spatial.ops import entry
+from engines.spatial.places import places_of
+from engines.spatial.plain import as_it_is
 
 __all__: list[str] = []
 
@@ -24,12 +26,18 @@ def draw(b: Builder, node: Node) -> None:
         as_it_is(b, node, axes)
         return
     place = _place(b, node, axes)
-    if "train" not in a:
+    if not {"train", "training"} & set(a):
         settings = {name: a[name] for name in SETTINGS if name in a}
         if node.operator == "aten.bernoulli.default":
             settings["p"] = b.beneath(source)
         name, dtype = node.operator.split(".")[1], getattr(torch, node.spec.dtype)
         b.local(node.name, "tile.draw", SEED, number, place, DEVICE, name, dtype, like=node.spec, axes=axes, **settings)
+        return
+    if node.operator == "aten.rrelu.default":
+        b.local(
+            node.name, "tile.rrelu", b.beneath(source), SEED, number, place, DEVICE, a["lower"], a["upper"],
+            like=node.spec, axes=axes,
+        )  # fmt: skip
         return
     if "feature" in node.operator:
         place = [*place[:2], *((1, 0, 1) for _ in place[2:])]
@@ -40,13 +48,9 @@ def draw(b: Builder, node: Node) -> None:
 
 
 def _place(b: Builder, node: Node, axes: tuple[int, int] | None) -> Place:
-    """The whole value, or this rank's tile of it."""
-    place = [(size, 0, size) for size in node.spec.shape]
+    """The whole value, or this rank's tile or share of it."""
+    place = places_of(b, node.spec, axes)
     if b.is_parted(Ref(node.name)):
         own = node.spec.shape[0]
         place[0] = (own * b.stage.shares, own * b.tile, own * (b.tile + 1))
-    if axes is not None:
-        tile = b.outputs((node.spec.shape[axes[0]], node.spec.shape[axes[1]]))[b.rank]
-        for axis, span in zip(axes, (tile.rows, tile.cols), strict=True):
-            place[axis] = (node.spec.shape[axis], span.start, span.stop)
     return place

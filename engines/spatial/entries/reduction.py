@@ -11,8 +11,13 @@ from torch.nn import functional
 
 from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
+from engines.spatial.entries.axes import reduce_other_axes
+from engines.spatial.entries.partial import of_all_tiles, spatial_dims
 from engines.spatial.kernels import local_kernel
-from engines.spatial.ops import as_it_is, axes_without, entry, lined_up, no_rule, whole_axes
+from engines.spatial.ops import entry
+from engines.spatial.places import lined_up, spec_of, whole_axes, whole_to_tile
+from engines.spatial.plain import as_it_is
+from engines.spatial.refusals import apart
 
 __all__ = ["mean_over_space"]
 
@@ -36,25 +41,27 @@ def _in_own_type(b: Builder, node: Node, ref: Ref) -> None:
     b.local(node.name, "aten._to_copy.default", ref, dtype=getattr(torch, node.spec.dtype), like=node.spec)
 
 
-def _dims(b: Builder, node: Node) -> tuple[list[int], bool]:
-    """The reduced dimensions from the front, and whether space is among them (wholly, or not at all)."""
-    rows, cols, count = whole_axes(b, node.arguments["self"])
-    given = node.arguments.get("dim")
-    dims = [dim % count for dim in given] if given else list(range(count))
-    if b.is_parted(node.arguments["self"]):
-        return dims, 0 in dims
-    if (rows in dims) != (cols in dims):
-        raise no_rule(node, f"reduces one spatial axis of two (dim={given}), for which there is no rule")
-    return dims, rows in dims
+def _sum_lines(b: Builder, node: Node, source: Ref, dims: list[int], keepdim: bool) -> None:
+    """Over rows, or over columns: each tile has the sums of its own part, and every rank the whole result."""
+    dtype = getattr(torch, node.spec.dtype)
+    parts = of_all_tiles(b, node, source, "tile.sum_pixels", dims, True, dtype, dtype=node.spec.dtype)
+    total = b.local(f"{node.name}.sum", "tile.sum_pixels", parts, dims, keepdim, dtype, like=node.spec)
+    count = b.value(source).spec.numel // node.spec.numel if node.operator.startswith("aten.mean.") else 1
+    if count == 1:
+        b.local(node.name, "aten.alias.default", total, like=node.spec)
+    else:
+        b.local(node.name, "aten.div.Scalar", total, count, like=node.spec)
 
 
 @entry("aten.mean.default", "aten.mean.dim", "aten.sum.default", "aten.sum.dim_IntList", shared=True)
 def reduce_sum(b: Builder, node: Node) -> None:
     """Over space: local sums, then over the ranks. Over other axes: each pixel by itself."""
     source, keepdim = node.arguments["self"], bool(node.arguments.get("keepdim"))
-    dims, over_space = _dims(b, node)
-    if not over_space:
-        as_it_is(b, node, axes_without(b, source, [] if keepdim else dims))
+    dims = spatial_dims(b, node, source)
+    if dims is None:
+        reduce_other_axes(b, node, source)
+    elif b.is_tiled(source) and not set(whole_axes(b, source)[:2]) <= set(dims):
+        _sum_lines(b, node, source, dims, keepdim)
     elif node.operator.startswith("aten.mean."):
         mean_over_space(b, node, source, dims, keepdim)
     else:
@@ -98,17 +105,30 @@ def first(sums: Tensor) -> Tensor:
     return sums[0]
 
 
+def _on_tile(b: Builder, node: Node) -> dict[str, Ref]:
+    """Prediction and labels, of which one may be held wholly by all ranks: then each takes its own tile."""
+    pair = {name: node.arguments[name] for name in ("self", "target")}
+    tiled = next((b.value(ref) for ref in pair.values() if b.is_tiled(ref)), None)
+    if tiled is None:
+        return pair
+    if len(spec_of(b, pair["self"].name).shape) < 4:
+        raise apart(node, "compares classes along a spatial axis")
+    return {name: ref if b.is_tiled(ref) else whole_to_tile(b, node, ref, tiled) for name, ref in pair.items()}
+
+
 @entry("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", images=("self", "target"), shared=True)
 def cross_entropy(b: Builder, node: Node) -> None:
     """Over tiled predictions (N, K, H, W): the summed loss, and what the mean divides by, are summed over ranks."""
     a = node.arguments
+    pair = _on_tile(b, node)
     if a["reduction"] == _NONE:
-        as_it_is(b, node, b.value(a["self"]).axes)
+        whole = {name: ref for name, ref in pair.items() if not b.is_tiled(ref)}
+        as_it_is(b, node, (-2, -1) if any(map(b.is_tiled, node.arguments.values())) else None, **whole)
         return
     plain = node.operator == "aten.cross_entropy_loss.default"
     kernel, smoothing = ("tile.cross_entropy_sums", (a["label_smoothing"],)) if plain else ("tile.nll_sums", ())
     sums = b.local(
-        f"{node.name}.sums", kernel, b.owned(a["self"]), b.owned(a["target"]), a["weight"], a["ignore_index"],
+        f"{node.name}.sums", kernel, *map(b.owned, pair.values()), a["weight"], a["ignore_index"],
         *smoothing, like=replace(node.spec, shape=(2,)),
     )  # fmt: skip
     kernel = "tile.ratio" if a["reduction"] == _MEAN else "tile.first"

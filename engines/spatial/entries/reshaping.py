@@ -5,7 +5,10 @@ from __future__ import annotations
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
 from engines.spatial.entries.sampling import mirrored_pad
-from engines.spatial.ops import as_it_is, axes_without, entry, no_rule, pointwise, spec_of, whole_axes
+from engines.spatial.ops import entry
+from engines.spatial.places import axes_without, spec_of, whole_axes
+from engines.spatial.plain import as_it_is, pointwise
+from engines.spatial.refusals import apart
 from engines.spatial.windows import Shift, SlidingWindow
 
 __all__: list[str] = []
@@ -36,7 +39,7 @@ def crop(b: Builder, node: Node) -> None:
         as_it_is(b, node, b.value(a["self"]).axes)
         return
     if b.value(a["self"]).axes != (-2, -1):
-        raise no_rule(node, "slices rows or columns that are not the last two axes")
+        raise apart(node, "slices rows or columns that are not the last two axes")
     size = b.value(a["self"]).spec.shape[axis]
     start = min(max((a["start"] or 0) + (size if (a["start"] or 0) < 0 else 0), 0), size)
     stay, move = Shift(0), SlidingWindow(kernel=1, stride=a["step"], padding=-start)
@@ -105,4 +108,4 @@ def reorder(b: Builder, node: Node) -> None:
 def _check_not_spatial(b: Builder, node: Node, ref: Ref, dim: int) -> None:
     rows, cols, count = whole_axes(b, ref)
     if dim % count in (rows, cols):
-        raise no_rule(node, f"works along a spatial axis (dim={dim}), for which there is no rule")
+        raise apart(node, f"works along a spatial axis (dim={dim})")

@@ -13,11 +13,13 @@ from torch.nn import functional
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
 from engines.spatial.kernels import local_kernel, operator_of, sum_type
-from engines.spatial.ops import as_it_is, entry, no_rule
+from engines.spatial.ops import entry
+from engines.spatial.plain import as_it_is
+from engines.spatial.refusals import apart, no_rule
 from engines.spatial.tiles import Span
 from engines.spatial.windows import Picks, Reach, SlidingWindow
 
-__all__ = ["mirrored_pad"]
+__all__ = ["copies", "mirrored_pad", "resampled"]
 
 Resample = Callable[[Tensor], Tensor]
 """Of every row (n values) of a matrix (k, n) it makes a row of m values, each a weighted sum of some of the n."""
@@ -57,20 +59,22 @@ def taps(size_px: int, resample: Resample, reach_px: int) -> Taps:
 
 def resampled(b: Builder, node: Node, ref: Ref, rows: Taps, cols: Taps) -> None:
     """Each tile of outputs borrows what it reads, and adds it up."""
-    out_px = (node.spec.shape[-2], node.spec.shape[-1])
+    axes = b.value(ref).axes or (-2, -1)
+    out_px = (node.spec.shape[axes[0]], node.spec.shape[axes[1]])
     window = b.window(ref, out_px, Picks(rows.inputs), Picks(cols.inputs))
     out = b.outputs(out_px)[b.rank]
-    axes = (rows.of(out.rows, window.held.rows), cols.of(out.cols, window.held.cols))
-    b.local(node.name, "tile.resample", Ref(window.name), *axes[0], *axes[1], like=node.spec, axes=(-2, -1))
+    taps = (*rows.of(out.rows, window.held.rows), *cols.of(out.cols, window.held.cols))
+    b.local(node.name, "tile.resample", Ref(window.name), *taps, axes, like=node.spec, axes=axes)
 
 
 @local_kernel("tile.resample")
 def resample_tile(
     x: Tensor, rows: Sequence[Sequence[int]], row_weights: Sequence[Sequence[float]],
-    cols: Sequence[Sequence[int]], col_weights: Sequence[Sequence[float]],
+    cols: Sequence[Sequence[int]], col_weights: Sequence[Sequence[float]], axes: tuple[int, int],
 ) -> Tensor:  # fmt: skip
     """The columns first, as ATen does."""
-    return _along(_along(x.to(sum_type(x)), -1, cols, col_weights), -2, rows, row_weights).to(x.dtype)
+    wide = x.to(sum_type(x))
+    return _along(_along(wide, axes[1], cols, col_weights), axes[0], rows, row_weights).to(x.dtype)
 
 
 def _along(x: Tensor, axis: int, inputs: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> Tensor:
@@ -128,14 +132,18 @@ def mirrored_pad(b: Builder, node: Node) -> None:
     a = node.arguments
     pads = [*a["pad"], 0, 0]
     if any(pads[4:]):
-        raise no_rule(node, "pads channels with copies, for which there is no rule")
+        raise apart(node, "pads channels with copies")
     height, width = b.value(a["self"]).size_px
     rows, cols = (_copied(size_px, border, a["mode"]) for size_px, border in ((height, pads[2:4]), (width, pads[:2])))
     resampled(b, node, a["self"], rows, cols)
 
 
 def _copied(size_px: int, pads: Sequence[int], mode: str) -> Taps:
-    picked = functional.pad(torch.arange(size_px).double()[None], tuple(pads), mode=mode)[0].int().tolist()
+    return copies(functional.pad(torch.arange(size_px).double()[None], tuple(pads), mode=mode)[0].int().tolist())
+
+
+def copies(picked: Sequence[int]) -> Taps:
+    """Output i is input `picked[i]`."""
     return Taps(tuple((index,) for index in picked), ((1.0,),) * len(picked))
 
 

@@ -7,7 +7,11 @@ from collections.abc import Sequence
 
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
-from engines.spatial.ops import as_it_is, entry, lined_up, local_shape, no_rule, spec_of, whole_axes
+from engines.spatial.entries.sampling import copies, resampled
+from engines.spatial.ops import entry
+from engines.spatial.places import lined_up, local_shape, spec_of, whole_axes
+from engines.spatial.plain import as_it_is
+from engines.spatial.refusals import apart
 
 __all__: list[str] = []
 
@@ -26,12 +30,12 @@ def reshape(b: Builder, node: Node) -> None:
     """The same values in the same order; rows and columns must still be there, each as an axis of its own."""
     source = next(iter(node.arguments.values()))
     if not b.is_tiled(source):
-        raise no_rule(node, "takes its shape from an image, for which there is no rule")
+        raise apart(node, "takes its shape from an image")
     shape = b.value(source).spec.shape
     found = [_kept(shape, node.spec.shape, axis) for axis in whole_axes(b, source)[:2]]
     pairs = [(rows, cols) for rows in found[0] for cols in found[1] if rows != cols]
     if not pairs:
-        raise no_rule(node, f"takes rows and columns apart or together ({shape} to {node.spec.shape})")
+        raise apart(node, f"takes rows and columns apart or together ({shape} to {node.spec.shape})")
     count = len(node.spec.shape)
     axes = tuple(axis - count for axis in max(pairs, key=lambda pair: (pair == (count - 2, count - 1), pair)))
     b.local(
@@ -56,17 +60,21 @@ def expand(b: Builder, node: Node) -> None:
     axes = next(b.values[name].axes for name in node.reads if b.is_tiled(Ref(name)))
     whole = spec_of(b, source.name).shape
     if b.is_tiled(source) and any(whole[axis] != node.spec.shape[axis] for axis in axes):
-        raise no_rule(node, "repeats rows or columns, for which there is no rule")
+        raise apart(node, "repeats rows or columns")
     b.local(node.name, "aten.expand.default", source, local_shape(b, node.spec, axes), like=node.spec, axes=axes)
 
 
 @entry("aten.repeat.default", "aten.tile.default", images=("self",))
 def repeat(b: Builder, node: Node) -> None:
-    """Channels and batch again and again."""
-    times = node.arguments.get("repeats", node.arguments.get("dims"))
-    if set(times[-2:]) - {1}:
-        raise no_rule(node, f"repeats rows or columns ({tuple(times)}), for which there is no rule")
-    as_it_is(b, node, (-2, -1))
+    """Channels and batch again and again; or rows and columns."""
+    times, source = node.arguments.get("repeats", node.arguments.get("dims")), node.arguments["self"]
+    if not set(times[-2:]) - {1}:
+        as_it_is(b, node, (-2, -1))
+    elif set(times[:-2]) - {1}:
+        raise apart(node, f"repeats pixels and other axes at once ({tuple(times)})")
+    else:
+        sizes = zip(b.value(source).size_px, (1, *times)[-2:], strict=True)
+        resampled(b, node, source, *(copies([*range(size)] * again) for size, again in sizes))
 
 
 @entry("aten.new_empty.default", "aten.new_zeros.default", "aten.new_ones.default", "aten.new_full.default")

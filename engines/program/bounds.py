@@ -1,0 +1,36 @@
+"""What each segment of a rank's program takes in and gives out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from engines.layer.graph import references
+from engines.program.holdings import Value
+from engines.program.instructions import AllReduce, Compute, Exchange
+
+__all__ = ["bounded"]
+
+
+def bounded(
+    instructions: Iterable[Compute | Exchange | AllReduce], values: Mapping[str, Value], kept: Iterable[str]
+) -> list[Compute | Exchange | AllReduce]:
+    """The same instructions, each segment with its inputs, and as outputs what later ones read or is `kept`."""
+    wanted, done = set(kept), []
+    for instruction in reversed(list(instructions)):
+        if isinstance(instruction, Compute):
+            instruction = _bounded(instruction, values, wanted)
+            wanted.update(instruction.inputs)
+        else:
+            wanted.add(instruction.source)
+        done.append(instruction)
+    return done[::-1]
+
+
+def _bounded(segment: Compute, values: Mapping[str, Value], wanted: set[str]) -> Compute:
+    made = {op.out for op in segment.ops}
+    read = dict.fromkeys(name for op in segment.ops for name in references((op.arguments, op.keywords)))
+    inputs = tuple(name for name in read if name in values and name not in made)
+    outputs = tuple(op.out for op in segment.ops if op.out in wanted)
+    differentiable = any(values[name].differentiable for name in outputs)
+    return replace(segment, inputs=inputs, outputs=outputs, differentiable=differentiable)

@@ -1,0 +1,116 @@
+"""What the ranks of a stage hold of each value while the program of one of them is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engines.layer.graph import ModelGraph, Ref, TensorSpec
+from engines.layout import StageRanks
+from engines.spatial.fusion import Wide
+from engines.spatial.grouping import Work
+from engines.spatial.tiles import Tile
+
+__all__ = ["Holdings", "Value"]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor in a stage. `spec` is that of the whole image.
+
+    `axes` are its spatial axes counted from the end, along which each rank holds its own tile; None
+    where every rank of the stage holds all of it.
+    """
+
+    name: str
+    spec: TensorSpec
+    axes: tuple[int, int] | None
+    differentiable: bool
+
+    @property
+    def size_px(self) -> tuple[int, int]:
+        """Height and width of the whole image that this (tiled) value is."""
+        rows, cols = self.axes or (-2, -1)
+        return self.spec.shape[rows], self.spec.shape[cols]
+
+
+@dataclass
+class Holdings:
+    """Of every value of a stage, which pixels and images each rank has; `tile` is the number of the rank asked.
+
+    `parted` are the values of which the ranks hold different images, `wide` what they hold beyond their tiles.
+    """
+
+    graph: ModelGraph
+    stage: StageRanks
+    tile: int
+    tag: int
+    values: dict[str, Value] = field(default_factory=dict)
+    wide: Wide = field(default_factory=Wide)
+    parted: frozenset[str] = frozenset()
+    _held: dict[str, Mapping[int, Tile]] = field(default_factory=dict)
+    _node: str = ""
+    _flops: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """The rank that runs what is built."""
+        return self.stage.ranks[self.tile]
+
+    def is_tiled(self, ref: Any) -> bool:
+        """Whether an argument is a value of which each rank holds a tile."""
+        return isinstance(ref, Ref) and ref.name in self.values and self.values[ref.name].axes is not None
+
+    def is_parted(self, ref: Any) -> bool:
+        """Whether an argument is a value of which each rank holds other images."""
+        return isinstance(ref, Ref) and ref.name in self.parted
+
+    def is_spread(self, ref: Any) -> bool:
+        """Whether no rank of the stage holds all of an argument."""
+        return self.is_tiled(ref) or self.is_parted(ref)
+
+    def counts(self, ref: Ref, groups: int) -> list[int]:
+        """How many of a value's elements each rank has, of each of `groups`; one number where all hold the same."""
+        value = self.value(ref)
+        if self.is_parted(ref):
+            return [value.spec.numel // groups] * self.stage.shares
+        if value.axes is None:
+            return [value.spec.numel // groups]
+        per_px = value.spec.numel // groups // math.prod(value.size_px)
+        return [per_px * tile.pixels for tile in self.tiles(value.size_px).values()]
+
+    def value(self, ref: Ref) -> Value:
+        """The value that an argument refers to."""
+        return self.values[ref.name]
+
+    def tiles(self, size_px: tuple[int, int]) -> dict[int, Tile]:
+        """The tiles of an image of that size, by rank: what each owns."""
+        return dict(zip(self.stage.ranks, self.stage.grid.cut(*size_px), strict=True))
+
+    def fits(self, size_px: tuple[int, int]) -> bool:
+        """Whether an image of that size can be cut into tiles."""
+        return self.stage.grid.rows <= size_px[0] and self.stage.grid.cols <= size_px[1]
+
+    def outputs(self, size_px: tuple[int, int]) -> Mapping[int, Tile]:
+        """What each rank computes of the present node's result, an image of that size: its tile, or more."""
+        return self.wide.held.get(self._node) or self.tiles(size_px)
+
+    def holds(self, ref: Ref) -> Mapping[int, Tile]:
+        """What each rank has of a tiled value: its tile, or more."""
+        return self._held.get(ref.name) or self.tiles(self.value(ref).size_px)
+
+    def hold_like(self, out: Ref, ref: Ref) -> None:
+        """Each rank has the same pixels of `out` as of `ref`."""
+        self._held[out.name] = self.holds(ref)
+
+    def extent(self, name: str) -> tuple[Tile, Mapping[int, Tile]]:
+        """A tiled value's whole image, and each rank's own tile of it."""
+        size_px = self.values[name].size_px
+        return Tile.whole(*size_px), self.tiles(size_px)
+
+    def work(self, name: str) -> Work:
+        """What a tiled value costs to compute, and to send."""
+        value, flops = self.values[name], self._flops.get(name, 0)
+        return Work(flops, value.spec.bytes / math.prod(value.size_px))
