@@ -21,11 +21,11 @@ HINT = "upper half of a row: own work; lower half: communication and waiting for
 
 FORWARD = Look("compute, forward", "#56b4e9", "")
 BACKWARD = Look("compute, backward", "#e69f00", "//")
-WEIGHTS = Look("compute, gradients of weights", "#d55e00", "\\\\")
+WEIGHTS = Look("compute, weights' gradient", "#bfbfbf", "++")
 PASSES = {"forward": FORWARD, "weights": WEIGHTS}
 OTHER = Look("other communication", "#d9d9d9", "ooo")
 LOOKS = {
-    "update": Look("update of the weights", "#4d4d4d", "++"),
+    "update": Look("update of the weights", "#4d4d4d", "**"),
     "halo": Look("halo", "#009e73", "xxx"),
     "stage": Look("stage transfer", "#cc79a7", "..."),
     "all-reduce": Look("all-reduce", "#f0e442", "|||"),
