@@ -32,6 +32,11 @@ class Record:
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
 
+    @property
+    def mean_losses(self) -> tuple[float, ...]:
+        """The loss of each step: the mean over its micro-batches."""
+        return tuple(sum(losses.values()) / len(losses) for losses in self.losses)
+
     def like(self, other: Record) -> Record:
         """Of this record what the other one has as well: the same losses, gradients, weights and buffers."""
         pairs = zip(self.gradients, other.gradients, strict=True)
