@@ -6,12 +6,13 @@
       | <-- answer: y, as it was -- |
       | at its next step's end: moves by (y - x) / 2
 
-Whatever the steps meanwhile, the sum of both weights is what it would have been. Only the lower of two offers, and who has
-an offer open answers none: else two who offer to each other would change places rather than meet. Each boundary is
-one for all ranks of a replica: they agree on what has arrived.
+Whatever steps are taken meanwhile, the two moves cancel in the sum of both weights. Only the lower of two offers, and
+who has an offer open answers none: else two who offer to each other would change places rather than meet. All ranks
+of a replica agree on what has arrived at the end of a step. What optimisers and batch norms gather is not averaged.
 
-Sources: pairs and roles: Lian, Zhang, Zhang and Liu, Asynchronous Decentralized Parallel Stochastic Gradient Descent,
-ICML 2018, section 3; equal and opposite moves: Zhang, Choromanska and LeCun, Elastic Averaging SGD, NIPS 2015, section 2.
+Sources: pairs and their roles: Lian, Zhang, Zhang and Liu, Asynchronous Decentralized Parallel Stochastic Gradient
+Descent, ICML 2018, section 3; equal and opposite moves: Zhang, Choromanska and LeCun, Deep learning with Elastic
+Averaging SGD, NIPS 2015, section 2.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ def move(weights: Sequence[Tensor], toward: Tensor, away: Tensor) -> None:
 
 
 class _Letter:
-    """What is to come from a rank: a header (what it is, and how many steps each replica is known to have taken), a row."""
+    """What is to come from a rank: a header, and a row of weights.
+
+    The header says what it is, and how many steps each replica is known there to have taken.
+    """
 
     def __init__(self, world: World, rank: int, known: Tensor, row: Tensor) -> None:
         self.header, self.row = torch.empty(1 + known.numel(), dtype=torch.int64), torch.empty_like(row)

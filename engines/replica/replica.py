@@ -40,7 +40,9 @@ class GradientsOnly(torch.optim.Optimizer):
 class Replica:
     """This rank's part of its replica, and its diary. `optimiser` None: the recipe's."""
 
-    def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony, optimiser: Optimiser | None = None) -> None:
+    def __init__(
+        self, world: World, recipe: Recipe, asynchrony: Asynchrony, optimiser: Optimiser | None = None
+    ) -> None:
         size = recipe.plan.ranks
         self.asynchrony, self.number = asynchrony, world.rank // size
         self.world = SubWorld(world, range(self.number * size, (self.number + 1) * size))

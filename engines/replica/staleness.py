@@ -16,10 +16,14 @@ class Ledger:
     waits for ever.
 
     >>> ledger = Ledger(max_staleness=1)
-    >>> ledger.read(0); ledger.read(1); ledger.may_read
+    >>> for replica in (0, 1):
+    ...     ledger.read(replica)
+    >>> ledger.may_read
     False
-    >>> ledger.apply(1); ledger.read(1); ledger.may_apply(1), ledger.may_apply(0)
+    >>> ledger.apply(1)
     0
+    >>> ledger.read(1)
+    >>> ledger.may_apply(1), ledger.may_apply(0)
     (False, True)
     >>> ledger.apply(0)
     1

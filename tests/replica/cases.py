@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from engines.bench.verify import batches, verify
+from engines.bench.verify import verify
 from engines.comm.subworld import SubWorld
 from engines.comm.world import World
 from engines.errors import RankError
@@ -23,7 +23,7 @@ from engines.replica.training import train_replicas
 from engines.training import Recipe, prepare
 from tests.zoo import Chain, Skips
 
-RANKS = 7
+RANKS, SHAPE = 7, (2, 3, 10, 12)
 ALONE = Plan(split_size=1, spatial_size=0, precision="float64")
 TILED = Plan(split_size=1, num_spatial_parts=2, slice_method="vertical", precision="float64")
 STAGES = Plan(split_size=2, spatial_size=0, precision="float64", parts=2, schedule="1f1b")
@@ -39,12 +39,19 @@ def made(kind: type[nn.Module]) -> nn.Module:
 
 @cache
 def recipe_of(kind: type[nn.Module], plan: Plan) -> Recipe:
-    return replace(prepare(made(kind), plan, (2, 3, 10, 12), optimiser=SGD), seed=5)
+    return replace(prepare(made(kind), plan, SHAPE, optimiser=SGD), seed=5)
+
+
+def given(world: World, kind: type[nn.Module], plan: Plan) -> Recipe:
+    """The recipe on every rank; one of them has traced the model."""
+    return world.gather(recipe_of(kind, plan) if world.rank == 0 else None)[0]
 
 
 def feed(number: int) -> Mapping[str, Tensor]:
     """Batch `number`."""
-    return batches(recipe_of(Chain, ALONE), seed=number, steps=1, classes=5)[0]
+    random = torch.Generator().manual_seed(number)
+    images = torch.randn(SHAPE, generator=random, dtype=torch.float64)
+    return {"images": images, "labels": torch.randint(5, SHAPE[:1], generator=random)}
 
 
 def distance(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
@@ -55,7 +62,7 @@ def distance(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
 
 
 def trained(world: World, kind: type[nn.Module], plan: Plan, **chosen: object) -> Study:
-    return train_replicas(world, recipe_of(kind, plan), Asynchrony(**chosen), feed)
+    return train_replicas(world, given(world, kind, plan), Asynchrony(**chosen), feed)
 
 
 def assert_replayed(world: World, kind: type[nn.Module], plan: Plan, study: Study) -> None:
@@ -136,7 +143,7 @@ def peers_of_tiles_done_again(world: World) -> None:
 
 def peers_keep_their_sum_and_come_together(world: World) -> None:
     """Without updates only the means are left: nothing is gained or lost by them."""
-    recipe = recipe_of(Chain, ALONE)
+    recipe = given(world, Chain, ALONE)
     still = replace(recipe, optimiser=partial(torch.optim.SGD, lr=0.0))
     own = {n: w.double() + world.rank if n in recipe.graph.trainable else w for n, w in recipe.state.items()}
     study = train_replicas(world, replace(still, state=own), Asynchrony(mode="peers", replicas=5, steps=12), feed)
@@ -163,7 +170,7 @@ def sub_worlds_at_once(world: World) -> None:
     sub = SubWorld(world, ranks)
     assert sub.gather((world.rank, "x" * world.rank)) == [(rank, "x" * rank) for rank in ranks]
     plan = replace(TILED, num_spatial_parts=len(ranks))
-    assert verify(sub, recipe_of(Skips, plan), made(Skips), LOSS, seed=0)["ok"]
+    assert verify(sub, given(sub, Skips, plan), made(Skips), LOSS, seed=0)["ok"]
     sub.rest()
 
 
@@ -175,9 +182,9 @@ def _failing(world: World, fails: int, **chosen: object) -> None:
             raise RankError("no such picture")
         return feed(number)
 
-    said = "nothing"
+    said, recipe = "nothing", given(world, Chain, TILED)
     try:
-        train_replicas(world, recipe_of(Chain, TILED), Asynchrony(replicas=3, steps=50, **chosen), broken)
+        train_replicas(world, recipe, Asynchrony(replicas=3, steps=50, **chosen), broken)
     except RankError as error:
         said = str(error)
         world.fail()

@@ -82,7 +82,7 @@ def test_choices_that_cannot_be(chosen: dict[str, object], message: str) -> None
 
 
 def test_too_few_ranks() -> None:
-    with pytest.raises(PlanError, match="3 replicas of 2 ranks and a server need 7 ranks, but there are 6. Start 7"):
+    with pytest.raises(PlanError, match="3 replicas of 2 ranks and a server need 7 ranks, but there are 6"):
         Asynchrony(replicas=3).check(STAGES, ranks=6)
 
 

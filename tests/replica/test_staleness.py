@@ -34,11 +34,10 @@ def test_without_a_bound_nobody_waits(order: list[int]) -> None:
     ledger = Ledger()
     for replica in range(5):
         ledger.read(replica)
-    reads, version = dict.fromkeys(range(5), 0), 0
-    for replica in order:
+    reads = dict.fromkeys(range(5), 0)
+    for version, replica in enumerate(order):
         assert ledger.may_apply(replica)
         assert ledger.may_read
         assert ledger.apply(replica) == version - reads[replica]
-        version += 1
         ledger.read(replica)
-        reads[replica] = version
+        reads[replica] = version + 1
