@@ -81,6 +81,11 @@ class Asynchrony:
                 f"data_parallel={plan.data_parallel} replicas wait for each other inside of a plan. Leave it at 1: "
                 f"replicas={self.replicas} says how many copies of the plan there are."
             )
+        if self.mode == "server" and plan.precision == "float16":
+            raise PlanError(
+                "With precision='float16' the loss is scaled so that no gradient is infinite, on which the replicas of a "
+                "server would have to agree, and wait for each other. Use bfloat16, or mode='peers'."
+            )
         if ranks < (needed := self.ranks(plan)):
             server = " and a server" * (self.mode == "server")
             raise PlanError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from engines.errors import PlanError
 from engines.oracle import OneProcess
 from engines.replica.peers import move
-from engines.replica.replica import Feed, GradientsOnly, flat
+from engines.replica.replica import Feed, flat, without_updates
 from engines.replica.server import Keeper
 from engines.replica.study import Deed, Study
 from engines.training import Loss, Recipe
@@ -29,8 +29,8 @@ def replay(study: Study, model: nn.Module, loss: Loss, recipe: Recipe, feed: Fee
     seeds = [None if recipe.draws is None else recipe.seed + n for n in range(study.asynchrony.replicas)]
     if study.mode == "synchronous":
         raise PlanError("A synchronous study needs no replay: train in one process (engines.oracle.one_process).")
-    optimiser = GradientsOnly if study.mode == "server" else recipe.optimiser
-    replicas = [OneProcess(model, loss, optimiser, dtype, seed, count) for seed in seeds]
+    own = without_updates(recipe) if study.mode == "server" else recipe
+    replicas = [OneProcess(model, loss, own.optimiser, dtype, seed, count, own.rules) for seed in seeds]
     return [_served(study, replicas, recipe, feed)] if study.mode == "server" else _peers(study, replicas, feed)
 
 

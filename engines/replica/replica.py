@@ -16,9 +16,9 @@ from engines.comm.world import World
 from engines.program.compile import compile_plan
 from engines.replica.asynchrony import Asynchrony
 from engines.replica.study import RankDiary
-from engines.training import Optimiser, RankTraining, Recipe
+from engines.training import RankTraining, Recipe
 
-__all__ = ["BODY", "HEADER", "Feed", "GradientsOnly", "Replica", "flat", "holdings", "into"]
+__all__ = ["BODY", "HEADER", "Feed", "Replica", "flat", "holdings", "into", "without_updates"]
 
 Feed = Callable[[int], Mapping[str, Tensor]]
 """From a batch's number (0, 1, ...) to the whole inputs of one replica's step, the same on every rank."""
@@ -38,17 +38,14 @@ class GradientsOnly(torch.optim.Optimizer):
 
 
 class Replica:
-    """This rank's part of its replica, and its diary. `optimiser` None: the recipe's."""
+    """This rank's part of its replica, and its diary."""
 
-    def __init__(
-        self, world: World, recipe: Recipe, asynchrony: Asynchrony, optimiser: Optimiser | None = None
-    ) -> None:
+    def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony) -> None:
         size = recipe.plan.ranks
         self.asynchrony, self.number = asynchrony, world.rank // size
         self.world = SubWorld(world, range(self.number * size, (self.number + 1) * size))
         device, seed = str(choose_device(recipe.device, world.rank)), recipe.seed + self.number
-        own = replace(recipe, device=device, seed=seed, optimiser=optimiser or recipe.optimiser)
-        self.training = RankTraining(self.world, own)
+        self.training = RankTraining(self.world, replace(recipe, device=device, seed=seed))
         self.training.threads = max(1, cores() // world.size)
         self.diary = RankDiary(self.number)
         self._start_s = time.perf_counter()
@@ -77,6 +74,11 @@ class Replica:
         """Its diary, complete."""
         self.diary.weights = self.training.tensors()["weights"]
         return self.diary
+
+
+def without_updates(recipe: Recipe) -> Recipe:
+    """The same training, but that gradients come out of a step rather than other weights."""
+    return replace(recipe, optimiser=GradientsOnly, clip_norm=None, scheduler=None)
 
 
 def holdings(recipe: Recipe) -> list[list[str]]:

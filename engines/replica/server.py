@@ -19,8 +19,9 @@ from torch import Tensor
 
 from engines.comm.world import Message, Pending, World
 from engines.program.outbox import Outbox
+from engines.program.update import Descent
 from engines.replica.asynchrony import Asynchrony
-from engines.replica.replica import BODY, HEADER, Feed, GradientsOnly, Replica, flat, holdings, into
+from engines.replica.replica import BODY, HEADER, Feed, Replica, flat, holdings, into, without_updates
 from engines.replica.staleness import Ledger
 from engines.replica.study import Deed, RankDiary
 from engines.training import Recipe
@@ -32,26 +33,33 @@ _NO_MORE = -1
 
 
 class Keeper:
-    """Weights and their optimiser. `aware`: the learning rate is divided by the staleness where that is above 1.
+    """Weights and what moves them. `aware`: the learning rate is divided by the staleness where that is above 1.
 
     Source: Zhang, Gupta, Lian and Liu, Staleness-aware Async-SGD, IJCAI 2016, section 3.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], recipe: Recipe, aware: bool) -> None:
-        self.weights, self.aware = weights, aware
-        self.optimiser = recipe.optimiser([weight.requires_grad_() for weight in weights.values()])
+        self.weights, self.divisor = weights, 1
+        optimiser = recipe.optimiser([weight.requires_grad_() for weight in weights.values()])
+        self.descent = Descent(weights, optimiser, recipe.rules)
+        if aware:
+            optimiser.register_step_pre_hook(lambda *_: self._slow_down(optimiser))
+            optimiser.register_step_post_hook(lambda *_: self._speed_up(optimiser))
 
     def apply(self, gradients: Mapping[str, Tensor], staleness: int) -> None:
         """One update. `gradients` are by the names of the weights."""
         for name, gradient in gradients.items():
             self.weights[name].grad = gradient
-        rates = [group["lr"] for group in self.optimiser.param_groups]
-        self._set([rate / max(1, staleness) for rate in rates] if self.aware else rates)
-        self.optimiser.step()
-        self._set(rates)
+        self.divisor = max(1, staleness)
+        self.descent.step(self.descent.told(self.weights))
 
-    def _set(self, rates: Sequence[float]) -> None:
-        for group, rate in zip(self.optimiser.param_groups, rates, strict=True):
+    def _slow_down(self, optimiser: torch.optim.Optimizer) -> None:
+        self._rates = [group["lr"] for group in optimiser.param_groups]
+        for group in optimiser.param_groups:
+            group["lr"] = group["lr"] / self.divisor
+
+    def _speed_up(self, optimiser: torch.optim.Optimizer) -> None:
+        for group, rate in zip(optimiser.param_groups, self._rates, strict=True):
             group["lr"] = rate
 
 
@@ -73,7 +81,7 @@ class Client:
     """One rank of a replica: weights from the server, gradient to the server."""
 
     def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> None:
-        self.replica = Replica(world, recipe, asynchrony, GradientsOnly)
+        self.replica = Replica(world, without_updates(recipe), asynchrony)
         self.world, self.feed = world, feed
         self.server = asynchrony.replicas * recipe.plan.ranks
         self.sent = shares(holdings(recipe))[self.replica.world.rank]
@@ -112,7 +120,7 @@ class Server:
 
     def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony) -> None:
         self.world, self.asynchrony, self.size = world, asynchrony, recipe.plan.ranks
-        dtype = getattr(torch, recipe.plan.precision)
+        dtype = getattr(torch, recipe.plan.held_in)
         names = [name for name in recipe.graph.weights if name in recipe.graph.trainable]
         weights = {name: recipe.state[name].detach().to(device="cpu", dtype=dtype, copy=True) for name in names}
         self.keeper = Keeper(weights, recipe, asynchrony.staleness_aware)

@@ -153,6 +153,17 @@ def peers_keep_their_sum_and_come_together(world: World) -> None:
     assert max(float((a - b).abs().max()) for a, b in pairwise(rows)) < 1
 
 
+def schedulers_and_bounded_gradients_done_again(world: World) -> None:
+    """The server steps the scheduler and bounds the norm, or each peer does."""
+    rules = {"clip_norm": 0.2, "scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.5)}
+    recipe = replace(given(world, Chain, TILED), **rules)
+    for chosen in ({"staleness_aware": True}, {"mode": "peers"}):
+        study = train_replicas(world, recipe, Asynchrony(replicas=3, steps=4, **chosen), feed)
+        if world.rank == 0:
+            for mine, theirs in zip(study.weights, replay(study, made(Chain), LOSS, recipe, feed), strict=True):
+                assert distance(plain(mine), theirs) <= 1e-10
+
+
 def synchronous_replicas(world: World) -> None:
     study = trained(world, Skips, STAGES, mode="synchronous", replicas=3, steps=3, slow={0: 0.01})
     assert study.histogram == {0: 3}
@@ -207,7 +218,8 @@ CASES = {
     for case in (
         a_server_done_again, a_server_of_tiles_done_again, a_server_of_stages_aware_of_staleness_done_again,
         in_turns_without_staleness, bounded_staleness, one_replica_and_a_server, one_peer, peers_done_again,
-        peers_of_tiles_done_again, peers_keep_their_sum_and_come_together, synchronous_replicas, sub_worlds_at_once,
+        peers_of_tiles_done_again, schedulers_and_bounded_gradients_done_again,
+        peers_keep_their_sum_and_come_together, synchronous_replicas, sub_worlds_at_once,
         a_replica_fails_under_a_server, a_replica_fails_among_peers,
     )
 }  # fmt: skip

@@ -91,6 +91,11 @@ def test_replicas_are_not_the_plans_own() -> None:
         Asynchrony(replicas=2).check(Plan(data_parallel=2), ranks=99)
 
 
+def test_a_server_does_not_scale_losses() -> None:
+    with pytest.raises(PlanError, match="Use bfloat16, or mode='peers'"):
+        Asynchrony(replicas=2).check(Plan(split_size=1, spatial_size=0, precision="float16"), ranks=3)
+
+
 def test_a_sub_world_is_made_by_its_own_ranks() -> None:
     with pytest.raises(PlanError, match=r"Rank 0 is none of the ranks \(1, 2\)"):
         run_ranks(1, lambda world: SubWorld(world, (1, 2)))
