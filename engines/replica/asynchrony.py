@@ -83,7 +83,7 @@ class Asynchrony:
             )
         if self.mode == "server" and plan.precision == "float16":
             raise PlanError(
-                "With precision='float16' the loss is scaled so that no gradient is infinite, on which the replicas of a "
+                "With precision='float16' the loss is scaled so that no gradient is infinite, on which replicas of a "
                 "server would have to agree, and wait for each other. Use bfloat16, or mode='peers'."
             )
         if ranks < (needed := self.ranks(plan)):
