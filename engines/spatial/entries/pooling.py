@@ -12,7 +12,7 @@ from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
 from engines.spatial.entries.convolution import folded, pair
 from engines.spatial.entries.reduction import mean_over_space
-from engines.spatial.kernels import local_kernel, operator_of
+from engines.spatial.kernels import local_kernel, operator_of, sum_type
 from engines.spatial.ops import entry
 from engines.spatial.plain import as_it_is, split_arguments
 from engines.spatial.tiles import Span, Tile
@@ -126,14 +126,13 @@ def _few_averages(b: Builder, node: Node, reads: Sequence[Sequence[Span]], borde
     source = node.arguments["self"]
     size_px, own = b.value(source).size_px, b.tiles(b.value(source).size_px)[b.rank]
     cells = [_inside(axis, span) for axis, span in zip(reads, (own.rows, own.cols), strict=True)]
-    sums = b.local(f"{node.name}.sums", "tile.cell_sums", b.owned(source), *cells, like=node.spec)
+    sums = b.local(f"{node.name}.sums", "tile.cell_sums", b.owned(source), *cells, like=node.spec.sums)
     counts = [
         tuple(len(read & Span(-border, px + border)) for read in axis)
         for axis, px, border in zip(reads, size_px, border_px, strict=True)
     ]
-    b.local(
-        node.name, "tile.averages", b.all_reduce(sums), *counts, node.arguments.get("divisor_override"), like=node.spec
-    )
+    divisor, dtype = node.arguments.get("divisor_override"), getattr(torch, node.spec.dtype)
+    b.local(node.name, "tile.averages", b.all_reduce(sums), *counts, divisor, dtype, like=node.spec)
 
 
 def _inside(reads: Sequence[Span], own: Span) -> Cells:
@@ -145,14 +144,15 @@ def _inside(reads: Sequence[Span], own: Span) -> Cells:
 @local_kernel("tile.cell_sums")
 def cell_sums(x: Tensor, rows: Cells, cols: Cells) -> Tensor:
     """The sum of each cell: (start, stop) of its rows and of its columns, which may be none."""
+    x = x.to(sum_type(x))
     lines = torch.cat([x[..., start:stop, :].sum(-2, keepdim=True) for start, stop in rows], -2)
     return torch.cat([lines[..., start:stop].sum(-1, keepdim=True) for start, stop in cols], -1)
 
 
 @local_kernel("tile.averages")
-def averages(sums: Tensor, rows: Sequence[int], cols: Sequence[int], divisor: int | None) -> Tensor:
+def averages(sums: Tensor, rows: Sequence[int], cols: Sequence[int], divisor: int | None, dtype: torch.dtype) -> Tensor:
     """Sums divided by how many pixels count there: rows[i] * cols[j], or a number given."""
-    return sums / (divisor or sums.new_tensor(rows)[:, None] * sums.new_tensor(cols))
+    return (sums / (divisor or sums.new_tensor(rows)[:, None] * sums.new_tensor(cols))).to(dtype)
 
 
 @entry("aten.adaptive_avg_pool2d.default", images=("self",))

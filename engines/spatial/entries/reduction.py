@@ -43,14 +43,14 @@ def _in_own_type(b: Builder, node: Node, ref: Ref) -> None:
 
 def _sum_lines(b: Builder, node: Node, source: Ref, dims: list[int], keepdim: bool) -> None:
     """Over rows, or over columns: each tile has the sums of its own part, and every rank the whole result."""
-    dtype = getattr(torch, node.spec.dtype)
-    parts = of_all_tiles(b, node, source, "tile.sum_pixels", dims, True, dtype, dtype=node.spec.dtype)
-    total = b.local(f"{node.name}.sum", "tile.sum_pixels", parts, dims, keepdim, dtype, like=node.spec)
-    count = b.value(source).spec.numel // node.spec.numel if node.operator.startswith("aten.mean.") else 1
-    if count == 1:
-        b.local(node.name, "aten.alias.default", total, like=node.spec)
-    else:
-        b.local(node.name, "aten.div.Scalar", total, count, like=node.spec)
+    like = node.spec.sums
+    dtype = getattr(torch, like.dtype)
+    parts = of_all_tiles(b, node, source, "tile.sum_pixels", dims, True, dtype, dtype=like.dtype)
+    total = b.local(f"{node.name}.sum", "tile.sum_pixels", parts, dims, keepdim, dtype, like=like)
+    if node.operator.startswith("aten.mean."):
+        count = b.value(source).spec.numel // node.spec.numel
+        total = b.local(f"{node.name}.mean", "aten.div.Scalar", total, count, like=like)
+    _in_own_type(b, node, total)
 
 
 @entry("aten.mean.default", "aten.mean.dim", "aten.sum.default", "aten.sum.dim_IntList", shared=True)
