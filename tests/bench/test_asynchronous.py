@@ -37,7 +37,7 @@ def test_of_all_modes_each_takes_what_concerns_it() -> None:
 
 REFUSED = {
     "slow": (("--slow", "2=0.1"), 4, "Argument --slow: '2=0.1' must be REPLICA:SECONDS, or several"),
-    "few": ((), 3, "3 replicas of 1 ranks and a server need 4 ranks, but there are 3. Start 4 ranks"),
+    "few": ((), 3, "3 replicas of 1 rank and a server need 4 ranks, but there are 3. Start 4 ranks"),
     "many": (("--mode", "peers"), 4, "mode=peers needs 3 ranks, but there are 4. Start 3 ranks"),
     "bound": (("--mode", "server", "--max-staleness", "-2"), 4, "max_staleness=-2 must be a whole number"),
 }
