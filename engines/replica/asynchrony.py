@@ -87,9 +87,9 @@ class Asynchrony:
                 "server would have to agree, and wait for each other. Use bfloat16, or mode='peers'."
             )
         if ranks < (needed := self.ranks(plan)):
-            server = " and a server" * (self.mode == "server")
+            wanted = f"{plan.ranks} rank{'s'[: plan.ranks > 1]}{' and a server' * (self.mode == 'server')}"
             raise PlanError(
-                f"{self.replicas} replicas of {plan.ranks} ranks{server} need {needed} ranks, but there are {ranks}. "
+                f"{self.replicas} replicas of {wanted} need {needed} ranks, but there are {ranks}. "
                 f"Start {needed} ranks, or use fewer replicas."
             )
 
