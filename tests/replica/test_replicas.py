@@ -18,7 +18,7 @@ from engines.replica.asynchrony import Asynchrony
 from engines.replica.replay import replay
 from engines.replica.study import Study
 from engines.replica.training import train_replicas
-from tests.replica.cases import ALONE, CASES, LOSS, RANKS, STAGES, Chain, feed, made, recipe_of
+from tests.replica.replica_cases import ALONE, CASES, LOSS, RANKS, STAGES, Chain, feed, made, recipe_of
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -28,7 +28,7 @@ def test_over_loopback(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def mpi_results(mpiexec) -> dict[str, list[str]]:
-    done = mpiexec(RANKS, Path(__file__).parent / "run.py")
+    done = mpiexec(RANKS, Path(__file__).parent / "run_replicas.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
