@@ -12,7 +12,8 @@ STAMP := .venv/.installed
 
 # The rooms whose files import the standard library and numpy only: checked strictly, their examples run.
 PURE := $(wildcard engines/errors.py engines/plan.py engines/layout.py engines/layer/graph.py engines/spatial/tiles.py \
-	engines/spatial/windows.py engines/spatial/moves.py engines/pipeline/*.py engines/program/instructions.py)
+	engines/spatial/windows.py engines/spatial/moves.py engines/pipeline/*.py engines/program/instructions.py \
+	engines/replica/asynchrony.py engines/replica/staleness.py)
 
 # Open MPI refuses more ranks than cores, and root, unless told before the launch; so does JupyterLab root.
 # Threads are shared out among the ranks, or they would fight for the cores.

@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from engines import options, train_options
+from engines.bench import asynchronous
 from engines.bench.allreduce import bench_allreduce
 from engines.bench.bubble import bench_bubble
 from engines.bench.flags import allreduce_parser, throughput_parser, throughput_recipe
@@ -192,6 +193,16 @@ def _bench_allreduce(world: World, arguments: Sequence[str]) -> bool:
     return True
 
 
+def _bench_asynchronous(world: World, arguments: Sequence[str]) -> bool:
+    """Replicas that do not wait for each other: one line for each mode."""
+    chosen = asynchronous.parser().parse_args(arguments)
+    studies = asynchronous.chosen_studies(chosen, world.size)
+    _, recipe = options.recipe(chosen, options.plan(chosen).ranks)
+    for study in asynchronous.bench_asynchronous(world, studies, recipe):
+        _print(world, study.line)
+    return True
+
+
 _COMMANDS: dict[str, Command] = {
     "train": _train,
     "verify": _verify,
@@ -202,4 +213,5 @@ _COMMANDS: dict[str, Command] = {
     "bench overlap": _bench_overlap,
     "bench throughput": _bench_throughput,
     "bench allreduce": _bench_allreduce,
+    "bench asynchronous": _bench_asynchronous,
 }

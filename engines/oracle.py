@@ -32,6 +32,11 @@ class Record:
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
 
+    @property
+    def mean_losses(self) -> tuple[float, ...]:
+        """The loss of each step: the mean over its micro-batches."""
+        return tuple(sum(losses.values()) / len(losses) for losses in self.losses)
+
     def like(self, other: Record) -> Record:
         """Of this record what the other one has as well: the same losses, gradients, weights and buffers."""
         pairs = zip(self.gradients, other.gradients, strict=True)
@@ -58,17 +63,19 @@ class OneProcess:
     def __init__(
         self, model: nn.Module, loss: Loss, optimiser: Optimiser, dtype: torch.dtype = torch.float32,
         seed: int | None = None, micro_batches: int = 1, rules: UpdateRules | None = None,
+        device: torch.device | None = None,
     ) -> None:  # fmt: skip
+        self.device = device or torch.device("cpu")
         self.seed, self.micro_batches, self.rules = seed, micro_batches, rules or UpdateRules()
         self.begun = micro_batches  # ranks count steps from 1
         self.precision, self.dtype = dtype, torch.promote_types(dtype, torch.float32)
-        self.model = copy.deepcopy(model).to(self.dtype)
-        self.loss = copy.deepcopy(loss).to(self.dtype) if isinstance(loss, nn.Module) else loss
+        self.model = copy.deepcopy(model).to(self.device, self.dtype)
+        self.loss = copy.deepcopy(loss).to(self.device, self.dtype) if isinstance(loss, nn.Module) else loss
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimiser = optimiser(self.trained) if self.trained else None
         self.scheduler = self.rules.scheduler(self.optimiser) if self.rules.scheduler and self.optimiser else None
         first = self.rules.loss_scale or SCALE
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=first, enabled=dtype is torch.float16)
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=first, enabled=dtype is torch.float16)
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """One training step, its micro-batches one after another; the mean of their losses before it."""
@@ -76,7 +83,7 @@ class OneProcess:
         self.losses = []
         parts = {name: tensor.chunk(self.micro_batches) for name, tensor in batch.items()}
         for images, labels in zip(parts["images"], parts["labels"], strict=True):
-            self._add(images, labels)
+            self._add(images.to(self.device), labels.to(self.device))
         if self.optimiser:
             self._update(self.optimiser)
         return sum(self.losses) / self.micro_batches

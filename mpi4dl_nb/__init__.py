@@ -5,6 +5,7 @@ from __future__ import annotations
 from engines.images.picture import open_image
 from engines.plan import Plan
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.draw.asynchrony import show_asynchrony
 from mpi4dl_nb.draw.schedule import show_schedule
 from mpi4dl_nb.draw.slicing import show_slicing
 from mpi4dl_nb.draw.timeline import show_timeline
@@ -16,6 +17,7 @@ __all__ = [
     "Plan",
     "Training",
     "open_image",
+    "show_asynchrony",
     "show_schedule",
     "show_slicing",
     "show_timeline",

@@ -15,6 +15,7 @@ import pytest
 def mpiexec() -> Callable[..., subprocess.CompletedProcess[str]]:
     """`mpiexec(ranks, *arguments)` runs `python -m mpi4py *arguments` on that many ranks."""
     environment = {**os.environ, "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])  # the ranks import `tests`
     if os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     program = Path(sys.prefix) / "bin" / "mpiexec"

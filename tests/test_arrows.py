@@ -25,6 +25,8 @@ PURE = (
     "engines.pipeline",
     "engines.pipeline.*",
     "engines.program.instructions",
+    "engines.replica.asynchrony",
+    "engines.replica.staleness",
 )
 NOTEBOOK_SIDE = ("ipyparallel", "ipywidgets", "matplotlib", "IPython", "mpi4dl_nb")
 

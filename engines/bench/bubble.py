@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,15 +16,14 @@ from torch import Tensor, nn
 
 from engines.comm.world import World
 from engines.layer.graph import TensorSpec
-from engines.pipeline.bubble import bubble_share
+from engines.pipeline.bubble import bubble_of
 from engines.plan import Plan
 from engines.program.compile import Compiler
-from engines.program.instructions import Phase
-from engines.program.timeline import Event, Timeline
+from engines.program.timeline import Timeline
 from engines.program.worker import Worker
 from engines.training import Recipe, cut_inputs, prepare
 
-__all__ = ["bench_bubble", "idle_share"]
+__all__ = ["bench_bubble"]
 
 _PIXELS, _CHANNELS, _STEPS = 12, 3, 3
 
@@ -66,27 +65,20 @@ def bench_bubble(world: World, plan: Plan, stage_s: float) -> dict[str, object]:
     plain layer parallelism with as many micro-batches, one after another: a schedule's share of work over 1 / ranks.
     """
     worker, inputs = _worker(world, plan, stage_s)
-    shares = [idle_share(_step(world, worker, inputs)) for _ in range(_STEPS + 1)][1:]
+    shares = [_step(world, worker, inputs).idle for _ in range(_STEPS + 1)][1:]
     measured = statistics.median(shares)
-    formula = bubble_share(
-        plan.schedule, plan.split_size, plan.parts * plan.accumulate, plan.stages_per_rank, plan.replica_batches
-    )
+    formula = bubble_of(plan)
     depth = plan.split_size // plan.stages_per_rank
     return {
         "schedule": plan.schedule,
         "stages": plan.split_size,
         "micro_batches": plan.micro_batches,
         "idle": round(measured, 4),
-        "formula": round(formula, 4),
-        "difference": round(measured - formula, 4),
+        "formula": None if formula is None else round(formula, 4),
+        "difference": None if formula is None else round(measured - formula, 4),
         "spread": round(max(shares) - min(shares), 4),
         "against_layers": round((1 - measured) * depth, 3),
     }
-
-
-def idle_share(timeline: Timeline) -> float:
-    """The part of all ranks' time in which they neither compute nor update."""
-    return 1 - sum(timeline.share(rank, "compute") for rank in timeline.ranks) / len(timeline.ranks)
 
 
 def _model(stages: int) -> nn.Module:
@@ -121,9 +113,4 @@ def _step(world: World, worker: Worker, inputs: Mapping[int, Mapping[str, Tensor
     worker.run(
         {m: {name: t.clone().requires_grad_(name == "images") for name, t in p.items()} for m, p in inputs.items()}
     )
-    return Timeline.of(map(_passes, world.gather(worker.events)))
-
-
-def _passes(events: Sequence[Event]) -> list[Event]:
-    """Forward and backward: the update follows when all is done."""
-    return [event for event in events if event.phase != Phase.UPDATE.value]
+    return Timeline.of(world.gather(worker.events))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from engines.bench.verify import batches
-from engines.comm.device import give_memory_back
+from engines.comm.device import choose_device, give_memory_back, has_own_memory, peak_of_own_memory
 from engines.comm.world import World
 from engines.errors import RankError
 from engines.oracle import OneProcess
@@ -48,9 +48,13 @@ def bench_memory(world: World, recipe: Recipe, arguments: Sequence[str], seed: i
 
 def _rank_bytes(world: World, recipe: Recipe, seed: int) -> int:
     own = _own_part(world, recipe, seed)
-    before = _now_bytes()
-    training = RankTraining(world, recipe)
-    return _peak_bytes(before, lambda: [training.step(own) for _ in range(_STEPS)])
+
+    def work() -> None:
+        training = RankTraining(world, recipe)
+        for _ in range(_STEPS):
+            training.step(own)
+
+    return _peak_bytes(choose_device(recipe.device, world.rank), work)
 
 
 def _own_part(world: World, recipe: Recipe, seed: int) -> Inputs:
@@ -66,10 +70,15 @@ def alone(arguments: Sequence[str]) -> None:
     chosen = options.parser("").parse_args(list(arguments))
     model, recipe = options.recipe(chosen, options.plan(chosen).ranks)
     batch = batches(recipe, chosen.seed, steps=1)[0]
-    before = _now_bytes()
     dtype, count = getattr(torch, recipe.plan.precision), recipe.plan.micro_batches
-    process = OneProcess(model, nn.CrossEntropyLoss(), recipe.optimiser, dtype, micro_batches=count)
-    print(json.dumps(_peak_bytes(before, lambda: [process.step(batch) for _ in range(_STEPS)])), flush=True)
+    device = choose_device(recipe.device, rank=0)
+
+    def work() -> None:
+        process = OneProcess(model, nn.CrossEntropyLoss(), recipe.optimiser, dtype, micro_batches=count, device=device)
+        for _ in range(_STEPS):
+            process.step(batch)
+
+    print(json.dumps(_peak_bytes(device, work)), flush=True)
 
 
 def _alone_bytes(arguments: Sequence[str]) -> int:
@@ -83,15 +92,14 @@ def _alone_bytes(arguments: Sequence[str]) -> int:
     return int(json.loads(done.stdout.splitlines()[-1]))
 
 
-def _peak_bytes(before: int, work: Callable[[], object]) -> int:
-    """The largest resident size while `work` runs, beyond `before`."""
+def _peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
+    """The most memory in use while `work` runs, beyond what was before: the process's, or a device's own."""
+    if has_own_memory(device):
+        return peak_of_own_memory(device, work)
+    before = _status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from now
     work()
     return _status_bytes("VmHWM") - before
-
-
-def _now_bytes() -> int:
-    return _status_bytes("VmRSS")
 
 
 def _status_bytes(field: str) -> int:

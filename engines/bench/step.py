@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from engines.bench.verify import batches
-from engines.comm.device import cores, give_memory_back
+from engines.comm.device import cores, give_memory_back, wait_for
 from engines.comm.world import World
 from engines.oracle import OneProcess
 from engines.training import RankTraining, Recipe
@@ -32,20 +32,20 @@ def bench_step(
     own = training.cut(batch)
     dtype = getattr(torch, recipe.plan.precision)
     count = recipe.plan.micro_batches
-    one = partial(OneProcess, model, nn.CrossEntropyLoss(), recipe.optimiser, dtype)
+    one = partial(OneProcess, model, nn.CrossEntropyLoss(), recipe.optimiser, dtype, device=training.device)
     alone = one(micro_batches=count, rules=recipe.rules) if world.rank == 0 else None
     threads = cores()
     ranks_s, alone_s = [], []
     for _ in range(iterations + 1):
         world.rest()
-        ranks_s.append(_seconds(lambda: (training.step(own), world.rest())))
+        ranks_s.append(_seconds(lambda: (training.step(own), wait_for(training.device), world.rest())))
         if in_turns:
             training.start({})  # the last step is let go of
             give_memory_back()
             world.rest()
         if alone:
             torch.set_num_threads(threads)
-            alone_s.append(_seconds(lambda: alone.step(batch)))
+            alone_s.append(_seconds(lambda: (alone.step(batch), wait_for(training.device))))
             if in_turns:
                 give_memory_back()
         world.rest()

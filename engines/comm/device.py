@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -19,6 +20,7 @@ __all__ = [
     "give_memory_back",
     "has_own_memory",
     "memory_format",
+    "peak_of_own_memory",
     "threads_of",
     "wait_for",
 ]
@@ -58,6 +60,14 @@ def wait_for(device: torch.device) -> None:
     """Return when the device has done all that it was told."""
     if has_own_memory(device):
         torch.cuda.synchronize(device)
+
+
+def peak_of_own_memory(device: torch.device, work: Callable[[], object]) -> int:
+    """The most bytes that tensors of this process take on a device with memory of its own while `work` runs."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def cores() -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from engines.errors import PlanError
 from engines.pipeline.schedule import check_name
+from engines.plan import Plan
 
-__all__ = ["bubble_share"]
+__all__ = ["bubble_of", "bubble_share"]
 
 
 def bubble_share(name: str, stages: int, micro_batches: int, stages_per_rank: int = 1, batches: int = 2) -> float:
@@ -38,6 +39,20 @@ def bubble_share(name: str, stages: int, micro_batches: int, stages_per_rank: in
     else:
         work, idle = m * stages_per_rank, p - 1
     return idle / (work + idle)
+
+
+def bubble_of(plan: Plan) -> float | None:
+    """The idle share of a plan's schedule if all its stages took the same time; None where there is no formula.
+
+    There is none for two directions, but for `gems`, nor for several batches one after another.
+
+    >>> bubble_of(Plan(split_size=4, spatial_size=0, parts=9, schedule="1f1b"))
+    0.25
+    """
+    one_batch = plan.replica_batches == 1
+    if not one_batch and (plan.schedule != "gems" or plan.stages_per_rank > 1 or plan.accumulate > 1):
+        return None
+    return bubble_share(plan.schedule, plan.split_size, plan.parts, plan.stages_per_rank, plan.replica_batches)
 
 
 def _check(name: str, stages: int, micro_batches: int, stages_per_rank: int, batches: int) -> None:

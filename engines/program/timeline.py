@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
+from engines.program.instructions import Phase
 from engines.program.program import Step
 
 __all__ = ["Event", "Timeline"]
@@ -66,6 +67,12 @@ class Timeline:
         """
         mine = (event for event in self.events if event.rank == rank and event.kind == kind)
         return sum(event.end_s - event.start_s for event in mine) / self.seconds
+
+    @property
+    def idle(self) -> float:
+        """The part of all ranks' time in which they do not compute, from the first forward to the last backward."""
+        passes = Timeline(tuple(event for event in self.events if event.phase != Phase.UPDATE.value))
+        return 1 - sum(passes.share(rank, "compute") for rank in self.ranks) / len(self.ranks)
 
     def to_chrome(self, path: str | Path) -> Path:
         """Write Chrome trace JSON, which Perfetto and chrome://tracing open."""

@@ -44,10 +44,10 @@ def _rectangles(spans: Sequence[tuple[float, float]], top: float, bottom: float)
 
 
 def draw_legend(figure: Drawing, looks: Sequence[Look]) -> None:
-    """All looks in one line under the figure."""
+    """All looks under the figure, four in a line."""
     patches = [Patch(facecolor=each.colour, hatch=each.hatch, edgecolor=INK) for each in looks]
     names = [each.name for each in looks]
-    figure.legend(patches, names, loc="outside lower left", ncols=len(looks), frameon=False, fontsize=9)
+    figure.legend(patches, names, loc="outside lower left", ncols=min(4, len(looks)), frameon=False, fontsize=9)
 
 
 def frame_rows(axes: Axes, length: float, unit: str, left: Sequence[str], right: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engines.bench.bubble import bench_bubble, idle_share
+from engines.bench.bubble import bench_bubble
 from engines.comm.loopback import run_ranks
 from engines.pipeline.bubble import bubble_share
 from engines.plan import Plan
@@ -37,5 +37,6 @@ def test_idle_is_what_is_neither_computed_nor_over():
     def event(rank: int, kind: str, start_s: float, end_s: float) -> Event:
         return Event(rank, "x", kind, "forward", 0, start_s, end_s, 0)
 
-    both = Timeline((event(0, "compute", 0, 2), event(0, "stage", 2, 4), event(1, "compute", 1, 4)))
-    assert idle_share(both) == pytest.approx(1 - (2 / 4 + 3 / 4) / 2)
+    late = Event(0, "update", "update", "update", 0, 4, 9, 0)
+    both = Timeline((event(0, "compute", 0, 2), event(0, "stage", 2, 4), event(1, "compute", 1, 4), late))
+    assert both.idle == pytest.approx(1 - (2 / 4 + 3 / 4) / 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
 
-from tests.plans.drawn import command, plan_of, plans
+from tests.plans.drawn_plans import command, plan_of, plans
 
 PLANS, RANKS = 40, 8
 
@@ -30,7 +30,7 @@ def test_random_plans_are_exact_over_mpi(mpiexec, tmp_path: Path) -> None:
     assert len(chosen) >= PLANS
     file = tmp_path / "plans.json"
     file.write_text(json.dumps(chosen))
-    done = mpiexec(RANKS, Path(__file__).parent / "run.py", str(file))
+    done = mpiexec(RANKS, Path(__file__).parent / "run_plans.py", str(file))
     assert done.returncode == 0, done.stderr
     assert done.stdout, done.stderr
     troubles = json.loads(done.stdout.splitlines()[-1])

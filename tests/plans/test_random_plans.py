@@ -13,7 +13,7 @@ from engines import options, training
 from engines.bench.verify import verify
 from engines.comm.loopback import run_ranks
 from engines.layer.trace import trace
-from tests.plans.drawn import command, plans
+from tests.plans.drawn_plans import command, plans
 
 _MODELS: dict[str, nn.Module] = {}
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import traceback
+from collections.abc import Callable, Mapping
 
-import cases
 import torch
 
 from engines.comm.mpi import MpiWorld
 from engines.errors import RankError
 
 
-def attempt(world: MpiWorld, name: str) -> str:
+def attempt(world: MpiWorld, case: Callable[[MpiWorld], None]) -> str:
     """What went wrong on this rank, which then releases the others."""
     try:
-        cases.CASES[name](world)
+        case(world)
     except Exception:
         world.fail()
         return traceback.format_exc()
@@ -32,13 +32,15 @@ def gathered(world: MpiWorld, trouble: str) -> list[str]:
         return world.gather(trouble)
 
 
-def main() -> None:
+def main(cases: Mapping[str, Callable[[MpiWorld], None]]) -> None:
     torch.set_num_threads(1)
     world = MpiWorld()
-    troubles = {name: gathered(world, attempt(world, name)) for name in cases.CASES}
+    troubles = {name: gathered(world, attempt(world, case)) for name, case in cases.items()}
     if world.rank == 0:
         print(json.dumps({name: [text for text in texts if text] for name, texts in troubles.items()}))
 
 
 if __name__ == "__main__":
-    main()
+    from cases import CASES
+
+    main(CASES)

@@ -73,7 +73,8 @@ def resample_tile(
     cols: Sequence[Sequence[int]], col_weights: Sequence[Sequence[float]], axes: tuple[int, int],
 ) -> Tensor:  # fmt: skip
     """The columns first, as ATen does."""
-    return _along(_along(x.to(sum_type(x)), axes[1], cols, col_weights), axes[0], rows, row_weights).to(x.dtype)
+    wide = x.to(sum_type(x))
+    return _along(_along(wide, axes[1], cols, col_weights), axes[0], rows, row_weights).to(x.dtype)
 
 
 def _along(x: Tensor, axis: int, inputs: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> Tensor:

@@ -1,4 +1,4 @@
-"""`mpiexec -n 8 python -m mpi4py run.py PLANS.json`: each plan on as many of these ranks as it needs.
+"""`mpiexec -n 8 python -m mpi4py run_plans.py PLANS.json`: each plan on as many of these ranks as it needs.
 
 Rank 0 prints what failed, as JSON: the plan's number -> what was said.
 """

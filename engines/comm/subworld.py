@@ -1,0 +1,73 @@
+"""Some ranks of a world as a world of their own."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.comm.world import Message, Pending, World
+from engines.errors import PlanError
+
+__all__ = ["SubWorld"]
+
+_SIZES, _VALUES = 0, 1  # tags; those of programs begin at 2
+
+
+class SubWorld:
+    """The `ranks` of a world, numbered from 0 in their order, as one of them sees it.
+
+    Messages keep their tags: whoever speaks to one of these ranks outside of the sub-world, meanwhile, must not be
+    one of them. A failure is everyone's: it releases all ranks of the whole world.
+
+    Raises PlanError on a rank that is not among them.
+    """
+
+    def __init__(self, world: World, ranks: Sequence[int]) -> None:
+        self.world, self.ranks = world, tuple(ranks)
+        if world.rank not in self.ranks:
+            raise PlanError(f"Rank {world.rank} is none of the ranks {self.ranks} of this sub-world. Make it on those.")
+        self.rank, self.size = self.ranks.index(world.rank), len(self.ranks)
+
+    def _outside(self, messages: Sequence[Message]) -> list[Message]:
+        """The same messages with the whole world's numbers."""
+        return [replace(message, peer=self.ranks[message.peer]) for message in messages]
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Start messages."""
+        return self.world.exchange(self._outside(sends), self._outside(receives))
+
+    def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
+        """Messages to be started again and again."""
+        return self.world.prepare(self._outside(sends), self._outside(receives))
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all its ranks, pickled."""
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._told(_SIZES, torch.tensor([own.numel()]), [torch.empty(1, dtype=torch.int64)] * self.size)
+        values = self._told(_VALUES, own, [torch.empty(int(size), dtype=torch.uint8) for size in sizes])
+        return [pickle.loads(each.numpy().tobytes()) for each in values]
+
+    def _told(self, tag: int, own: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
+        """What each rank has, sent by everyone to everyone."""
+        found = [own if rank == self.rank else like.clone() for rank, like in enumerate(likes)]
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sends = [Message(rank, tag, own) for rank in others]
+        self.exchange(sends, [Message(rank, tag, found[rank]) for rank in others]).wait()
+        return found
+
+    def rest(self) -> None:
+        """Return when all its ranks are here."""
+        self.gather(None)
+
+    def fail(self) -> None:
+        """Tell all ranks of the whole world to stop waiting."""
+        self.world.fail()
+
+    def recover(self) -> None:
+        """Be ready again after a failure; collective over the whole world."""
+        self.world.recover()

@@ -1,0 +1,232 @@
+"""What each rank computes of its stage: what arrives from other stages, the stage's nodes, and what leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import engines.spatial.entries  # noqa: F401  (fills the operator table)
+from engines.errors import PlanError
+from engines.layer.graph import ModelGraph, Node, Ref
+from engines.layer.stages import cut, layers
+from engines.layout import Layout, Role, StageRanks
+from engines.plan import Plan
+from engines.program.builder import POINT, Builder
+from engines.program.holdings import Value
+from engines.program.instructions import Linear
+from engines.program.program import Feed
+from engines.spatial.fusion import Wide, widened
+from engines.spatial.grouping import HaloCost, cheapest, evenly
+from engines.spatial.ops import lower
+from engines.spatial.share import of_share, parted_names
+from engines.spatial.tiles import Grid, Span, Tile
+
+__all__ = ["STAGE_TAGS", "Lowering"]
+
+STAGE_TAGS = 1 << 14
+"""Tags are even, the next odd one is for the gradient going home. Each stage's exchanges, in each direction, lie in one
+such block, transfers between stages in the first half of the first; some transports allow no more than 2 ** 23."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Crossing:
+    """A value made in one stage and read in a later one."""
+
+    value: str
+    source: int
+    target: int
+    tag: int
+
+
+class Lowering:
+    """The forward pass of every stage as each of its ranks sees it; what ranks have in common is found once.
+
+    `reads` are the names that each stage reads. Raises PlanError or TraceError where the plan does not fit the model.
+    """
+
+    def __init__(self, graph: ModelGraph, plan: Plan, layout: Layout, input_gradient: bool) -> None:
+        self.graph, self.plan, self.layout = graph, plan, layout
+        self.input_gradient = input_gradient
+        self.spans = cut(graph, plan)
+        self.stage_of = {node.name: index for index, span in enumerate(self.spans) for node in self._nodes(span)}
+        self.reads = [{name for node in self._nodes(span) for name in node.reads} for span in self.spans]
+        self.crossings = tuple(self._crossings())
+        self.crossing_values: dict[str, Value] = {}
+        self._builders: dict[Role, Builder] = {}
+        self._wides: dict[Role, Wide] = {}
+        for stage in range(len(self.spans)):
+            builder = self.builder(Role(stage, 0))
+            made = {node.name for node in self._nodes(self.spans[stage])}
+            self.crossing_values.update({name: builder.values[name] for name in made & builder.values.keys()})
+        self._check_statistics()
+
+    def builder(self, role: Role) -> Builder:
+        """The stage as tile `role.tile` sees it: what arrives, its nodes, what leaves."""
+        if role not in self._builders:
+            builder = self._lowered(role, self._wide(role))
+            self._send(builder, role)
+            self._builders[role] = builder
+        return self._builders[role]
+
+    def forward(self, role: Role, lasting: Iterable[str]) -> tuple[Linear, ...]:
+        """The instructions of a rank's stage going forward; `lasting` values stay to the end of the step."""
+        kept = {crossing.value for crossing in self.crossings if crossing.source == role.stage}
+        prefix = f"{'mirrored.' * role.direction}stage{role.stage}."
+        return tuple(
+            replace(item, name=f"{prefix}{item.name}") for item in self.builder(role).finished(kept.union(lasting))
+        )
+
+    def feeds(self, role: Role) -> Iterable[tuple[str, Feed]]:
+        """The parts of the inputs that a rank needs for its stage."""
+        builder = self.builder(role)
+        for name in self.graph.inputs:
+            if name in self.reads[role.stage]:
+                value = replace(builder.values[name], spec=self.graph.inputs[name])
+                yield name, Feed(self._parts(builder.stage, value, name)[builder.rank], value.axes)
+
+    def owned(self, stages: Iterable[int], names: Iterable[str]) -> tuple[str, ...]:
+        """Those of the names that some of the stages read."""
+        reads = set().union(*(self.reads[stage] for stage in stages))
+        return tuple(name for name in names if name in reads)
+
+    @cached_property
+    def parted(self) -> frozenset[str]:
+        """The values of which ranks that share a micro-batch hold their own images each."""
+        return parted_names(self.graph, self.graph.share) if self.graph.share else frozenset()
+
+    def _seen(self, stage: int) -> ModelGraph:
+        """The model as the ranks of a stage have it."""
+        if self.layout.stages[stage].shares == 1 or self.graph.share is None:
+            return self.graph
+        return of_share(self.graph, self.graph.share, self._nodes(self.spans[stage]))
+
+    def _check_statistics(self) -> None:
+        """Raises PlanError where a stage reads what another one writes at its update."""
+        for stage in range(len(self.spans)):
+            builder = self.builder(Role(stage, 0))
+            written = {name for entry in builder.statistics for name in (entry.mean_buffer, entry.variance_buffer)}
+            for other, reads in enumerate(self.reads):
+                if other != stage and (shared := sorted((written | builder.counters.keys()) & reads)):
+                    raise PlanError(
+                        f"stages {stage} and {other} both use {shared[0]}, which counts what it saw, in "
+                        "their order. Put the layers that share it into one stage (balance, or a smaller split_size)."
+                    )
+
+    def _groups(self, stage: int, scout: Builder) -> dict[str, int]:
+        """The group of each node of a stage. The prediction is one by itself: whoever reads it gets own tiles."""
+        span, found = self.spans[stage], layers(self.graph)
+        names = [[n.name for n in self._nodes(layer.nodes)] for layer in found if layer.nodes.start in span]
+        fused = self.plan.fused_layers
+        if isinstance(fused, str):
+            work = {name: scout.work(name) for name in scout.values if scout.is_tiled(Ref(name))}
+            sizes = cheapest(names, scout.reads, scout.extent, work, HaloCost())
+        else:
+            sizes = evenly(len(names), fused)
+        numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
+        groups = {name: number for number, layer in zip(numbers, names, strict=True) for name in layer}
+        return groups | {self.graph.prediction: -1}
+
+    def _wide(self, role: Role) -> Wide:
+        """What the ranks of a stage hold beyond their tiles, for fused halos; found once without them."""
+        first = replace(role, tile=0)
+        if first not in self._wides:
+            self._wides[first] = Wide()
+            if self.plan.halo_d2 and self._ranks(role, role.stage).grid.tiles > 1:
+                scout = self._lowered(first, Wide())
+                self._wides[first] = widened(scout.reads, self._groups(role.stage, scout), scout.extent)
+        return self._wides[first]
+
+    @cached_property
+    def _ends_segment(self) -> set[str]:
+        """The nodes before which a segment ends even where nothing is communicated: the first of each layer.
+
+        Where gradients of weights are computed apart, an operator with weights stands alone: the rest of its segment
+        would be walked back twice.
+        """
+        if self.plan.schedule != "zero_bubble":
+            return {self.graph.nodes[layer.nodes.start].name for layer in layers(self.graph)}
+        weighted = [any(len(w.shape) > 1 for name in node.reads if (w := self.graph.weights.get(name)))
+                    for node in self.graph.nodes]  # fmt: skip
+        after = [False, *weighted[:-1]]
+        return {n.name for n, here, before in zip(self.graph.nodes, weighted, after, strict=True) if here or before}
+
+    def _nodes(self, span: Span) -> Sequence[Node]:
+        return self.graph.nodes[span.start : span.stop]
+
+    def _crossings(self) -> Iterable[_Crossing]:
+        pairs = dict.fromkeys(
+            (name, self.stage_of[name], self.stage_of[node.name])
+            for node in self.graph.nodes
+            for name in node.reads
+            if name in self.stage_of and self.stage_of[name] != self.stage_of[node.name]
+        )
+        return (_Crossing(*pair, tag=2 + 2 * index) for index, pair in enumerate(pairs))
+
+    def _ranks(self, role: Role, stage: int) -> StageRanks:
+        """The ranks of a stage of the same copy of the model."""
+        return self.layout.pipe(role).stages[stage]
+
+    def _lowered(self, role: Role, wide: Wide) -> Builder:
+        block = 1 + role.stage + role.direction * len(self.spans)
+        ranks = self._ranks(role, role.stage)
+        parted = self.parted if ranks.shares > 1 else frozenset()
+        builder = Builder(
+            self._seen(role.stage), ranks, role.tile, STAGE_TAGS * block, wide=wide, parted=parted,
+            sync_batchnorm=self.plan.sync_batchnorm,
+        )  # fmt: skip
+        self._receive(builder, role)
+        span = self.spans[role.stage]
+        for node in builder.graph.nodes[span.start : span.stop]:
+            if node.name in self._ends_segment:
+                builder.flush()
+            try:
+                lower(builder, node)
+            except PlanError as error:
+                raise PlanError(f"{node.operator} in {node.where}, stage {role.stage}: {error}") from error
+        return builder
+
+    def _receive(self, builder: Builder, role: Role) -> None:
+        for name, spec in builder.graph.inputs.items():
+            axes = (-2, -1) if len(spec.shape) > 2 and builder.stage.shares == 1 else None
+            differentiable = self.input_gradient and spec.is_floating
+            builder.values[name] = Value(name, spec, axes, differentiable)
+        for crossing in self.crossings:
+            if crossing.target == role.stage:
+                value = self.crossing_values[crossing.value]
+                self._cross(builder, role, crossing, value)
+                spec = builder.graph.specs.get(value.name, value.spec)
+                axes = value.axes if builder.stage.shares == 1 else None
+                builder.values[value.name] = replace(value, spec=spec, axes=axes)
+
+    def _send(self, builder: Builder, role: Role) -> None:
+        for crossing in self.crossings:
+            if crossing.source == role.stage:
+                value = builder.value(builder.owned(Ref(crossing.value)))
+                self._cross(builder, role, crossing, value)
+
+    def _cross(self, builder: Builder, role: Role, crossing: _Crossing, value: Value) -> None:
+        """Carry a value between two stages: the joint, a repartition or a copy, by their tiles alone."""
+        whole = replace(value, spec=self.graph.specs.get(crossing.value, value.spec))
+        stages = (self._ranks(role, stage) for stage in (crossing.source, crossing.target))
+        owned, wanted = (self._parts(stage, whole, crossing.value) for stage in stages)
+        if len(set(owned.values())) == 1:
+            owned = dict(list(owned.items())[:1])  # all source ranks hold the same: the first one sends
+        name = f"{value.name}.stage{crossing.source}to{crossing.target}"
+        tag = crossing.tag + 2 * role.direction * len(self.crossings)
+        builder.transfer(whole, "stage", name, value.name, tag, owned, wanted)
+
+    def _parts(self, stage: StageRanks, value: Value, name: str) -> dict[int, Tile]:
+        """What each rank of a stage holds of what the model calls `name`, and how it lies, for all images.
+
+        Without pixels it is a point that all hold, or their images.
+        """
+        if stage.shares > 1:
+            tile = Tile.whole(*value.size_px) if value.axes else POINT
+            if name not in self.parted:
+                return dict.fromkeys(stage.ranks, tile)
+            images = Grid.spans(value.spec.shape[0], stage.shares)
+            return {rank: replace(tile, images=span) for rank, span in zip(stage.ranks, images, strict=True)}
+        if value.axes is None:
+            return dict.fromkeys(stage.ranks, POINT)
+        return dict(zip(stage.ranks, stage.grid.cut(*value.size_px), strict=True))

@@ -1,0 +1,1 @@
+"""Replicas that do not wait for each other: for study."""

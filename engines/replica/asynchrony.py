@@ -1,0 +1,99 @@
+"""The user's choices for a study of replicas that do not wait for each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from engines.errors import PlanError
+from engines.plan import Plan
+
+__all__ = ["MODES", "Asynchrony"]
+
+MODES = ("synchronous", "server", "peers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asynchrony:
+    """How `replicas` of a plan take `steps` batches each, on average, together. Checked when it is made.
+
+    `synchronous`: all wait for each other at every update, as `Plan.data_parallel` does.
+    `server`: one more rank holds the weights. It applies each replica's gradient as it comes and gives that replica
+    fresh weights and the next batch; nobody waits for a slower one (Downpour SGD: Dean et al., 2012, section 4.1).
+    `max_staleness` bounds how many updates may come between reading weights and updating them, None: any number.
+    `staleness_aware` divides the learning rate by the staleness (Zhang, Gupta, Lian and Liu, 2016, section 3).
+    `peers`: each replica updates its own weights and, after every `average_every` of its steps, offers them to another
+    one in turn; both take the mean, each when it comes to it (AD-PSGD: Lian et al., 2018, section 3).
+    `slow` makes replicas sleep for so many seconds in each step, so that asynchrony shows.
+
+    Raises PlanError, with the numbers and the mend.
+    """
+
+    mode: str = "server"
+    replicas: int = 3
+    steps: int = 30
+    max_staleness: int | None = None
+    staleness_aware: bool = False
+    average_every: int = 1
+    slow: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise PlanError(f"mode={self.mode!r} is unknown. Choose one of {', '.join(MODES)}.")
+        for name in ("replicas", "steps", "average_every"):
+            _check_count(name, getattr(self, name), 1)
+        if self.max_staleness is not None:
+            _check_count("max_staleness", self.max_staleness, 0)
+        self._check_slow()
+        for name, mode in (("max_staleness", "server"), ("staleness_aware", "server"), ("average_every", "peers")):
+            if self.mode != mode and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise PlanError(
+                    f"{name}={getattr(self, name)!r} says nothing about mode={self.mode!r}. "
+                    f"Leave it out, or set mode={mode!r}."
+                )
+
+    def _check_slow(self) -> None:
+        for replica, seconds in self.slow.items():
+            if replica not in range(self.replicas) or not (math.isfinite(seconds) and seconds >= 0):
+                raise PlanError(
+                    f"slow={dict(self.slow)} must say how many seconds (0 or more) replicas 0 to {self.replicas - 1} "
+                    f"sleep in each step, but it says {seconds} for replica {replica}."
+                )
+
+    @property
+    def budget(self) -> int:
+        """Batches that all replicas take together; peers, who do not count together, may take a few more."""
+        return self.replicas * self.steps
+
+    def ranks(self, plan: Plan) -> int:
+        """Ranks that this needs for replicas of a plan.
+
+        >>> Asynchrony(mode="server", replicas=3).ranks(Plan(split_size=1, spatial_size=0))
+        4
+        """
+        return self.replicas * plan.ranks + (self.mode == "server")
+
+    def check(self, plan: Plan, ranks: int) -> None:
+        """Raises PlanError where so many ranks are too few, or the plan has replicas of its own."""
+        if plan.data_parallel != 1:
+            raise PlanError(
+                f"data_parallel={plan.data_parallel} replicas wait for each other inside of a plan. Leave it at 1: "
+                f"replicas={self.replicas} says how many copies of the plan there are."
+            )
+        if self.mode == "server" and plan.precision == "float16":
+            raise PlanError(
+                "With precision='float16' the loss is scaled so that no gradient is infinite, on which replicas of a "
+                "server would have to agree, and wait for each other. Use bfloat16, or mode='peers'."
+            )
+        if ranks < (needed := self.ranks(plan)):
+            wanted = f"{plan.ranks} rank{'s'[: plan.ranks > 1]}{' and a server' * (self.mode == 'server')}"
+            raise PlanError(
+                f"{self.replicas} replicas of {wanted} need {needed} ranks, but there are {ranks}. "
+                f"Start {needed} ranks, or use fewer replicas."
+            )
+
+
+def _check_count(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise PlanError(f"{name}={value!r} must be a whole number of at least {low}.")

@@ -1,0 +1,189 @@
+"""Peers without a server: each replica updates its own weights and averages them with others, waiting for nobody.
+
+    lower                     higher
+      | -- offer: its weights x --> |
+      | (goes on with its steps)    | at its next step's end: y becomes (x + y) / 2
+      | <-- answer: y, as it was -- |
+      | at its next step's end: moves by (y - x) / 2
+
+Whatever steps are taken meanwhile, the two moves cancel in the sum of both weights. Only the lower of two offers, and
+who has an offer open answers none: else two who offer to each other would change places rather than meet. All ranks
+of a replica agree on what has arrived at the end of a step. What optimisers and batch norms gather is not averaged.
+
+Sources: pairs and their roles: Lian, Zhang, Zhang and Liu, Asynchronous Decentralized Parallel Stochastic Gradient
+Descent, ICML 2018, section 3; equal and opposite moves: Zhang, Choromanska and LeCun, Deep learning with Elastic
+Averaging SGD, NIPS 2015, section 2.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engines.comm.total import all_reduce
+from engines.comm.world import Message, World
+from engines.program.outbox import Outbox
+from engines.replica.asynchrony import Asynchrony
+from engines.replica.replica import BODY, HEADER, Feed, Replica, flat, into
+from engines.replica.study import Deed, RankDiary
+from engines.training import Recipe
+
+__all__ = ["Peer", "move"]
+
+_NAP_S = 1e-3
+_WEIGHTS, _FAREWELL = 0, 1  # what a message is
+
+
+def move(weights: Sequence[Tensor], toward: Tensor, away: Tensor) -> None:
+    """Add half of the difference of two rows to the weights."""
+    with torch.no_grad():
+        for weight, part in zip(weights, into((toward - away) / 2, weights), strict=True):
+            weight.add_(part)
+
+
+class _Letter:
+    """What is to come from a rank: a header, and a row of weights.
+
+    The header says what it is, and how many steps each replica is known there to have taken.
+    """
+
+    def __init__(self, world: World, rank: int, known: Tensor, row: Tensor) -> None:
+        self.header, self.row = torch.empty(1 + known.numel(), dtype=torch.int64), torch.empty_like(row)
+        self._pending = world.exchange([], [Message(rank, HEADER, self.header), Message(rank, BODY, self.row)])
+        self._here = False
+
+    @property
+    def here(self) -> bool:
+        """Whether it has come."""
+        self._here = self._here or self._pending.done()
+        return self._here
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What this replica has offered, at which of its steps, and the letter that is to answer it."""
+
+    peer: int
+    row: Tensor
+    step: int
+    answer: _Letter
+
+
+class Peer:
+    """One rank of a replica: steps, and the same rank of other replicas to average with."""
+
+    def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> None:
+        self.world, self.asynchrony, self.feed = world, asynchrony, feed
+        self.replica = Replica(world, recipe, asynchrony)
+        self.number = self.replica.number
+        self.known = torch.zeros(asynchrony.replicas, dtype=torch.int64)
+        self.offer: _Offer | None = None
+        self.offers = 0
+        self._outbox = Outbox()
+        self.letters = {peer: self._letter(peer) for peer in range(self.number)}
+
+    @property
+    def higher(self) -> range:
+        """Those to whom this replica offers."""
+        return range(self.number + 1, self.asynchrony.replicas)
+
+    @property
+    def steps(self) -> int:
+        """That this replica has taken."""
+        return int(self.known[self.number])
+
+    def run(self) -> RankDiary:
+        """Take batches, the own ones in turn, until all replicas together have taken enough."""
+        self.replica.start_clock()
+        while self.known.sum() < self.asynchrony.budget:
+            batch = self.steps * self.asynchrony.replicas + self.number
+            self.replica.take(batch, self.feed(batch))
+            self.known[self.number] += 1
+            self._note("step", batch)
+            self.meet()
+            if not self.offer and self.higher and self.steps % self.asynchrony.average_every == 0:
+                self._make_offer()
+        self._part()
+        return self.replica.told()
+
+    def meet(self) -> None:
+        """Deal with what has arrived, as all ranks of the replica do now."""
+        letters = self.letters | ({self.offer.peer: self.offer.answer} if self.offer else {})
+        arrived = [peer for peer, here in zip(letters, self._agreed(list(letters.values())), strict=True) if here]
+        if self.offer and self.offer.peer in arrived:
+            self._close(self.offer)
+        for peer in arrived:
+            if not self.offer and peer < self.number:
+                self._answer(peer)
+        self._outbox.look()
+
+    def _agreed(self, letters: Sequence[_Letter]) -> list[bool]:
+        """Which letters have come to every rank of the replica."""
+        group = range(self.replica.world.size)
+        votes = torch.tensor([float(letter.here) for letter in letters])
+        if letters and len(group) > 1:
+            all_reduce(self.replica.world, votes, group).wait()
+        return [vote == len(group) for vote in votes.tolist()]
+
+    def _part(self) -> None:
+        """Close what is open and answer whoever is not done yet."""
+        told = False
+        while self.letters or self.offer or not told:
+            if not self.offer and not told:
+                for peer in self.higher:
+                    self._send(peer, _FAREWELL, self._row())
+                told = True
+            self.meet()
+            time.sleep(_NAP_S)
+        self._outbox.wait()
+
+    def _make_offer(self) -> None:
+        peer = self.higher[self.offers % len(self.higher)]
+        self.offers += 1
+        self.offer = _Offer(peer, self._row(), self.steps, self._letter(peer))
+        self._send(peer, _WEIGHTS, self.offer.row)
+        self._note("offer", peer)
+
+    def _answer(self, peer: int) -> None:
+        letter, own = self.letters.pop(peer), self._row()
+        self._learn(letter)
+        if int(letter.header[0]) == _FAREWELL:
+            return
+        self._send(peer, _WEIGHTS, own)
+        move(self.replica.trained, letter.row, own)
+        self._note("answer", peer)
+        self.letters[peer] = self._letter(peer)
+
+    def _close(self, offer: _Offer) -> None:
+        self._learn(offer.answer)
+        move(self.replica.trained, offer.answer.row, offer.row)
+        self._note("close", offer.peer)
+        if self.replica.tells:
+            self.replica.diary.staleness.append(self.steps - offer.step)
+        self.offer = None
+
+    def _learn(self, letter: _Letter) -> None:
+        self.known = torch.maximum(self.known, letter.header[1:])
+
+    def _row(self) -> Tensor:
+        return flat(self.replica.trained)
+
+    def _rank(self, peer: int) -> int:
+        """The rank that has the same part of another replica."""
+        size = self.replica.world.size
+        return peer * size + self.replica.world.rank
+
+    def _letter(self, peer: int) -> _Letter:
+        return _Letter(self.world, self._rank(peer), self.known, self._row())
+
+    def _send(self, peer: int, kind: int, row: Tensor) -> None:
+        header, rank = torch.tensor([kind, *self.known.tolist()]), self._rank(peer)
+        self._outbox.add(self.world.exchange([Message(rank, HEADER, header), Message(rank, BODY, row)], []))
+
+    def _note(self, kind: str, subject: int) -> None:
+        if self.replica.tells:
+            self.replica.diary.deeds.append(Deed(kind, self.number, subject))

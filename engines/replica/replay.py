@@ -1,0 +1,106 @@
+"""What replicas did, done again by the plain model in one process: their weights have to come out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from engines.errors import PlanError
+from engines.oracle import OneProcess
+from engines.replica.peers import move
+from engines.replica.replica import Feed, flat, without_updates
+from engines.replica.server import Keeper
+from engines.replica.study import Deed, Study
+from engines.training import Loss, Recipe
+
+__all__ = ["replay"]
+
+
+def replay(study: Study, model: nn.Module, loss: Loss, recipe: Recipe, feed: Feed) -> list[dict[str, Tensor]]:
+    """The weights at the end by the plain model's names: a server's, or those of each peer.
+
+    `model` is as it was before the study. Raises PlanError for a synchronous study, which one process can train
+    in the ordinary way.
+    """
+    dtype, count = getattr(torch, recipe.plan.precision), recipe.plan.micro_batches
+    seeds = [None if recipe.draws is None else recipe.seed + n for n in range(study.asynchrony.replicas)]
+    if study.mode == "synchronous":
+        raise PlanError("A synchronous study needs no replay: train in one process (engines.oracle.one_process).")
+    own = without_updates(recipe) if study.mode == "server" else recipe
+    replicas = [OneProcess(model, loss, own.optimiser, dtype, seed, count, own.rules) for seed in seeds]
+    return [_served(study, replicas, recipe, feed)] if study.mode == "server" else _peers(study, replicas, feed)
+
+
+def _weights(process: OneProcess) -> dict[str, Tensor]:
+    return {name: p for name, p in process.model.named_parameters() if p.requires_grad}
+
+
+def _served(study: Study, replicas: Sequence[OneProcess], recipe: Recipe, feed: Feed) -> dict[str, Tensor]:
+    keeper = Keeper(_copied(_weights(replicas[0])), recipe, study.asynchrony.staleness_aware)
+    versions = [_copied(keeper.weights)]
+    for deed in study.deeds:
+        replica = replicas[deed.replica]
+        _load(_weights(replica), versions[deed.read])
+        replica.step(feed(deed.subject))
+        keeper.apply(replica.gradients, staleness=len(versions) - 1 - deed.read)
+        versions.append(_copied(keeper.weights))
+    return versions[-1]
+
+
+def _copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in weights.items()}
+
+
+def _load(weights: Mapping[str, Tensor], version: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(version[name])
+
+
+class _Post:
+    """Letters between peers, by who offers and to whom; each pair has one under way at most."""
+
+    def __init__(self) -> None:
+        self.offers: dict[tuple[int, int], Tensor] = {}
+        self.answers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def has(self, deed: Deed) -> bool:
+        """Whether what a deed waits for is there."""
+        if deed.kind == "answer":
+            return (deed.subject, deed.replica) in self.offers
+        return deed.kind != "close" or (deed.replica, deed.subject) in self.answers
+
+    def do(self, deed: Deed, weights: Sequence[Tensor]) -> None:
+        """Offer, answer or close."""
+        own = flat(weights)
+        if deed.kind == "offer":
+            self.offers[deed.replica, deed.subject] = own
+        elif deed.kind == "answer":
+            offered = self.offers.pop((deed.subject, deed.replica))
+            self.answers[deed.subject, deed.replica] = own, offered
+            move(weights, offered, own)
+        else:
+            move(weights, *self.answers.pop((deed.replica, deed.subject)))
+
+
+def _peers(study: Study, replicas: Sequence[OneProcess], feed: Feed) -> list[dict[str, Tensor]]:
+    """Each peer's deeds in their order, once what they wait for is there."""
+    post = _Post()
+    queues = [deque(deed for deed in study.deeds if deed.replica == number) for number in range(len(replicas))]
+    while any(queues):
+        ready = next((queue for queue in queues if queue and post.has(queue[0])), None)
+        if ready is None:
+            raise PlanError("The study's deeds wait for each other: it is not whole. Take it from train_replicas.")
+        deed = ready.popleft()
+        _do(deed, replicas[deed.replica], post, feed)
+    return [_copied(_weights(process)) for process in replicas]
+
+
+def _do(deed: Deed, process: OneProcess, post: _Post, feed: Feed) -> None:
+    if deed.kind == "step":
+        process.step(feed(deed.subject))
+    else:
+        post.do(deed, list(_weights(process).values()))

@@ -1,0 +1,98 @@
+"""One rank of one replica: the ordinary training of a plan, on the ranks of this replica alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.comm.device import choose_device, cores
+from engines.comm.subworld import SubWorld
+from engines.comm.world import World
+from engines.program.compile import compile_plan
+from engines.replica.asynchrony import Asynchrony
+from engines.replica.study import RankDiary
+from engines.training import RankTraining, Recipe
+
+__all__ = ["BODY", "HEADER", "Feed", "Replica", "flat", "holdings", "into", "without_updates"]
+
+Feed = Callable[[int], Mapping[str, Tensor]]
+"""From a batch's number (0, 1, ...) to the whole inputs of one replica's step, the same on every rank."""
+
+HEADER, BODY = 2, 3
+"""Tags. Messages between replicas, and with a server, are between ranks that have no program in common."""
+
+
+class GradientsOnly(torch.optim.Optimizer):
+    """Leaves the weights alone: their gradients are what is wanted."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        """Nothing."""
+
+
+class Replica:
+    """This rank's part of its replica, and its diary."""
+
+    def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony) -> None:
+        size = recipe.plan.ranks
+        self.asynchrony, self.number = asynchrony, world.rank // size
+        self.world = SubWorld(world, range(self.number * size, (self.number + 1) * size))
+        device, seed = str(choose_device(recipe.device, world.rank)), recipe.seed + self.number
+        self.training = RankTraining(self.world, replace(recipe, device=device, seed=seed))
+        self.training.threads = max(1, cores() // world.size)
+        self.diary = RankDiary(self.number)
+        self._start_s = time.perf_counter()
+
+    @property
+    def tells(self) -> bool:
+        """Whether this rank tells what all ranks of the replica know."""
+        return self.world.rank == 0
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """Its weights that are trained, in the graph's order."""
+        return [weight for weight in self.training.weights.values() if weight.requires_grad]
+
+    def start_clock(self) -> None:
+        """The time is 0 now."""
+        self._start_s = time.perf_counter()
+
+    def take(self, number: int, batch: Mapping[str, Tensor]) -> None:
+        """One step on a batch, and the sleep that the study asks for."""
+        losses = self.training.step(self.training.cut(batch)).losses
+        time.sleep(self.asynchrony.slow.get(self.number, 0.0))
+        self.diary.turns.append((number, losses, time.perf_counter() - self._start_s))
+
+    def told(self) -> RankDiary:
+        """Its diary, complete."""
+        self.diary.weights = self.training.tensors()["weights"]
+        return self.diary
+
+
+def without_updates(recipe: Recipe) -> Recipe:
+    """The same training, but that gradients come out of a step rather than other weights."""
+    return replace(recipe, optimiser=GradientsOnly, clip_norm=None, scheduler=None)
+
+
+def holdings(recipe: Recipe) -> list[list[str]]:
+    """The weights that each rank of a replica trains, in its order."""
+    programs = compile_plan(recipe.graph, recipe.plan)
+    return [[name for name in program.weights if name in recipe.graph.trainable] for program in programs]
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """All their elements in a row of fresh memory."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors]) if tensors else torch.empty(0)
+
+
+def into(row: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A row of elements in the shapes of `tensors`."""
+    parts = row.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,0 +1,147 @@
+"""What a training with replicas was like: losses, when they were seen, and how stale updates were."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from engines.replica.asynchrony import Asynchrony
+
+__all__ = ["Deed", "RankDiary", "Study", "Turn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A replica has taken a batch: the loss before its update, and seconds since the start when it was done."""
+
+    replica: int
+    batch: int
+    loss: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Deed:
+    """What changed weights, in its order: enough to do it all again in one process.
+
+    `update`: the server applied what `replica` computed on batch `subject` from weights of version `read`.
+    `step`: a peer took batch `subject`. `offer`, `answer`, `close`: it sent its weights to peer `subject`; it took the
+    mean with what that one had offered, and said what it had itself; it moved by what its own offer was answered.
+    """
+
+    kind: str
+    replica: int
+    subject: int
+    read: int = -1
+
+
+@dataclass
+class RankDiary:
+    """What one rank tells at the end; `replica` is None for a server.
+
+    `turns` are (batch, the losses that are known here by micro-batch, seconds since the start).
+    `staleness` and `deeds` are told by one rank of a replica, or the server; `weights` by all.
+    """
+
+    replica: int | None
+    turns: list[tuple[int, Mapping[int, float], float]] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
+    deeds: list[Deed] = field(default_factory=list)
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Study:
+    """One training with replicas; the same on every rank.
+
+    `turns` are in the order of time. `staleness`: of each update of a server's weights, the number of others since its
+    replica had read them; of each mean of two peers, the number of steps that the one who offered has taken meanwhile.
+    `deeds` are in the server's order, or each peer's. `weights` by the graph's names: the server's or, where
+    all replicas have weights of their own, those of each.
+    """
+
+    asynchrony: Asynchrony
+    images_per_batch: int
+    turns: tuple[Turn, ...]
+    staleness: tuple[int, ...]
+    deeds: tuple[Deed, ...]
+    weights: tuple[Mapping[str, Tensor], ...]
+
+    @classmethod
+    def of(cls, asynchrony: Asynchrony, images_per_batch: int, diaries: Sequence[RankDiary]) -> Study:
+        """What the diaries of all ranks say together."""
+        replicas = [[d for d in diaries if d.replica == number] for number in range(asynchrony.replicas)]
+        turns = [turn for number, group in enumerate(replicas) for turn in _turns(number, group)]
+        servers = [diary for diary in diaries if diary.replica is None and diary.weights]
+        copies = [servers] if servers else replicas if asynchrony.mode == "peers" else replicas[:1]
+        return cls(
+            asynchrony,
+            images_per_batch,
+            tuple(sorted(turns, key=lambda turn: turn.end_s)),
+            tuple(late for diary in diaries for late in diary.staleness),
+            tuple(deed for diary in diaries for deed in diary.deeds),
+            tuple({n: w for diary in group for n, w in diary.weights.items()} for group in copies),
+        )
+
+    @property
+    def mode(self) -> str:
+        """Who waits for whom: synchronous, server or peers."""
+        return self.asynchrony.mode
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the end of the last batch."""
+        return self.turns[-1].end_s
+
+    @property
+    def images_per_s(self) -> float:
+        """Of all replicas together."""
+        return len(self.turns) * self.images_per_batch / self.seconds
+
+    @property
+    def final_loss(self) -> float:
+        """The mean loss of the last fifth of the batches."""
+        last = self.turns[-max(1, len(self.turns) // 5) :]
+        return sum(turn.loss for turn in last) / len(last)
+
+    @property
+    def histogram(self) -> dict[int, int]:
+        """How often each staleness occurred, ascending."""
+        return dict(sorted(Counter(self.staleness).items()))
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """How many batches each replica took."""
+        counts = Counter(turn.replica for turn in self.turns)
+        return tuple(counts[replica] for replica in range(self.asynchrony.replicas))
+
+    @property
+    def line(self) -> dict[str, object]:
+        """The study in a line of JSON."""
+        late = self.staleness
+        return {
+            "mode": self.mode,
+            "replicas": self.asynchrony.replicas,
+            "batches": self.batches,
+            "first_loss": round(self.turns[0].loss, 5),
+            "final_loss": round(self.final_loss, 5),
+            "mean_staleness": round(sum(late) / len(late), 3) if late else 0.0,
+            "max_staleness": max(late, default=0),
+            "staleness": self.histogram,
+            "images_per_s": round(self.images_per_s, 3),
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def _turns(replica: int, diaries: Iterable[RankDiary]) -> Iterable[Turn]:
+    """The turns of one replica: its ranks may know the losses of different micro-batches, or none."""
+    losses: dict[int, dict[int, float]] = {}
+    ends: dict[int, float] = {}
+    for diary in diaries:
+        for batch, known, end_s in diary.turns:
+            losses.setdefault(batch, {}).update(known)
+            ends[batch] = max(end_s, ends.get(batch, 0.0))
+    return (Turn(replica, b, sum(known.values()) / len(known), ends[b]) for b, known in losses.items())

@@ -1,0 +1,44 @@
+"""Replicas that wait for each other at every update: what the asynchronous modes are held against."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+
+from engines.comm.device import cores
+from engines.comm.subworld import SubWorld
+from engines.comm.world import World
+from engines.replica.asynchrony import Asynchrony
+from engines.replica.replica import Feed
+from engines.replica.study import RankDiary
+from engines.training import RankTraining, Recipe
+
+__all__ = ["Together"]
+
+
+class Together:
+    """One rank of a plan with replicas: the ordinary training."""
+
+    def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> None:
+        plan = replace(recipe.plan, data_parallel=asynchrony.replicas)
+        self.asynchrony, self.feed = asynchrony, feed
+        self.training = RankTraining(SubWorld(world, range(plan.ranks)), replace(recipe, plan=plan))
+        self.training.threads = max(1, cores() // world.size)
+        self.tells = world.rank == 0
+        self.diary = RankDiary(world.rank // recipe.plan.ranks)
+
+    def run(self) -> RankDiary:
+        """Take the batches of all replicas, a step at a time."""
+        start_s = time.perf_counter()
+        replicas, own = self.asynchrony.replicas, self.diary.replica
+        for step in range(self.asynchrony.steps):
+            batches = [self.feed(step * replicas + replica) for replica in range(replicas)]
+            whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+            time.sleep(self.asynchrony.slow.get(own, 0.0))
+            losses = self.training.step(self.training.cut(whole)).losses
+            self.diary.turns.append((step * replicas + own, losses, time.perf_counter() - start_s))
+            self.diary.staleness += [0] * self.tells
+        self.diary.weights = self.training.tensors()["weights"]
+        return self.diary

@@ -1,0 +1,52 @@
+"""Replicas of a plan that do not wait for each other: to see what that does. Not the way to train in earnest.
+
+Steps here are not those of one process: there is nothing that `verify` could hold them against. What is exact, and
+tested, is that one process can do again what the replicas did (`engines.replica.replay`).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from engines.comm.world import World
+from engines.replica.asynchrony import Asynchrony
+from engines.replica.peers import Peer
+from engines.replica.replica import Feed
+from engines.replica.server import Client, Server
+from engines.replica.study import RankDiary, Study
+from engines.replica.synchronous import Together
+from engines.training import Recipe
+
+__all__ = ["train_replicas"]
+
+
+class _Role(Protocol):
+    def run(self) -> RankDiary: ...
+
+
+def train_replicas(world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> Study:
+    """Train `asynchrony.replicas` copies of the recipe's plan; the same study on every rank. Collective.
+
+    `feed(number)` gives a batch, the whole inputs of one step of the plan, the same on every rank; numbers may go a
+    little beyond `asynchrony.budget`. The recipe's plan is that of one replica. Ranks that are not needed look on.
+
+    Raises PlanError, on every rank, where the ranks are too few; LossError where a loss is not a number. Whoever calls
+    this tells the other ranks of a failure, as for any work of ranks (`world.fail()`).
+    """
+    asynchrony.check(recipe.plan, world.size)
+    role = _role(world, recipe, asynchrony, feed)
+    world.rest()
+    diary = role.run() if role else RankDiary(None)
+    images = recipe.step_specs["images"].shape[0]
+    return Study.of(asynchrony, images, world.gather(diary))
+
+
+def _role(world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> _Role | None:
+    """What this rank is."""
+    replica = world.rank // recipe.plan.ranks
+    if replica < asynchrony.replicas:
+        kind = {"synchronous": Together, "server": Client, "peers": Peer}[asynchrony.mode]
+        return kind(world, recipe, asynchrony, feed)
+    if world.rank == asynchrony.replicas * recipe.plan.ranks and asynchrony.mode == "server":
+        return Server(world, recipe, asynchrony)
+    return None

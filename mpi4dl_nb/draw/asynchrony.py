@@ -1,0 +1,152 @@
+"""Replicas that wait for each other, and replicas that do not: losses by time and by images; how stale updates are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from engines.errors import PlanError
+from engines.replica.study import Study
+from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, Drawing
+
+__all__ = ["show_asynchrony"]
+
+WIDE = 10  # the largest loss drawn is this many times the smallest: then the axis is logarithmic
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one mode is drawn, as a line and as bars."""
+
+    name: str
+    colour: str
+    line: str
+    hatch: str
+
+
+LOOKS = {
+    "synchronous": Look("synchronous", INK, "-", ""),
+    "server": Look("server", BLUE, "--", "//"),
+    "peers": Look("peers", ORANGE, ":", "..."),
+}
+LATE = {
+    "synchronous": "always 0",
+    "server": "others' updates since the weights were read",
+    "peers": "own steps since the weights were offered",
+}
+
+
+def show_asynchrony(studies: Study | Sequence[Study]) -> Drawing:
+    """Losses (running means) against seconds and against images seen, and how often each staleness occurred.
+
+    `studies` are of different modes, on the same task. Raises PlanError where there is none, or two of one mode.
+    """
+    found = [studies] if isinstance(studies, Study) else list(studies)
+    modes = [study.mode for study in found]
+    if not found or len(set(modes)) < len(modes):
+        raise PlanError(f"The modes of these {len(modes)} studies are {modes}. Give one study, or one of each mode.")
+    figure = Drawing(figsize=(11, 4.4), layout="constrained")
+    by_time, by_images, stale = figure.subplots(1, 3)
+    by_images.sharey(by_time)
+    _draw_losses(by_time, found, lambda study: [turn.end_s for turn in study.turns])
+    _draw_losses(by_images, found, lambda study: [study.images_per_batch * (n + 1) for n in range(len(study.turns))])
+    by_time.set(xlabel="seconds", ylabel="loss, running mean")
+    by_images.set(xlabel="images seen, of all replicas")
+    by_images.tick_params(labelleft=False)
+    _draw_staleness(stale, found)
+    title = _title(found[0])
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    _legend(figure, found)
+    figure.alt = f"{title}. {' '.join(map(_told, found))}"
+    return figure
+
+
+def _draw_losses(axes: Axes, studies: Sequence[Study], places: Callable[[Study], Sequence[float]]) -> None:
+    drawn = []
+    for study in studies:
+        look, losses = LOOKS[study.mode], running_mean([turn.loss for turn in study.turns])
+        axes.plot(places(study), losses, look.line, color=look.colour, linewidth=2, label=look.name)
+        axes.plot(places(study)[-1:], losses[-1:], "o", color=look.colour, markersize=6)
+        drawn += losses
+    if max(drawn) > WIDE * min(drawn) > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(left=0)
+    axes.grid(color="#dddddd", linewidth=0.6)
+
+
+def running_mean(losses: Sequence[float]) -> list[float]:
+    """Each the mean of itself and those before it, a tenth of all.
+
+    >>> running_mean([4.0, 2.0, 0.0] + [0.0] * 17)[:4]
+    [4.0, 3.0, 1.0, 0.0]
+    """
+    width = max(1, len(losses) // 10)
+    windows = [losses[max(0, end - width) : end] for end in range(1, len(losses) + 1)]
+    return [math.fsum(window) / len(window) for window in windows]
+
+
+def _draw_staleness(axes: Axes, studies: Sequence[Study]) -> None:
+    """One group of bars for each staleness, one bar for each mode that has it."""
+    width = 0.8 / len(studies)
+    for index, study in enumerate(studies):
+        look, histogram = LOOKS[study.mode], study.histogram
+        places = [late + (index - (len(studies) - 1) / 2) * width for late in histogram]
+        bars = axes.bar(places, list(histogram.values()), width, color="white", edgecolor=look.colour, hatch=look.hatch)
+        if not look.hatch:
+            for bar in bars:
+                bar.set_facecolor(look.colour)
+    axes.set(xlabel="staleness", ylabel="how often")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _legend(figure: Drawing, studies: Sequence[Study]) -> None:
+    """A line and a bar for each mode, and what its staleness counts."""
+    looks = [LOOKS[study.mode] for study in studies]
+    handles = [
+        (
+            Line2D([], [], linestyle=look.line, color=look.colour, linewidth=2),
+            Patch(facecolor="white" if look.hatch else look.colour, edgecolor=look.colour, hatch=look.hatch),
+        )
+        for look in looks
+    ]
+    names = [f"{_name(study)} (staleness: {LATE[study.mode]})" for study in studies]
+    figure.legend(
+        handles, names, loc="outside lower left", ncols=1, frameon=False, fontsize=9, handlelength=5,
+        handler_map={tuple: HandlerTuple(ndivide=None)},
+    )  # fmt: skip
+
+
+def _name(study: Study) -> str:
+    """The mode, and what was chosen for it."""
+    chosen = study.asynchrony
+    bound = f", at most {chosen.max_staleness} stale" if chosen.max_staleness is not None else ""
+    return f"{LOOKS[study.mode].name}{bound}{', aware of staleness' * chosen.staleness_aware}"
+
+
+def _title(study: Study) -> str:
+    chosen = study.asynchrony
+    slow = [
+        f"replica {replica} sleeps {seconds:g} s in each step" for replica, seconds in chosen.slow.items() if seconds
+    ]
+    copies = f"{chosen.replicas} replica{'s'[: chosen.replicas > 1]}, {study.images_per_batch} images in each batch"
+    return "; ".join([copies, *slow])
+
+
+def _told(study: Study) -> str:
+    late = ", ".join(f"{staleness} ({count})" for staleness, count in study.histogram.items())
+    return (
+        f"{_name(study).capitalize()}: loss {study.turns[0].loss:.3g} at first, {study.final_loss:.3g} at "
+        f"last, after {study.seconds:.3g} s and {len(study.turns) * study.images_per_batch} images "
+        f"({study.images_per_s:.3g} images/s); staleness (how often): {late or 'none'}."
+    )
