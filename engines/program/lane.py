@@ -83,7 +83,9 @@ class Lane:
 
     def _keep(self, name: str, value: Tensor, differentiable: bool) -> None:
         leaf = value.detach()
-        self.leaves[name] = self.values[name] = leaf.requires_grad_(differentiable and leaf.is_floating_point())
+        self.leaves[name] = self.values[name] = leaf.requires_grad_(
+            differentiable and (leaf.is_floating_point() or leaf.is_complex())
+        )
 
     def _release(self, instruction: Any, names: tuple[str, ...]) -> None:
         """Forget what is not read again going forward; backward keeps its own hold on it."""

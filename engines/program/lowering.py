@@ -188,7 +188,9 @@ class Lowering:
 
     def _receive(self, builder: Builder, role: Role) -> None:
         for name, spec in builder.graph.inputs.items():
-            axes = (-2, -1) if len(spec.shape) > 2 and builder.stage.shares == 1 else None
+            grid = builder.stage.grid
+            cuts = len(spec.shape) > 2 and grid.rows <= spec.shape[-2] and grid.cols <= spec.shape[-1]
+            axes = (-2, -1) if builder.stage.shares == 1 and (cuts or name == "images") else None
             differentiable = self.input_gradient and spec.is_floating
             builder.values[name] = Value(name, spec, axes, differentiable)
         for crossing in self.crossings:
