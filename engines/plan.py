@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from engines.errors import PlanError
@@ -72,6 +72,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         _check_counts(self)
+        _check_switches(self)
         _check_choice("schedule", self.schedule, SCHEDULES)
         _check_choice("precision", self.precision, PRECISIONS)
         if self.spatial_size > self.split_size:
@@ -159,7 +160,7 @@ def grid(method: str, tiles: int | None) -> Grid:
     >>> grid("vertical", 3)
     Grid(rows=1, cols=3)
     """
-    if match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", method):
+    if match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", str(method)):
         result = Grid(int(match[1]), int(match[2]))
         if tiles not in (None, result.tiles):
             raise PlanError(
@@ -215,9 +216,18 @@ def _check_counts(plan: Plan) -> None:
     for name in names:
         value = getattr(plan, name)
         low = 0 if name == "spatial_size" else 1
-        for count in value if isinstance(value, tuple) else (value,):
-            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < low):
+        several = name == "num_spatial_parts"
+        for count in value if several and isinstance(value, tuple) else (value,):
+            if not (several and count is None) and (
+                isinstance(count, bool) or not isinstance(count, int) or count < low
+            ):
                 raise PlanError(f"{name}={value!r} must be a whole number of at least {low}.")
+
+
+def _check_switches(plan: Plan) -> None:
+    for field in fields(plan):
+        if isinstance(field.default, bool) and not isinstance(value := getattr(plan, field.name), bool):
+            raise PlanError(f"{field.name}={value!r} must be True or False.")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

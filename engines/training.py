@@ -116,6 +116,11 @@ def prepare(
 
 def _micro_batch(name: str, batch: TensorSpec, plan: Plan) -> TensorSpec:
     """One of the `parts` of a batch. Raises PlanError where it cannot be cut into so many."""
+    if not batch.shape and plan.micro_batches * plan.local_dp > 1:
+        raise PlanError(
+            f"{name} of shape () cannot be cut into the {plan.micro_batches} micro-batches of a step, or shared by "
+            f"local_dp={plan.local_dp} ranks. Give them a first axis, with an entry for each image."
+        )
     count = batch.shape[0] if batch.shape else 1
     if count % plan.parts:
         raise PlanError(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from tqdm.auto import tqdm
 from engines.bench.verify import STEPS, batches, comparable, rank_record, verdict
 from engines.errors import ImageError, PlanError
 from engines.layer.graph import TensorSpec
-from engines.layer.trace import first_names, plain_name
+from engines.layer.trace import MODEL, first_names, plain_name
 from engines.layout import check_fits
 from engines.oracle import Record
 from engines.plan import Plan
@@ -102,8 +103,9 @@ class Training:
         """Train on the batches of `data`, `epochs` times, with a bar that shows loss and images per second."""
         losses: list[float] = []
         images, start_s = 0, time.perf_counter()
-        batches_seen = data if isinstance(data, Sequence) else list(data)
-        with tqdm(total=epochs * len(batches_seen), unit="step", disable=not progress) as bar:
+        batches_seen = list(data) if isinstance(data, Iterator) else data
+        total = epochs * len(batches_seen) if isinstance(batches_seen, Sized) else None
+        with tqdm(total=total, unit="step", disable=not progress) as bar:
             for _ in range(epochs):
                 for batch, labels in batches_seen:
                     losses.append(self.step(batch, labels))
@@ -123,7 +125,9 @@ class Training:
         """
         start_s = time.perf_counter()
         recipe = comparable(self._prepare(replace(self.plan, precision=precision)))
-        whole = batches(recipe, seed) if data is None else [self._checked(*batch, recipe) for batch in data][:STEPS]
+        whole = (
+            batches(recipe, seed) if data is None else [self._checked(*batch, recipe) for batch in islice(data, STEPS)]
+        )
         if not whole:
             raise ImageError("verify was given no batch. Give it at least one, or leave data out.")
         work = [
@@ -144,7 +148,8 @@ class Training:
         """The trained weights and buffers by the plain model's names, for `model.load_state_dict`."""
         found: dict[str, Tensor] = {}
         for tensors in self.cluster.call(_tensors, self._id):
-            found |= {plain_name(name): t for name, t in (tensors["weights"] | tensors["buffers"]).items()}
+            held = tensors["weights"] | tensors["buffers"]
+            found |= {plain_name(name): t for name, t in held.items() if name.startswith(MODEL)}
         first = {plain_name(name): plain_name(held) for name, held in first_names(self.model).items()}
         return {name: found.get(first.get(name, name), own) for name, own in self.model.state_dict().items()}
 

@@ -49,10 +49,10 @@ class _Slow:
         self.segment, self.seconds, self.late = segment, seconds, segment.late
         self.owned = dict(segment.owned)
 
-    def __call__(self, values: Mapping[str, Tensor], seed: int) -> tuple[Tensor, ...]:
+    def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:
         time.sleep(self.seconds)
         self.segment.owned = {name: self._slow(held) for name, held in self.owned.items()}
-        return self.segment({name: self._slow(values[name]) for name in self.segment.inputs}, seed)  # type: ignore[no-any-return]
+        return self.segment({name: self._slow(values[name]) for name in self.segment.inputs}, seed, again)  # type: ignore[no-any-return]
 
     def _slow(self, held: Any) -> Any:
         return _Busy.apply(held, self.seconds) if isinstance(held, Tensor) and held.requires_grad else held
@@ -68,7 +68,7 @@ def bench_bubble(world: World, plan: Plan, stage_s: float) -> dict[str, object]:
     shares = [_step(world, worker, inputs).idle for _ in range(_STEPS + 1)][1:]
     measured = statistics.median(shares)
     formula = bubble_of(plan)
-    depth = plan.split_size // plan.stages_per_rank
+    depth = plan.spatial_size + (plan.split_size - plan.spatial_size) // plan.stages_per_rank
     return {
         "schedule": plan.schedule,
         "stages": plan.split_size,

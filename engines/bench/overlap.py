@@ -16,9 +16,9 @@ __all__ = ["bench_overlap"]
 def bench_overlap(world: World, recipe: Recipe, iterations: int, seed: int) -> dict[str, object]:
     """Medians over interleaved steps, after one of each to warm up; the same line on every rank.
 
-    `blocking_s` is what the sums take where each begins when backward is over, `exposed_s` what is left of it in
-    instructions of their own where they begin as soon as they can, both as the mean over ranks; `hidden` is the
-    difference, as a part of the former. `buckets` are the messages of rank 0.
+    `blocking_s` is what the sums take where each begins when backward is over; `exposed_s` where they begin as soon as
+    they can, in instructions of their own and between others. Both are means over ranks, and `hidden` is the
+    difference as a part of the former. `buckets` are the messages of rank 0.
     """
     both = [RankTraining(world, recipe, overlap=overlap) for overlap in (False, True)]
     own = both[0].cut(batches(recipe, seed, steps=1)[0])
@@ -49,6 +49,8 @@ def _names(training: RankTraining) -> set[str]:
 
 
 def _in_sums(training: RankTraining) -> float:
-    """Seconds of the last step in instructions that sum gradients: to pack, start, wait and unpack."""
+    """Seconds of the last step that summing gradients took: to pack, start, help along, wait and unpack."""
     names = _names(training)
-    return sum(event.end_s - event.start_s for event in training.worker.events if event.name in names)
+    return training.worker.helping_s + sum(
+        event.end_s - event.start_s for event in training.worker.events if event.name in names
+    )

@@ -90,8 +90,9 @@ def threads_of(plan: Plan, rank: int) -> int:
     >>> threads_of(Plan(split_size=1, num_spatial_parts=4096**2), rank=0)
     1
     """
-    (role, *_) = Layout.of(plan).roles[rank]
-    together = plan.ranks if plan.micro_batches > 1 else plan.grids[role.stage].tiles
+    layout = Layout.of(plan)
+    (role, *_) = layout.roles[rank]
+    together = plan.ranks if plan.micro_batches > 1 else len(layout.stages[role.stage].ranks)
     return max(1, cores() // together)
 
 

@@ -87,6 +87,7 @@ class Total:
         self.world, self.tag = world, tag
         self.flat, self.group = tensor.detach().view(-1), tuple(group)
         self.mine = self.group.index(world.rank)
+        self.sent_bytes = sent_by_each(self.flat.nbytes, len(self.group))[1]
         self.long = self.flat.nbytes >= _LONG and len(self.group) > 1
         self.pieces = self._pieces()
         self.arriving = [self._start(piece) for piece in self.pieces[:_AHEAD]]

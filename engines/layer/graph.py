@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 __all__ = ["MODEL", "WITHOUT_GRADIENT", "ModelGraph", "Node", "Ref", "TensorSpec", "behind", "plain_name", "references"]
@@ -121,6 +122,11 @@ class ModelGraph:
         """The shape of every value by name."""
         made = {node.name: node.spec for node in self.nodes if node.spec is not None}
         return {**self.inputs, **self.weights, **self.buffers, **made}
+
+    @cached_property
+    def matrices(self) -> frozenset[str]:
+        """The weights of more than one dimension: those of convolutions and products, not of norms or biases."""
+        return frozenset(name for name, spec in self.weights.items() if len(spec.shape) > 1)
 
     @property
     def flops(self) -> int:

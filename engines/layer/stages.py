@@ -155,7 +155,7 @@ class _Cuts:
 
 
 def _weighted(graph: ModelGraph, node: Node) -> bool:
-    return any(len(graph.weights[name].shape) > 1 for name in node.reads if name in graph.weights)
+    return not graph.matrices.isdisjoint(node.reads)
 
 
 def _has(layer: Layer, weighted: Sequence[bool]) -> bool:

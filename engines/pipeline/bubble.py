@@ -44,12 +44,15 @@ def bubble_share(name: str, stages: int, micro_batches: int, stages_per_rank: in
 def bubble_of(plan: Plan) -> float | None:
     """The idle share of a plan's schedule if all its stages took the same time; None where there is no formula.
 
-    There is none for two directions, but for `gems`, nor for several batches one after another.
+    There is none for two directions, but for `gems`, nor for several batches one after another, nor where only some
+    stages are interleaved.
 
     >>> bubble_of(Plan(split_size=4, spatial_size=0, parts=9, schedule="1f1b"))
     0.25
     """
     one_batch = plan.replica_batches == 1
+    if plan.stages_per_rank > 1 and plan.spatial_size:
+        return None
     if not one_batch and (plan.schedule != "gems" or plan.stages_per_rank > 1 or plan.accumulate > 1):
         return None
     return bubble_share(plan.schedule, plan.split_size, plan.parts, plan.stages_per_rank, plan.replica_batches)

@@ -115,7 +115,7 @@ class Compiler:
                 yield from (Step(each, phase, item.micro_batch) for each in back)
 
     def _goes_back(self, item: Linear, phase: Phase) -> bool:
-        late = any(len(self.graph.weights[name].shape) > 1 for name in self._trained(item))
+        late = not self.graph.matrices.isdisjoint(self._trained(item))
         return item.differentiable and (phase is not Phase.WEIGHTS or late)
 
     def _trained(self, item: Instruction) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,11 +86,14 @@ class Lane:
             differentiable and (leaf.is_floating_point() or leaf.is_complex())
         )
 
-    def _release(self, instruction: Any, names: tuple[str, ...]) -> None:
-        """Forget what is not read again going forward; backward keeps its own hold on it."""
+    def _release(self, instruction: Linear, names: tuple[str, ...]) -> None:
+        """Forget what is not read again going forward; backward keeps its own hold on what it asks for."""
+        asked_for = instruction.differentiable and not isinstance(instruction, Compute)
         for name in names:
             if self.way.reads[name][-1] == instruction.name and name not in self.way.lasting:
-                self.values.pop(name, None)
+                value = self.values.pop(name, None)
+                if self.tools.keeps_graphs and not asked_for and value is not None and not value.requires_grad:
+                    self.leaves.pop(name, None)
 
     def _compute(self, segment: Compute) -> int:
         made = self.tools.segments[segment.name](self.values, self.seed)
@@ -123,7 +125,7 @@ class Lane:
     def _roots(self, segment: Compute) -> tuple[list[Tensor], list[Tensor]]:
         """What a segment made, and the gradients that have gathered for it."""
         again = self.tools.segments[segment.name]
-        made = self._made.pop(segment.name) if self.tools.keeps_graphs else again(self.leaves, self.seed)
+        made = self._made.pop(segment.name) if self.tools.keeps_graphs else again(self.leaves, self.seed, again=True)
         grads = [self._taken(name) for name in segment.outputs]
         pairs = [(v, g) for v, g in zip(made, grads, strict=True) if g is not None and v.requires_grad]
         return [value for value, _ in pairs], [grad for _, grad in pairs]
@@ -134,7 +136,7 @@ class Lane:
         if phase is Phase.WEIGHTS:
             torch.autograd.backward(roots, grads, inputs=late)
             return
-        inputs = [leaf for name in segment.inputs if (leaf := self.leaves[name]).requires_grad]
+        inputs = [leaf for leaf in self._inputs(segment) if leaf.requires_grad]
         if inputs:
             torch.autograd.backward(roots, grads, inputs=inputs, retain_graph=True)
         self._late[segment.name] = roots, grads
@@ -146,16 +148,21 @@ class Lane:
         one of them later would be added to both.
         """
         seen: set[int] = set()
-        for name in segment.inputs:
-            leaf = self.leaves[name]
+        for leaf in self._inputs(segment):
             if leaf.grad is not None:
                 address = leaf.grad.untyped_storage().data_ptr()
                 leaf.grad = leaf.grad.clone() if address in seen else leaf.grad
                 seen.add(address)
 
+    def _inputs(self, segment: Compute) -> list[Tensor]:
+        """What a segment has read, as far as backward asks for it."""
+        return [self.leaves[name] for name in segment.inputs if name in self.leaves]
+
     def _taken(self, name: str) -> Tensor | None:
         """The gradient that has gathered for a value, which is not needed any more."""
-        leaf = self.leaves[name] if name in self.way.lasting else self.leaves.pop(name)
+        leaf = self.leaves.get(name) if name in self.way.lasting else self.leaves.pop(name, None)
+        if leaf is None:
+            return None
         grad, leaf.grad = leaf.grad, None
         return grad
 
@@ -175,14 +182,16 @@ class Lane:
 
     def _reduce(self, reduction: AllReduce) -> int:
         total = self.values[reduction.source].detach().clone()
-        all_reduce(self.tools.world, total, reduction.group).wait()
+        under_way = all_reduce(self.tools.world, total, reduction.group)
+        under_way.wait()
         self._keep(reduction.target, total, reduction.differentiable)
         self._release(reduction, (reduction.source,))
-        return total.nbytes
+        return under_way.sent_bytes
 
     def _reduce_back(self, reduction: AllReduce) -> int:
         source, grad = self.leaves[reduction.source], self._taken(reduction.target)
         total = torch.zeros_like(source) if grad is None else grad.clone()
-        all_reduce(self.tools.world, total, reduction.group).wait()
+        under_way = all_reduce(self.tools.world, total, reduction.group)
+        under_way.wait()
         source.grad = total if source.grad is None else source.grad.add_(total)
-        return total.nbytes
+        return under_way.sent_bytes

@@ -31,12 +31,16 @@ such block, transfers between stages in the first half of the first; some transp
 
 @dataclass(frozen=True, slots=True)
 class _Crossing:
-    """A value made in one stage and read in a later one."""
+    """A value made in one stage and read in a later one.
+
+    `travels` is false where the ranks of `target` have it from an earlier stage of theirs.
+    """
 
     value: str
     source: int
     target: int
     tag: int
+    travels: bool
 
 
 class Lowering:
@@ -52,6 +56,7 @@ class Lowering:
         self.stage_of = {node.name: index for index, span in enumerate(self.spans) for node in self._nodes(span)}
         self.reads = [{name for node in self._nodes(span) for name in node.reads} for span in self.spans]
         self.crossings = tuple(self._crossings())
+        self._check_tags()
         self.crossing_values: dict[str, Value] = {}
         self._builders: dict[Role, Builder] = {}
         self._wides: dict[Role, Wide] = {}
@@ -101,6 +106,15 @@ class Lowering:
             return self.graph
         return of_share(self.graph, self.graph.share, self._nodes(self.spans[stage]))
 
+    def _check_tags(self) -> None:
+        """Raises PlanError where messages would share tags, or need more than transports have."""
+        blocks, directions = 1 + 2 * len(self.spans), len({pipe.direction for pipe in self.layout.pipes})
+        if 2 + 2 * directions * len(self.crossings) > STAGE_TAGS // 2 or blocks * STAGE_TAGS > 1 << 23:
+            raise PlanError(
+                f"split_size={len(self.spans)} with {len(self.crossings)} values read in later stages needs more tags "
+                "for messages than there are. Use fewer stages (up to 255), or cut where fewer values pass."
+            )
+
     def _check_statistics(self) -> None:
         """Raises PlanError where a stage reads what another one writes at its update."""
         for stage in range(len(self.spans)):
@@ -146,8 +160,7 @@ class Lowering:
         """
         if self.plan.schedule != "zero_bubble":
             return {self.graph.nodes[layer.nodes.start].name for layer in layers(self.graph)}
-        weighted = [any(len(w.shape) > 1 for name in node.reads if (w := self.graph.weights.get(name)))
-                    for node in self.graph.nodes]  # fmt: skip
+        weighted = [not self.graph.matrices.isdisjoint(node.reads) for node in self.graph.nodes]
         after = [False, *weighted[:-1]]
         return {n.name for n, here, before in zip(self.graph.nodes, weighted, after, strict=True) if here or before}
 
@@ -161,7 +174,11 @@ class Lowering:
             for name in node.reads
             if name in self.stage_of and self.stage_of[name] != self.stage_of[node.name]
         )
-        return (_Crossing(*pair, tag=2 + 2 * index) for index, pair in enumerate(pairs))
+        has = {(name, self.layout.stages[source].ranks) for name, source, _ in pairs}
+        for index, (name, source, target) in enumerate(pairs):
+            ranks = self.layout.stages[target].ranks
+            yield _Crossing(name, source, target, 2 + 2 * index, travels=(name, ranks) not in has)
+            has.add((name, ranks))
 
     def _ranks(self, role: Role, stage: int) -> StageRanks:
         """The ranks of a stage of the same copy of the model."""
@@ -209,9 +226,12 @@ class Lowering:
 
     def _cross(self, builder: Builder, role: Role, crossing: _Crossing, value: Value) -> None:
         """Carry a value between two stages: the joint, a repartition or a copy, by their tiles alone."""
+        if not crossing.travels:
+            return
         whole = replace(value, spec=self.graph.specs.get(crossing.value, value.spec))
         stages = (self._ranks(role, stage) for stage in (crossing.source, crossing.target))
         owned, wanted = (self._parts(stage, whole, crossing.value) for stage in stages)
+        wanted = {rank: tile for rank, tile in wanted.items() if owned.get(rank) != tile}
         if len(set(owned.values())) == 1:
             owned = dict(list(owned.items())[:1])  # all source ranks hold the same: the first one sends
         name = f"{value.name}.stage{crossing.source}to{crossing.target}"

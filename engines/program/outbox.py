@@ -22,6 +22,10 @@ class Outbox:
         if self._under_way:
             self._under_way = [pending for pending in self._under_way if not pending.done()]
 
+    def forget(self) -> None:
+        """Ask no more after messages of a step that was given up."""
+        self._under_way = []
+
     def wait(self) -> None:
         """Return when all have gone. Raises RankError if a rank fails meanwhile."""
         for pending in self._under_way:

@@ -35,17 +35,21 @@ class Segment:
             (
                 op.out,
                 roomy(segment, op, rooms or {}) or kernel(op.kernel),
+                kernel(op.kernel),
                 _lookup(op.arguments),
                 _lookup(dict(op.keywords)),
             )
             for op in segment.ops
         ]
 
-    def __call__(self, values: Mapping[str, Tensor], seed: int) -> tuple[Tensor, ...]:
-        """The outputs, with the local graph that leads back to the inputs. Random numbers follow from `seed`."""
+    def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:
+        """The outputs, with the local graph that leads back to the inputs. Random numbers follow from `seed`.
+
+        `again`: no exchange will read them, as none does where backward computes them a second time.
+        """
         scope: dict[str, Any] = {**self.owned, SEED.name: seed, **{name: values[name] for name in self.inputs}}
-        for out, run, arguments, keywords in self.calls:
-            scope[out] = run(*arguments(scope), **keywords(scope))
+        for out, run, plain, arguments, keywords in self.calls:
+            scope[out] = (plain if again else run)(*arguments(scope), **keywords(scope))
         return tuple(scope[name] for name in self.outputs)
 
 

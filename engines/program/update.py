@@ -119,9 +119,11 @@ def update_buffers(
     """
     apart: dict[tuple[int, ...], list[Tensor]] = {}
     with torch.no_grad():
+        counted = [moments(entry.moments) for entry in update.statistics]
+        for micro_batch in zip(*counted, strict=True):  # one norm may be used twice in a forward pass
+            for entry, own in zip(update.statistics, micro_batch, strict=True):
+                _move(buffers, entry, own)
         for entry in update.statistics:
-            for counted in moments(entry.moments):
-                _move(buffers, entry, counted)
             if entry.mean_over:
                 apart.setdefault(entry.mean_over, []).extend(
                     (buffers[entry.mean_buffer], buffers[entry.variance_buffer])

@@ -62,7 +62,7 @@ class Worker:
         self.descent = Descent(weights, optimiser, rules or UpdateRules())
         self.device = device or torch.device("cpu")
         self.events: list[Event] = []
-        self.seed, self.steps_begun = seed, -1
+        self.seed, self.steps = seed, 1
         self._outbox = Outbox()
         self.tools = self._made_ready(keeps_graphs)
         self.restart({})
@@ -84,7 +84,8 @@ class Worker:
     def restart(self, inputs: Inputs) -> None:
         """Go to the start of a training step with this rank's parts of the inputs."""
         self.position = 0
-        self.steps_begun += 1
+        self.helping_s = 0.0
+        self._outbox.forget()
         self.events = []
         self._agreed: Tensor | None = None
         self._sums: dict[str, GradientSum] = {}
@@ -92,7 +93,7 @@ class Worker:
         self.lanes = {
             number: Lane(
                 self.tools, self.program.way(number), inputs.get(number, {}),
-                seed=step_seed(self.seed, self.steps_begun * count + number), loss_gradient=self.descent.scale / count,
+                seed=step_seed(self.seed, self.steps * count + number), loss_gradient=self.descent.scale / count,
             )
             for number in sorted(self.program.directions)
         }  # fmt: skip
@@ -128,7 +129,9 @@ class Worker:
         sent = self._do(step) or 0
         self.events.append(Event.of(self.program.rank, step, start_s, time.perf_counter(), sent))
         self.position += 1
+        start_s = time.perf_counter()
         self._outbox.look()
+        self.helping_s += time.perf_counter() - start_s
         return step
 
     def peek(self, name: str, micro_batch: int | None = None) -> Tensor:
@@ -180,7 +183,7 @@ class Worker:
             return 0
         under_way = self._sums[bucket.name] = GradientSum(self.weights, bucket, self.world)
         self._outbox.add(under_way.total)
-        return under_way.flat.nbytes
+        return under_way.total.sent_bytes
 
     def _agree(self, agreement: Agree) -> None:
         self._outbox.wait()
@@ -191,5 +194,6 @@ class Worker:
         sent = update_buffers(self.buffers, update, self._moments, self.world)
         for lane in self.lanes.values():
             lane.end()
+        self.steps += 1  # a step that no rank has ended counts on none: all go on drawing alike
         self.descent.step(self.descent.told(self.weights) if self._agreed is None else self._agreed)
         return sent

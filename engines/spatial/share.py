@@ -68,7 +68,8 @@ def _of_share(node: Node, twin: Node, parted: frozenset[str], whole: ModelGraph,
         raise no_rule(
             node, "has the number of images as an argument, for which there is no rule where ranks share them"
         )
-    return twin if not changed or node.operator in _SHAPED else replace(twin, arguments=node.arguments)
+    shape = {name: twin.arguments[name] for name in ("size", "shape", "sizes") if name in twin.arguments}
+    return replace(twin, arguments={**node.arguments, **(shape if node.operator in _SHAPED else {})})
 
 
 def _constants(node: Node) -> dict[str, str]:

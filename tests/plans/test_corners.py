@@ -1,0 +1,144 @@
+"""Combinations in which ranks once computed something else than one process, or waited for ever."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engines.bench.verify import verify
+from engines.comm.loopback import LoopbackWorld, run_ranks
+from engines.errors import PlanError
+from engines.layer.graph import TensorSpec
+from engines.plan import Plan
+from engines.program.instructions import Phase
+from engines.training import Loss, RankTraining, prepare
+from tests.zoo import Segmenter, Skips
+
+
+class LongSkip(nn.Module):
+    """What the first layer makes is read by three later ones; a value of no image is read in two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3 if not n else 4, 4, 3, padding=1) for n in range(4))
+        self.gain = nn.Parameter(torch.linspace(0.1, 0.4, 4).view(4, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.relu(self.layers[0](x))
+        x = torch.relu(self.layers[1](first))
+        gain = self.gain.exp()
+        x = (x + first) * gain
+        x = torch.relu(self.layers[2](x))
+        return ((self.layers[3](x) + first) * gain).mean((2, 3))
+
+
+class OneNormTwice(nn.Module):
+    """The same batch norm behind two convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.second(torch.relu(self.norm(self.first(x))))).mean((2, 3))
+
+
+def by_hand(prediction: Tensor, labels: Tensor) -> Tensor:
+    """A mean whose divisor is a constant of the whole micro-batch."""
+    each = functional.cross_entropy(prediction, labels, reduction="none")
+    return (each * torch.full((len(labels),), 1.0 / len(labels), dtype=each.dtype)).sum()
+
+
+CORNERS: dict[str, tuple[nn.Module, dict[str, Any], Loss]] = {
+    "a skip to two stages of one rank": (
+        LongSkip(), {"split_size": 4, "schedule": "interleaved", "stages_per_rank": 2}, nn.CrossEntropyLoss(),
+    ),
+    "the same, shared": (
+        LongSkip(), {"split_size": 4, "schedule": "interleaved", "stages_per_rank": 2, "local_dp": 2},
+        nn.CrossEntropyLoss(),
+    ),
+    "one norm twice": (OneNormTwice(), {"split_size": 1, "parts": 2, "accumulate": 2}, nn.CrossEntropyLoss()),
+    "one norm twice, on tiles": (
+        OneNormTwice(), {"split_size": 1, "spatial_size": 1, "slice_method": "1x2", "parts": 2}, nn.CrossEntropyLoss(),
+    ),
+    "a constant of the number of images": (Skips(), {"split_size": 2, "local_dp": 2}, by_hand),
+    "class weights that differ between shares": (
+        Skips(), {"split_size": 2, "local_dp": 2},
+        nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 2.0, 3.0, 4.0]), ignore_index=1),
+    ),
+    "a group norm whose weights wait": (
+        Segmenter(), {"split_size": 4, "schedule": "zero_bubble", "parts": 2, "local_dp": 2}, nn.CrossEntropyLoss(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CORNERS)
+def test_exact(name: str):
+    model, knobs, loss = CORNERS[name]
+    torch.manual_seed(0)
+    plan = Plan(**{"spatial_size": 0, "precision": "float64", **knobs})
+    recipe = prepare(model, plan, (4, 3, 12, 16), loss)
+    told = run_ranks(plan.ranks, lambda world: verify(world, recipe, model, loss, 0))[0]
+    assert told["ok"], told
+
+
+def test_a_step_that_was_given_up_leaves_no_message_behind():
+    """The gradients of one replica are on their way when the other one fails."""
+    plan = Plan(split_size=1, spatial_size=0, data_parallel=2, precision="float64")
+    recipe = prepare(Skips(), plan, (2, 3, 12, 16))
+    good = {"images": torch.ones(4, 3, 12, 16).double(), "labels": torch.tensor([0, 1, 2, 3])}
+    bad = {**good, "images": 1e3 * good["images"]}
+
+    begun = threading.Event()
+
+    def work(world: LoopbackWorld) -> dict[int, float]:
+        training = RankTraining(world, recipe)
+        training.start(training.cut(bad))
+        if world.rank == 1:
+            while training.program.steps[training.worker.position].phase is not Phase.UPDATE:
+                training.worker.step()
+            begun.set()
+        else:
+            assert begun.wait(timeout=30)
+            world.fail()
+        world.recover()
+        return dict(training.step(training.cut(good)).losses)
+
+    losses = run_ranks(2, work)
+    assert all(0 < loss < 10 for found in losses for loss in found.values())
+
+
+def test_what_no_gradient_asks_for_is_let_go():
+    model = Skips()
+    for parameter in (*model.first.parameters(), *model.norm.parameters(), *model.second.parameters()):
+        parameter.requires_grad_(False)
+    plan = Plan(split_size=1, spatial_size=1, slice_method="1x2", precision="float64")
+    recipe = prepare(model.double(), plan, (2, 3, 12, 16))
+    whole = {"images": torch.ones(2, 3, 12, 16).double(), "labels": torch.tensor([0, 1])}
+
+    def held(world: LoopbackWorld) -> set[str]:
+        training = RankTraining(world, recipe)
+        training.start(training.cut(whole))
+        while training.worker.program.steps[training.worker.position].phase is Phase.FORWARD:
+            training.worker.step()
+        names = set(training.worker.lanes[0].leaves)
+        while not training.worker.done:
+            training.worker.step()
+        return names
+
+    for names in run_ranks(2, held):
+        assert not any("conv2d.moments" in name or name == "relu" or "images.window" in name for name in names)
+
+
+def test_labels_without_images_are_refused_before_they_are_cut():
+    for knobs in ({"parts": 2}, {"accumulate": 2}, {"local_dp": 2}):
+        with pytest.raises(PlanError, match=r"labels of shape \(\) .* first axis"):
+            prepare(
+                Skips(), Plan(spatial_size=0, **knobs), (4, 3, 12, 16), lambda p, y: (p * y).sum(),
+                labels=TensorSpec((), "float32"),
+            )  # fmt: skip
