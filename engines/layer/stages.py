@@ -19,14 +19,23 @@ from engines.spatial.tiles import Span
 
 __all__ = ["Layer", "cut", "layers"]
 
+FLOPS_PER_BYTE = 10
+"""How many FLOPs take as long as a byte that is written and read again; about so on CPUs and GPUs alike, in float32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Consecutive nodes. `name` is the module of its first weighted operator."""
+    """Consecutive nodes. `name` is the module of its first weighted operator, `bytes` what its operators make."""
 
     name: str
     nodes: Span
     flops: int
+    bytes: int
+
+    @property
+    def cost(self) -> int:
+        """Time, in FLOPs: what is computed, and what has to be moved for it (Williams et al., 2009, the roofline)."""
+        return self.flops + FLOPS_PER_BYTE * self.bytes
 
 
 def layers(graph: ModelGraph) -> tuple[Layer, ...]:
@@ -36,7 +45,9 @@ def layers(graph: ModelGraph) -> tuple[Layer, ...]:
     starts = [*(part.start for part in parts), len(graph.nodes)]
     found: list[Layer] = []
     for part, (start, stop) in zip(parts, pairwise(starts), strict=True):
-        layer = Layer(part.name, Span(start, stop), sum(node.flops for node in graph.nodes[start:stop]))
+        nodes = graph.nodes[start:stop]
+        made = sum(node.spec.bytes for node in nodes if node.spec is not None)
+        layer = Layer(part.name, Span(start, stop), sum(node.flops for node in nodes), made)
         if found and not (_has(layer, weighted) and _has(found[-1], weighted)):
             layer = _joined(found.pop(), layer, weighted)
         found.append(layer)
@@ -46,7 +57,7 @@ def layers(graph: ModelGraph) -> tuple[Layer, ...]:
 def cut(graph: ModelGraph, plan: Plan) -> tuple[Span, ...]:
     """The nodes of each stage, by `plan.balance`.
 
-    `auto` makes the largest number of FLOPs per rank in any stage as small as it can be.
+    `auto` makes the largest cost per rank of any stage as small as it can be.
     Raises PlanError where there are fewer layers than stages, or the balance does not add up.
     """
     found = layers(graph)
@@ -72,7 +83,7 @@ def _auto(found: Sequence[Layer], plan: Plan) -> tuple[int, ...]:
     tiles = [grid.tiles if stage < plan.spatial_size else plan.local_dp for stage, grid in enumerate(plan.grids)]
     total = [0]
     for layer in found:
-        total.append(total[-1] + layer.flops)
+        total.append(total[-1] + layer.cost)
     best = {end: (total[end] / tiles[0], (end,)) for end in range(1, len(found) + 1)}
     for stage in range(1, len(tiles)):
         best = {
@@ -164,4 +175,4 @@ def _has(layer: Layer, weighted: Sequence[bool]) -> bool:
 
 def _joined(head: Layer, tail: Layer, weighted: Sequence[bool]) -> Layer:
     name = head.name if _has(head, weighted) else tail.name
-    return Layer(name, Span(head.nodes.start, tail.nodes.stop), head.flops + tail.flops)
+    return Layer(name, Span(head.nodes.start, tail.nodes.stop), head.flops + tail.flops, head.bytes + tail.bytes)

@@ -153,7 +153,7 @@ def dearest(found: Sequence[Layer], balance: Sequence[int], plan: Plan) -> float
     """FLOPs per tile of the stage that has most."""
     ends = [sum(balance[: stage + 1]) for stage in range(len(balance))]
     return max(
-        sum(layer.flops for layer in found[end - count : end]) / grid.tiles
+        sum(layer.cost for layer in found[end - count : end]) / grid.tiles
         for end, count, grid in zip(ends, balance, plan.grids, strict=True)
     )
 
