@@ -62,7 +62,7 @@ def verify(world: World, recipe: Recipe, model: nn.Module, loss: Loss, seed: int
     start_s, recipe = time.perf_counter(), comparable(recipe)
     whole = batches(recipe, seed)
     training = RankTraining(world, recipe)
-    records = world.gather(rank_record(training, map(training.cut, whole)))
+    records = world.collect(rank_record(training, map(training.cut, whole)))
     answer = None
     if world.rank == 0:
         answer = verdict(recipe, model, loss, whole, records)

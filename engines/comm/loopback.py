@@ -127,6 +127,10 @@ class LoopbackWorld:
             self._mail.post((self.rank, peer, _GATHER), value)
         return [self._mail.fetch(self._mail.ask((peer, self.rank, _GATHER))) for peer in range(self.size)]
 
+    def collect(self, value: Any) -> list[Any]:
+        """The values of all ranks, on rank 0."""
+        return self.gather(value)[: None if self.rank == 0 else 0]
+
     def rest(self) -> None:
         """Return when every rank is here."""
         self.gather(None)

@@ -20,6 +20,7 @@ __all__ = ["MpiWorld"]
 # A rank that waits looks this often before it lets others run, and this often more before it sleeps, each time
 # a little longer: where ranks share cores, the one that is waited for needs the core.
 _EAGER, _YIELDING, _NAP_S, _REST_S = 2, 100, 5e-5, 2e-3
+_COLLECTED = (1 << 23) - 1  # a tag that no program has
 _BY_OTHERS = (MPI.ERR_REVOKED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 # Messages are words of an element's size: MPI moves them and does not add.
 _WORDS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
@@ -133,6 +134,15 @@ class MpiWorld:
         self.rest()
         with self:
             return self.comm.allgather(value)
+
+    def collect(self, value: Any) -> list[Any]:
+        """The values of all ranks on rank 0, pickled, one after another."""
+        self.rest()
+        with self:
+            if self.rank:
+                self.comm.send(value, 0, _COLLECTED)
+                return []
+            return [value, *(self.comm.recv(source=peer, tag=_COLLECTED) for peer in range(1, self.size))]
 
     def rest(self) -> None:
         """Return when every rank is here; sleeps meanwhile."""

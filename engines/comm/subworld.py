@@ -52,6 +52,10 @@ class SubWorld:
         values = self._told(_VALUES, own, [torch.empty(int(size), dtype=torch.uint8) for size in sizes])
         return [pickle.loads(each.numpy().tobytes()) for each in values]
 
+    def collect(self, value: Any) -> list[Any]:
+        """The values of all its ranks, on its rank 0."""
+        return self.gather(value)[: None if self.rank == 0 else 0]
+
     def _told(self, tag: int, own: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
         """What each rank has, sent by everyone to everyone."""
         found = [own if rank == self.rank else like.clone() for rank, like in enumerate(likes)]

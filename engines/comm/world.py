@@ -45,6 +45,9 @@ class World(Protocol):
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order, on every rank; collective."""
 
+    def collect(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order, on rank 0, nothing elsewhere: large ones need be held once only."""
+
     def rest(self) -> None:
         """Return when every rank is here; those that wait take no processor time to speak of."""
 

@@ -101,6 +101,12 @@ def long_sums_of_whole_numbers_and_of_two_ranks(world: World) -> None:
 
 
 @case
+def values_are_collected_on_one_rank(world: World) -> None:
+    found = world.collect(torch.full((1 << 16,), float(world.rank)))
+    assert [tensor[-1].item() for tensor in found] == ([] if world.rank else [0.0, 1.0, 2.0, 3.0])
+
+
+@case
 def values_are_gathered_in_rank_order(world: World) -> None:
     assert world.gather({"rank": world.rank}) == [{"rank": rank} for rank in range(world.size)]
 
