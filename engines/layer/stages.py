@@ -19,23 +19,24 @@ from engines.spatial.tiles import Span
 
 __all__ = ["Layer", "cut", "layers"]
 
-FLOPS_PER_BYTE = 10
-"""How many FLOPs take as long as a byte that is written and read again; about so on CPUs and GPUs alike, in float32."""
+FLOPS_PER_ELEMENT = 40
+"""How many FLOPs take as long as an element that is written and read again; about so on CPUs and GPUs alike. The same in
+every precision: a plan has the same stages in all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Consecutive nodes. `name` is the module of its first weighted operator, `bytes` what its operators make."""
+    """Consecutive nodes. `name` is the module of its first weighted operator, `elements` what its operators make."""
 
     name: str
     nodes: Span
     flops: int
-    bytes: int
+    elements: int
 
     @property
     def cost(self) -> int:
         """Time, in FLOPs: what is computed, and what has to be moved for it (Williams et al., 2009, the roofline)."""
-        return self.flops + FLOPS_PER_BYTE * self.bytes
+        return self.flops + FLOPS_PER_ELEMENT * self.elements
 
 
 def layers(graph: ModelGraph) -> tuple[Layer, ...]:
@@ -46,7 +47,7 @@ def layers(graph: ModelGraph) -> tuple[Layer, ...]:
     found: list[Layer] = []
     for part, (start, stop) in zip(parts, pairwise(starts), strict=True):
         nodes = graph.nodes[start:stop]
-        made = sum(node.spec.bytes for node in nodes if node.spec is not None)
+        made = sum(node.spec.numel for node in nodes if node.spec is not None)
         layer = Layer(part.name, Span(start, stop), sum(node.flops for node in nodes), made)
         if found and not (_has(layer, weighted) and _has(found[-1], weighted)):
             layer = _joined(found.pop(), layer, weighted)
@@ -175,4 +176,4 @@ def _has(layer: Layer, weighted: Sequence[bool]) -> bool:
 
 def _joined(head: Layer, tail: Layer, weighted: Sequence[bool]) -> Layer:
     name = head.name if _has(head, weighted) else tail.name
-    return Layer(name, Span(head.nodes.start, tail.nodes.stop), head.flops + tail.flops, head.bytes + tail.bytes)
+    return Layer(name, Span(head.nodes.start, tail.nodes.stop), head.flops + tail.flops, head.elements + tail.elements)
