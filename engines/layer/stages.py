@@ -20,7 +20,7 @@ from engines.spatial.tiles import Span
 __all__ = ["Layer", "cut", "layers"]
 
 FLOPS_PER_ELEMENT = 40
-"""How many FLOPs take as long as an element that is written and read again; about so on CPUs and GPUs alike. The same in
+"""How many FLOPs take as long as an element written and read again; about so on CPUs and GPUs alike. The same in
 every precision: a plan has the same stages in all of them."""
 
 
