@@ -132,7 +132,7 @@ class Training:
             raise ImageError("verify was given no batch. Give it at least one, or leave data out.")
         work = [
             (self._recipe_of(program, recipe), [cut_inputs(program, batch) for batch in whole])
-            for program in self.programs
+            for program in compile_plan(recipe.graph, recipe.plan)
         ]
         records = self.cluster.call(_record, per_rank=work)
         line = verdict(recipe, self.model, self.loss, whole, records)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, pairwise
 
@@ -19,6 +20,7 @@ from engines.layer.stages import Layer, cut, layers
 from engines.layer.trace import trace
 from engines.models import amoebanetd, resnet20_v1, resnet110_v2
 from engines.plan import Plan
+from engines.training import prepare
 
 
 class UNet(nn.Module):
@@ -201,3 +203,14 @@ def test_a_balance_that_does_not_add_up():
 def test_more_stages_than_layers():
     with pytest.raises(PlanError, match=r"split_size=6 but the model has only 5 layers\. Use split_size <= 5"):
         cut(graph_of(UNet), Plan(split_size=6, spatial_size=1))
+
+
+def test_stages_are_the_same_in_every_precision():
+    """`verify` runs a plan in float64 on the ranks that hold its float32 weights."""
+    for model in (resnet20_v1(), resnet110_v2()):
+        cuts = {
+            cut(prepare(model, replace(plan, precision=precision), (1, 3, 32, 32)).graph, plan)
+            for plan in [Plan(split_size=3, spatial_size=0)]
+            for precision in ("float32", "float64")
+        }
+        assert len(cuts) == 1
