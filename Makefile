@@ -36,8 +36,15 @@ $(BIN)/python:
 		exit 1; }
 	$(PYTHON) -m venv .venv
 
+# The pins come first and without a search: should one page of the index not load, pip would take the package for
+# missing and try other versions of everything else, for an hour. So it fails at once, and is tried once more.
+PIP := $(BIN)/python -m pip install
+PINS := $(PIP) --no-deps -r constraints.txt
+OURS := $(PIP) -c constraints.txt -e '.[lab,test]'
+
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install -c constraints.txt -e '.[lab,test]'
+	$(PINS) || $(PINS)
+	$(OURS) || $(OURS)
 	touch $@
 
 demo: $(STAMP)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from engines.errors import PlanError
 from engines.layer.graph import ModelGraph, references
 from engines.layout import Layout, Role
 from engines.pipeline.schedule import Batch, Kind, Schedule, Work, schedule
@@ -62,7 +63,13 @@ class Compiler:
     @cached_property
     def sums(self) -> tuple[SumGradients, ...]:
         """The sums of gradients over all ranks that hold the same weights."""
-        return buckets(self.graph, self._trained_by, STAGE_TAGS // 2)
+        found = buckets(self.graph, self._trained_by, STAGE_TAGS // 2)
+        if found and found[-1].tag + 2 > STAGE_TAGS:
+            raise PlanError(
+                f"The gradients travel in {len(found)} messages, and there are tags for {STAGE_TAGS // 4}. "
+                "Use fewer stages, or train fewer weights."
+            )
+        return found
 
     @cached_property
     def schedule(self) -> Schedule:

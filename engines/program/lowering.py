@@ -100,11 +100,15 @@ class Lowering:
         """The values of which ranks that share a micro-batch hold their own images each."""
         return parted_names(self.graph, self.graph.share) if self.graph.share else frozenset()
 
-    def _seen(self, stage: int) -> ModelGraph:
-        """The model as the ranks of a stage have it."""
-        if self.layout.stages[stage].shares == 1 or self.graph.share is None:
-            return self.graph
-        return of_share(self.graph, self.graph.share, self._nodes(self.spans[stage]))
+    @cached_property
+    def _seen(self) -> tuple[ModelGraph, ...]:
+        """The model as the ranks of each stage have it."""
+        return tuple(
+            of_share(self.graph, self.graph.share, self._nodes(span))
+            if ranks.shares > 1 and self.graph.share
+            else self.graph
+            for span, ranks in zip(self.spans, self.layout.stages, strict=True)
+        )
 
     def _check_tags(self) -> None:
         """Raises PlanError where messages would share tags, or need more than transports have."""
@@ -189,7 +193,7 @@ class Lowering:
         ranks = self._ranks(role, role.stage)
         parted = self.parted if ranks.shares > 1 else frozenset()
         builder = Builder(
-            self._seen(role.stage), ranks, role.tile, STAGE_TAGS * block, wide=wide, parted=parted,
+            self._seen[role.stage], ranks, role.tile, STAGE_TAGS * block, wide=wide, parted=parted,
             sync_batchnorm=self.plan.sync_batchnorm,
         )  # fmt: skip
         self._receive(builder, role)

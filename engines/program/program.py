@@ -90,11 +90,6 @@ class Program:
         """The parts of the inputs that the rank needs, by micro-batch."""
         return {number: self.way(number).feeds for number in self.directions}
 
-    @property
-    def has_loss(self) -> bool:
-        """Whether the loss of any micro-batch is known here."""
-        return any(way.loss for way in self.ways.values())
-
     def of_kind(self, kind: type[Instruction]) -> Iterable[Instruction]:
         """Its instructions of a kind, as often as they are walked."""
         return (step.instruction for step in self.steps if isinstance(step.instruction, kind))

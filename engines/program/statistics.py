@@ -23,7 +23,7 @@ class Moments:
         self._shared: dict[str, Tensor] = {}
 
     def share(self, share: ShareStatistics, world: World) -> int:
-        """Tell the ranks of other copies of the model, and be told; the bytes of the message."""
+        """Tell the ranks of other copies of the model, and be told; the bytes sent."""
         rows = []
         for name in share.moments:
             like = next(iter(self._own(name).values()))
@@ -32,10 +32,11 @@ class Moments:
                 row[number] = self._own(name)[number].flatten()
             rows.append(row)
         total = torch.cat(rows, dim=1)
-        all_reduce(world, total, share.group).wait()
+        under_way = all_reduce(world, total, share.group)
+        under_way.wait()
         parts = total.split([row.shape[1] for row in rows], dim=1)
         self._shared.update(zip(share.moments, parts, strict=True))
-        return total.nbytes
+        return under_way.sent_bytes
 
     def _own(self, name: str) -> dict[int, Tensor]:
         """Those that this rank has worked on, by micro-batch."""

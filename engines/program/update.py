@@ -143,9 +143,10 @@ def _move(buffers: Mapping[str, Tensor], entry: RunningStatistics, counted: Tens
 
 
 def _mean_over(group: tuple[int, ...], tensors: list[Tensor], world: World) -> int:
-    """Replace each tensor by its mean over the ranks of the group, in one message; its bytes."""
+    """Replace each tensor by its mean over the ranks of the group, in one message; the bytes sent."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
-    all_reduce(world, flat, group).wait()
+    under_way = all_reduce(world, flat, group)
+    under_way.wait()
     for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(total.view_as(tensor) / len(group))
-    return flat.nbytes
+    return under_way.sent_bytes

@@ -126,7 +126,7 @@ class Worker:
         """Do one instruction and go on to the next."""
         step = self.program.steps[self.position]
         start_s = time.perf_counter()
-        sent = self._do(step) or 0
+        sent = self._do(step)
         self.events.append(Event.of(self.program.rank, step, start_s, time.perf_counter(), sent))
         self.position += 1
         start_s = time.perf_counter()
@@ -164,7 +164,7 @@ class Worker:
             )
         return self.lanes[micro_batch]
 
-    def _do(self, step: Step) -> int | None:
+    def _do(self, step: Step) -> int:
         match step.instruction:
             case SumGradients() as bucket:
                 return self._sum_gradients(bucket, begins=step.phase is not Phase.UPDATE)
@@ -185,10 +185,12 @@ class Worker:
         self._outbox.add(under_way.total)
         return under_way.total.sent_bytes
 
-    def _agree(self, agreement: Agree) -> None:
+    def _agree(self, agreement: Agree) -> int:
         self._outbox.wait()
         self._agreed = self.descent.told(agreement.counted)
-        all_reduce(self.world, self._agreed, agreement.group).wait()
+        under_way = all_reduce(self.world, self._agreed, agreement.group)
+        under_way.wait()
+        return under_way.sent_bytes
 
     def _update(self, update: Update) -> int:
         sent = update_buffers(self.buffers, update, self._moments, self.world)
