@@ -1,7 +1,7 @@
 """Milliseconds and bytes of a halo exchange, there and back, against the same by hand in mpi4py.
 
 The exchange is the one that the compiler makes for a convolution, run by its `Carrier` as in a training.
-Measured in turn in each iteration, in alternating order, every time between two barriers:
+Measured in turn in each iteration, in an order drawn anew each time, every time between two barriers:
 
 - `ms`: the exchange, of a tile that lies where its window will be, as a ReLU before a convolution leaves it (the
   fill around the image is written when that memory is made, which is not counted here, nor by hand);
@@ -16,6 +16,7 @@ of the sums over the ranks. `spread` is the distance of the quartiles of `ms`, d
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +50,7 @@ def bench_halo(
     works = _works(own, ByHand(world, own.exchange, own.device), with_compute)
     times: dict[str, list[float]] = {name: [] for name in works}
     for index in range(warmup + iterations):
-        for name in sorted(works, reverse=bool(index % 2)):  # there and back again: what came before warms caches
+        for name in random.Random(index).sample(sorted(works), len(works)):  # what came before warms caches
             work = works[name]()
             world.comm.Barrier()
             times[name].append(_seconds(work, own.device))
