@@ -138,9 +138,10 @@ def _bench_overlap(world: World, arguments: Sequence[str]) -> bool:
     """The gradients' sums with and without overlap, interleaved."""
     flags = options.parser("Measure how much of the gradients' sums over ranks hides behind backward.")
     flags.add_argument("--iterations", type=options.positive, default=5)
+    flags.add_argument("--link-mbit-per-s", type=options.positive, help="as if each rank were behind such a link")
     chosen = flags.parse_args(arguments)
     _, recipe = options.recipe(chosen, world.size)
-    _print(world, bench_overlap(world, recipe, chosen.iterations, chosen.seed))
+    _print(world, bench_overlap(world, recipe, chosen.iterations, chosen.seed, chosen.link_mbit_per_s))
     return True
 
 

@@ -1,0 +1,61 @@
+"""Messages that take the time of a link, and what hides behind computing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from engines.bench.overlap import bench_overlap
+from engines.comm.link import LinkedWorld
+from engines.comm.loopback import LoopbackWorld, run_ranks
+from engines.comm.total import all_reduce
+from engines.comm.world import Message
+from engines.plan import Plan
+from engines.training import prepare
+
+BYTES_PER_S = 1e6
+
+
+def linked(world: LoopbackWorld) -> LinkedWorld:
+    return LinkedWorld(world, BYTES_PER_S)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_bytes_take_their_time_one_message_after_another(prepared: bool):
+    def seconds(world: LoopbackWorld) -> float:
+        link, other = linked(world), 1 - world.rank
+        start_s = time.perf_counter()
+        under_way = []
+        for tag in (2, 4):
+            both = [Message(other, tag, torch.zeros(20_000, dtype=torch.uint8)) for _ in range(2)]
+            under_way.append(link.prepare([both[0]], [both[1]])() if prepared else link.exchange([both[0]], [both[1]]))
+        for pending in under_way:
+            pending.wait()
+        assert all(pending.done() for pending in under_way)
+        return time.perf_counter() - start_s
+
+    assert min(run_ranks(2, seconds)) >= 0.04
+
+
+def test_the_link_works_while_the_rank_does_something_else():
+    def total_of(world: LoopbackWorld) -> float:
+        link = linked(world)
+        total = all_reduce(link, torch.ones(5_000), range(2))
+        link.rest()  # all messages are here, and begin to pass
+        assert not total.done()
+        time.sleep(0.05)
+        assert total.done()
+        return total.flat.sum().item()
+
+    assert run_ranks(2, total_of) == [10_000, 10_000]
+
+
+def test_the_bench_tells_how_much_is_hidden():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 2))
+    recipe = prepare(model, Plan(data_parallel=2, spatial_size=0, split_size=1), (2, 3, 8, 8))
+    line = run_ranks(2, lambda world: bench_overlap(world, recipe, iterations=1, seed=0, link_mbit_per_s=8))[0]
+    assert line["bytes"] > 0
+    assert line["blocking_s"] >= line["bytes"] / BYTES_PER_S
