@@ -1,0 +1,52 @@
+"""README's table of MPI4DL's commands: each row asks for the ranks that it names, and runs with a small model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from engines import options, train_options
+from engines.bench.halo_case import made
+from engines.comm.loopback import run_ranks
+from engines.images.synthetic import SyntheticImages
+from engines.train import images_per_step, train
+
+README = Path(__file__).parents[1] / "README.md"
+ROW = re.compile(
+    r"^\| `benchmark_(\w+)\.py (--[^`]+)` \| `-n (\d+)`, `(train|bench halo) ?(--[^`]+)?`, the same flags", re.MULTILINE
+)
+ROWS = ROW.findall(README.read_text())
+TRAININGS = [(name, f"{flags} {more}", int(ranks)) for name, flags, ranks, command, more in ROWS if command == "train"]
+SMALL = {"resnet": "--num-layers 20", "amoebanet": "--num-layers 6 --num-filters 16"}
+
+
+def test_every_kind_of_the_predecessors_benchmarks_is_there():
+    assert {name for name, *_ in ROWS} == {
+        "amoebanet_sp", "resnet_sp", "resnet_lp", "amoebanet_lp", "amoebanet_gems_master", "resnet_gems_master",
+        "amoebanet_gems_master_with_sp", "sp_halo_exchange",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "flags", "ranks"), TRAININGS)
+def test_a_row_needs_the_ranks_that_it_names(name: str, flags: str, ranks: int):
+    assert options.plan(train_options.train_parser().parse_args(flags.split())).ranks == ranks
+
+
+@pytest.mark.parametrize(("name", "flags", "ranks"), TRAININGS)
+def test_a_row_runs_with_a_small_model(name: str, flags: str, ranks: int):
+    small = f"{SMALL[name.split('_', maxsplit=1)[0]]} --image-size 64 --batch-size 2"
+    chosen = train_options.train_parser().parse_args(f"{flags} {small}".split())
+    _, recipe = options.recipe(chosen, ranks)
+    images = SyntheticImages(images_per_step(recipe), (64, 64), chosen.num_classes)
+    (told,) = run_ranks(ranks, lambda world: list(train(world, recipe, images)))[0]
+    assert told.images == 2 * recipe.plan.batches
+    assert told.loss > 0
+
+
+def test_the_halo_benchmark_takes_the_predecessors_flags():
+    (flags,) = [flags for name, flags, *_ in ROWS if name == "sp_halo_exchange"]
+    case = options.halo_case(options.halo_parser().parse_args(flags.split()))
+    assert (case.plan.ranks, case.image_shape[-2:]) == (4, (32, 32))
+    assert all(own.exchange.sends for own in run_ranks(4, lambda world: made(case, world)))
