@@ -5,8 +5,9 @@ A kernel that can write into given memory gets the middle of the window that the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -23,25 +24,79 @@ Room = Callable[[], Tensor]
 """A fresh tensor for a value, with free memory around it."""
 
 
-class _ReluInto(torch.autograd.Function):
-    """(N, C, h, w) -> the same, ReLU, in the memory that `room` gives."""
+def _into(room: Room, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The room, where a value of that shape and type fits it."""
+    there = room()
+    return (
+        there if (there.shape, there.dtype) == (shape, dtype) else torch.empty(shape, dtype=dtype, device=there.device)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pointwise:
+    """How to write an activation into given memory, and its gradient from what it read, or (`by_result`) what it made.
+
+    Both take the operator's other arguments, as ATen has them.
+    """
+
+    write: Callable[..., object]
+    gradient: Callable[..., Tensor]
+    by_result: bool = False
+
+    def __call__(self, room: Room, x: Tensor, *arguments: Any) -> Tensor:
+        return _PointwiseInto.apply(x, room, self, *arguments)
+
+
+class _PointwiseInto(torch.autograd.Function):
+    """(N, C, h, w) -> the same, in the memory that `room` gives."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, room: Room) -> Tensor:
-        into = room()
-        if into.shape != x.shape or into.dtype != x.dtype:
-            into = torch.empty_like(x)
-        torch.clamp_min(x, 0, out=into)
-        ctx.save_for_backward(into)
-        return into
+    def forward(ctx: Any, x: Tensor, room: Room, rule: _Pointwise, *arguments: Any) -> Tensor:
+        made = _into(room, x.shape, x.dtype)
+        rule.write(x, *arguments, out=made)
+        ctx.rule, ctx.arguments = rule, arguments
+        ctx.save_for_backward(made if rule.by_result else x)
+        return made
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (result,) = ctx.saved_tensors
-        return torch.ops.aten.threshold_backward(grad, result, 0), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = ctx.saved_tensors
+        return ctx.rule.gradient(grad, kept, *ctx.arguments), None, None, *(None for _ in ctx.arguments)
 
 
-_INTO: Mapping[str, Callable[[Tensor, Room], Tensor]] = {"aten.relu.default": _ReluInto.apply}
+class _CatInto(torch.autograd.Function):
+    """Tensors that follow each other along `dim`, in the memory that `room` gives."""
+
+    @staticmethod
+    def forward(ctx: Any, room: Room, dim: int, *tensors: Tensor) -> Tensor:
+        ctx.dim, ctx.sizes = dim, [tensor.shape[dim] for tensor in tensors]
+        shape = list(tensors[0].shape)
+        shape[dim] = sum(ctx.sizes)
+        return torch.cat(tensors, dim, out=_into(room, torch.Size(shape), _promoted(tensors)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *grad.split(ctx.sizes, ctx.dim)
+
+
+def _promoted(tensors: Sequence[Tensor]) -> torch.dtype:
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+
+
+# Only what has the same bits whatever memory it is written to: exponentials have not, where memory has gaps.
+_aten = torch.ops.aten
+_INTO: Mapping[str, Callable[..., Tensor]] = {
+    "aten.relu.default": _Pointwise(
+        lambda x, out: torch.clamp_min(x, 0, out=out),
+        lambda grad, made: _aten.threshold_backward(grad, made, 0),
+        by_result=True,
+    ),
+    "aten.leaky_relu.default": _Pointwise(
+        _aten.leaky_relu.out, lambda grad, x, slope=0.01: _aten.leaky_relu_backward(grad, x, slope, False)
+    ),
+    "aten.hardswish.default": _Pointwise(_aten.hardswish.out, _aten.hardswish_backward),
+    "aten.cat.default": lambda room, tensors, dim=0: _CatInto.apply(room, dim, *tensors),
+}
 
 
 def find_rooms(way: Way, carriers: Mapping[str, Carrier]) -> dict[str, Room]:
@@ -61,8 +116,4 @@ def roomy(segment: Compute, op: LocalOp, rooms: Mapping[str, Room]) -> Callable[
     read = any(op.out in references((other.arguments, other.keywords)) for other in segment.ops)
     if op.out not in rooms or op.kernel not in _INTO or read:
         return None
-    return partial(_called, _INTO[op.kernel], rooms[op.out])
-
-
-def _called(kernel: Callable[[Tensor, Room], Tensor], room: Room, x: Tensor) -> Tensor:
-    return kernel(x, room)
+    return partial(_INTO[op.kernel], rooms[op.out])

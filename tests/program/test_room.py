@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.plan import Plan
@@ -11,7 +13,7 @@ from engines.program.carry import Carrier, carriers
 from engines.program.compile import Compiler
 from engines.program.instructions import Compute, Exchange
 from engines.program.outbox import Outbox
-from engines.program.room import _ReluInto, find_rooms, roomy
+from engines.program.room import _INTO, find_rooms, roomy
 from engines.training import prepare
 from tests.exact import assert_exact, tiled, whole_numbers, with_whole_weights
 
@@ -83,11 +85,32 @@ def test_the_net_is_exact():
         assert_exact(with_whole_weights(Net()), whole_numbers(2, 3, 9, 10), tiled(grid))
 
 
+class Skips(nn.Module):
+    """Other activations before convolutions, and a U-Net's skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.third = nn.Conv2d(8, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.first(x)
+        x = self.second(functional.leaky_relu(skip, 2.0))
+        return self.third(torch.cat([skip, x], 1))
+
+
+def test_activations_and_skips_get_room_and_stay_exact():
+    net = Skips()
+    recipe = prepare(net, tiled("2x2"), (1, 3, 9, 10))
+    assert run_ranks(RANKS, lambda world: ready(world, net, recipe)[1]) == [["leaky_relu", "cat"]] * RANKS
+    assert_exact(with_whole_weights(net), whole_numbers(2, 3, 9, 10), tiled("2x2"))
+
+
 def test_relu_into_room_is_relu():
     x = torch.tensor([-1.0, -0.0, 0.0, 2.0, float("inf"), float("nan")]).view(1, 1, 2, 3)
     frame = torch.zeros(1, 1, 4, 5)
     ours, theirs = (x.clone().requires_grad_() for _ in range(2))
-    made, plain = _ReluInto.apply(ours, lambda: frame.data[..., 1:3, 1:4]), theirs.relu()
+    made, plain = _INTO["aten.relu.default"](lambda: frame.data[..., 1:3, 1:4], ours), theirs.relu()
     grad = torch.arange(6.0).view(1, 1, 2, 3) + 1
     made.backward(grad)
     plain.backward(grad)
@@ -95,6 +118,44 @@ def test_relu_into_room_is_relu():
     assert torch.equal(torch.signbit(made), torch.signbit(plain))
     assert torch.equal(ours.grad, theirs.grad)
     assert not frame[..., 0, :].any()
+
+
+ACTIVATIONS = {"leaky_relu": (0.2,), "hardswish": (), "relu": ()}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_an_activation_into_room_is_the_same_to_the_bit(name: str, dtype: torch.dtype):
+    x, grad = (3 * torch.randn(2, 5, 6, 7, dtype=dtype) for _ in range(2))
+    frame = torch.zeros(2, 5, 8, 9, dtype=dtype)
+    ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+    made = _INTO[f"aten.{name}.default"](lambda: frame.data[..., 1:7, 1:8], ours, *ACTIVATIONS[name])
+    plain = getattr(torch.ops.aten, name)(theirs, *ACTIVATIONS[name])
+    made.backward(grad)
+    plain.backward(grad)
+    assert made.untyped_storage().data_ptr() == frame.untyped_storage().data_ptr()
+    assert torch.equal(made, plain)
+    assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_tensors_one_after_another_into_room(dim: int):
+    parts = [torch.randn(2, 3, 4, 5) for _ in range(3)]
+    ours, theirs = ([part.clone().requires_grad_() for part in parts] for _ in range(2))
+    plain = torch.cat(theirs, dim)
+    frame = torch.zeros(*plain.shape[:2], plain.shape[2] + 2, plain.shape[3] + 2)
+    made = _INTO["aten.cat.default"](lambda: frame.data[..., 1:-1, 1:-1], tuple(ours), dim)
+    for value in (made, plain):
+        value.backward(plain.detach())
+    assert torch.equal(frame[..., 1:-1, 1:-1], plain)
+    assert all(torch.equal(our.grad, their.grad) for our, their in zip(ours, theirs, strict=True))
+
+
+def test_a_value_of_another_type_finds_memory_of_its_own():
+    room = torch.zeros(1, 1, 2, 2)
+    made = _INTO["aten.hardswish.default"](lambda: room, torch.ones(1, 1, 2, 2, dtype=torch.bfloat16))
+    assert made.dtype is torch.bfloat16
+    assert not room.any()
 
 
 def test_a_plan_of_one_rank_needs_no_room():
