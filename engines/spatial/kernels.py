@@ -153,6 +153,14 @@ class _Normalise(torch.autograd.Function):
         return grad_x, to_moments, *affine, None, None
 
 
+def _whole_batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """The plain kernel on all there is, and the (1, 2, C) moments that it has found."""
+    mean, variance = torch.zeros(2, x.shape[1], dtype=sum_type(x), device=x.device)
+    result = functional.batch_norm(x, mean, variance, weight, bias, training=True, momentum=1.0, eps=eps)
+    squares = variance.double() * (x.numel() // x.shape[1] - 1)  # it keeps the unbiased variance
+    return result, torch.stack([mean.double(), squares])[None]
+
+
 def _sum_pixels(x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
     return x.sum(dims, keepdim=keepdim, dtype=dtype)
 
@@ -214,6 +222,7 @@ _KERNELS |= {
     "tile.cut": _cut,
     "tile.moments": _Moments.apply,
     "tile.batch_norm": _Normalise.apply,
+    "tile.whole_batch_norm": _whole_batch_norm,
     "tile.sum_pixels": _sum_pixels,
     "tile.average_pool": _average_pool,
     "tile.pad": _pad,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engines.layer.graph import Node, TensorSpec
+from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
 from engines.program.instructions import RunningStatistics
 from engines.spatial.ops import entry
@@ -20,21 +20,37 @@ def batch_norm(b: Builder, node: Node) -> None:
     if not a["training"]:
         as_it_is(b, node, value.axes)
         return
-    channels = value.spec.shape[1]
-    counts = b.counts(a["input"], channels)
-    slot = b.tile if len(counts) > 1 else 0
-    if b.apart:
-        counts, slot = counts[slot : slot + 1], 0
-    like = TensorSpec((len(counts), 2, channels), "float64")
+    counts = b.counts(a["input"], value.spec.shape[1])
+    moments = _on_tiles(b, node, counts) if len(counts) > 1 else _alone(b, node)
+    if a["running_mean"]:
+        names = a["running_mean"].name, a["running_var"].name
+        counts = [counts[b.tile]] if b.apart else counts
+        b.statistics.append(RunningStatistics(*names, moments.name, a["momentum"], tuple(counts), b.apart))
+
+
+def _on_tiles(b: Builder, node: Node, counts: list[int]) -> Ref:
+    """Each tile's moments, and normalised by those of all tiles, or (apart) by its own; the moments."""
+    a, value = node.arguments, b.value(node.arguments["input"])
+    counts, slot = ([counts[b.tile]], 0) if b.apart else (counts, b.tile)
+    like = TensorSpec((len(counts), 2, value.spec.shape[1]), "float64")
     own = b.local(f"{node.name}.moments", "tile.moments", b.owned(a["input"]), slot, len(counts), like=like)
-    moments = b.all_reduce(own) if len(counts) > 1 else own
+    moments = own if b.apart else b.all_reduce(own)
     b.local(
         node.name, "tile.batch_norm", b.beneath(a["input"]), moments, a["weight"], a["bias"], counts, a["eps"],
         like=node.spec, axes=value.axes,
     )  # fmt: skip
-    if a["running_mean"]:
-        names = a["running_mean"].name, a["running_var"].name
-        b.statistics.append(RunningStatistics(*names, moments.name, a["momentum"], tuple(counts), b.apart))
+    return moments
+
+
+def _alone(b: Builder, node: Node) -> Ref:
+    """On a rank that holds all images whole, where the plain kernel does both at once; the moments."""
+    a, value = node.arguments, b.value(node.arguments["input"])
+    like = TensorSpec((1, 2, value.spec.shape[1]), "float64")
+    both = b.local(
+        f"{node.name}.both", "tile.whole_batch_norm", a["input"], a["weight"], a["bias"], a["eps"], like=node.spec
+    )
+    b.local(node.name, "getitem", both, 0, like=node.spec, axes=value.axes)
+    return b.local(f"{node.name}.moments", "getitem", both, 1, like=like)
 
 
 @entry("aten.add_.Tensor", everywhere=True)
