@@ -40,7 +40,7 @@ $(BIN)/python:
 # missing and try other versions of everything else, for an hour. So it fails at once, and is tried once more.
 PIP := $(BIN)/python -m pip install
 PINS := $(PIP) --no-deps -r constraints.txt
-OURS := $(PIP) -c constraints.txt -e '.[lab,test]'
+OURS := $(PIP) -c constraints.txt -e '.[lab,wsi,zarr,test]'
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(PINS) || $(PINS)

@@ -20,6 +20,7 @@ from engines.bench.flags import allreduce_parser, throughput_parser, throughput_
 from engines.bench.halo import bench_halo
 from engines.bench.memory import bench_memory
 from engines.bench.overlap import bench_overlap
+from engines.bench.read import bench_read, read_parser
 from engines.bench.step import bench_step
 from engines.bench.throughput import bench_throughput
 from engines.bench.verify import verify
@@ -194,6 +195,14 @@ def _bench_allreduce(world: World, arguments: Sequence[str]) -> bool:
     return True
 
 
+def _bench_read(world: World, arguments: Sequence[str]) -> bool:
+    """A picture's pixels on the ranks and in one process."""
+    chosen = read_parser().parse_args(arguments)
+    line = bench_read(world, chosen.image, chosen.slice_method, chosen.halo_px, chosen.level)
+    _print(world, line)
+    return bool(line["ok"])
+
+
 def _bench_asynchronous(world: World, arguments: Sequence[str]) -> bool:
     """Replicas that do not wait for each other: one line for each mode."""
     chosen = asynchronous.parser().parse_args(arguments)
@@ -214,5 +223,6 @@ _COMMANDS: dict[str, Command] = {
     "bench overlap": _bench_overlap,
     "bench throughput": _bench_throughput,
     "bench allreduce": _bench_allreduce,
+    "bench read": _bench_read,
     "bench asynchronous": _bench_asynchronous,
 }

@@ -23,7 +23,7 @@ from engines.oracle import OneProcess
 from engines.program.worker import Inputs
 from engines.training import RankTraining, Recipe
 
-__all__ = ["alone", "bench_memory"]
+__all__ = ["alone", "bench_memory", "host_peak_bytes"]
 
 _STEPS = 2  # gradients and the optimiser's state are there from the second one on
 
@@ -96,6 +96,11 @@ def _peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
     """The most memory in use while `work` runs, beyond what was before: the process's, or a device's own."""
     if has_own_memory(device):
         return peak_of_own_memory(device, work)
+    return host_peak_bytes(work)
+
+
+def host_peak_bytes(work: Callable[[], object]) -> int:
+    """The most bytes of host memory in use while `work` runs, beyond what the process had before."""
     before = _status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from now
     work()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from engines.images.stains import dab
 
 __all__ = ["StainCrops"]
 
+MOST_PX = 1 << 26  # all of it is held, and its stains as well
+
 
 class StainCrops:
     """`count` random square crops; the label is 1 where the mean DAB is above the median over the crops.
@@ -23,21 +26,26 @@ class StainCrops:
     So half of the labels are 1, and the task needs nothing but the picture. The same arguments give the same
     crops. `corners` is (count, 2): the first row and column of each crop; `labels` is (count,), int64.
 
-    Raises ImageError where the picture is smaller than a crop.
+    Raises ImageError where the picture is smaller than a crop, or too large to be held.
     """
 
     def __init__(self, image: Source, size_px: int = 128, count: int = 256, seed: int = 0) -> None:
         picture = open_image(image)
-        if not 1 <= size_px <= min(picture.shape):
+        if not 1 <= size_px <= min(picture.shape()):
             raise ImageError(
-                f"{picture.name} has {picture.shape[0]} x {picture.shape[1]} pixels, which no crop of "
-                f"{size_px} x {size_px} fits. Use size_px from 1 to {min(picture.shape)}."
+                f"{picture.name} has {picture.shape()[0]} x {picture.shape()[1]} pixels, which no crop of "
+                f"{size_px} x {size_px} fits. Use size_px from 1 to {min(picture.shape())}."
+            )
+        if math.prod(picture.shape()) > MOST_PX:
+            raise ImageError(
+                f"{picture.name} has {picture.shape()[0]} x {picture.shape()[1]} pixels, and crops are taken from at "
+                f"most {MOST_PX}. Take them from a part: engines.images.region.region(picture, y0, x0, height, width)."
             )
         if count < 2:
             raise ImageError(f"count={count} crops have no median between them. Use count >= 2.")
         self.size_px = size_px
-        self._pixels = picture.read(0, 0, *picture.shape)
-        self.corners = _corners(picture.shape, size_px, count, seed)
+        self._pixels = picture.read(0, 0, *picture.shape())
+        self.corners = _corners(picture.shape(), size_px, count, seed)
         stain = dab(self._pixels)
         means = np.array([self._crop(stain, corner).mean() for corner in self.corners])
         self.labels = torch.from_numpy((means > np.median(means)).astype(np.int64))

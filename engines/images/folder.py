@@ -48,7 +48,7 @@ class FolderImages:
     def part(self, index: int, tile: Tile) -> Tensor:
         """(3, h, w), float32 from -1 to 1. The whole file is read. Raises ImageError where it cannot be."""
         picture = open_image(self.files[index][0])
-        return network_input(resized(picture.read(0, 0, *picture.shape), self.size), tile)
+        return network_input(resized(picture.read(0, 0, *picture.shape()), self.size), tile)
 
     def label(self, index: int) -> int:
         """The number of its folder."""

@@ -107,13 +107,13 @@ def traced(model: nn.Module | Recipe | ModelGraph, picture: Picture, plan: Plan)
     Raises ImageError where it was traced before, at another size.
     """
     if isinstance(model, nn.Module):
-        model = prepare(model, plan, (1, 3, *picture.shape))
+        model = prepare(model, plan, (1, 3, *picture.shape()))
     graph = model.graph if isinstance(model, Recipe) else model
     size_px = graph.inputs["images"].shape[-2:]
-    if size_px != picture.shape:
+    if size_px != picture.shape():
         raise ImageError(
             f"The model was traced for images of {size_px[0]} x {size_px[1]} px, but {picture.name} has "
-            f"{picture.shape[0]} x {picture.shape[1]}. Prepare it at that size, or pass the model itself."
+            f"{picture.shape()[0]} x {picture.shape()[1]}. Prepare it at that size, or pass the model itself."
         )
     return graph
 

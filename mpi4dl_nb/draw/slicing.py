@@ -60,12 +60,12 @@ def show_slicing(
 
 def _tiles_only(picture: Picture, plan: Plan) -> Drawing:
     stage = Layout.of(plan).stages[0]
-    tiles = dict(zip(stage.ranks, stage.grid.cut(*picture.shape), strict=True))
+    tiles = dict(zip(stage.ranks, stage.grid.cut(*picture.shape()), strict=True))
     names = {rank: number for number, rank in enumerate(stage.ranks)}
     figure = Drawing(figsize=(7, _height_in(picture)), layout="constrained")
     axes = figure.add_subplot()
-    draw_picture(axes, picture, picture.shape)
-    draw_tiles(axes, stage, tiles, OUTLINE_GAP * max(picture.shape))
+    draw_picture(axes, picture, picture.shape())
+    draw_tiles(axes, stage, tiles, OUTLINE_GAP * max(picture.shape()))
     axes.set_title(title := _cut_text(picture, stage), loc="left", fontsize=10)
     figure.settle()
     tag_tiles(axes, names, tiles, centre=tiles[stage.ranks[-1]])  # so all are in the first corner
@@ -136,7 +136,7 @@ def _cut_text(picture: Picture, stage: StageRanks) -> str:
     """`picture, 512 × 512 px, in 2x2 tiles on ranks 0 to 3`."""
     first, last = stage.ranks[0], stage.ranks[-1]
     where = f"tiles on ranks {first} to {last}" if last > first else f"tile on rank {first}"
-    return f"{picture.name}, {spoken_size(picture.shape)} px, in {stage.grid} {where}"
+    return f"{picture.name}, {spoken_size(picture.shape())} px, in {stage.grid} {where}"
 
 
 def _title(picture: Picture, point: HaloPoint) -> str:
@@ -171,7 +171,7 @@ def _at_most(count: int, lines: list[str]) -> list[str]:
 
 def _height_in(picture: Picture) -> float:
     """Inches, so that a picture of any sides fills its panel."""
-    rows, cols = picture.shape
+    rows, cols = picture.shape()
     return min(9.0, max(4.5, 6.2 * rows / cols)) + 0.8
 
 

@@ -46,7 +46,7 @@ def draw_picture(axes: Axes, picture: Picture, size_px: tuple[int, int], unit: s
     """The whole picture under a layer's pixel coordinates."""
     height, width = size_px
     axes.imshow(picture.thumbnail(LONGEST_PX), extent=(0, width, height, 0), aspect="auto")
-    axes.set_box_aspect(picture.shape[0] / picture.shape[1])
+    axes.set_box_aspect(picture.shape()[0] / picture.shape()[1])
     axes.set(xlim=(0, width), ylim=(height, 0), xlabel=f"column, {unit}", ylabel=f"row, {unit}")
 
 

@@ -69,7 +69,7 @@ def _pixels(picture: Picture, size_px: tuple[int, int], view: Tile) -> Pixels:
     """(h, w, 3): the picture averaged over each pixel of the layer."""
     (top, bottom), (left, right) = (
         (span.start * side / px, span.stop * side / px)
-        for span, side, px in zip((view.rows, view.cols), picture.shape, size_px, strict=True)
+        for span, side, px in zip((view.rows, view.cols), picture.shape(), size_px, strict=True)
     )
     y0, x0 = int(top), int(left)
     there = Image.fromarray(picture.read(y0, x0, math.ceil(bottom) - y0, math.ceil(right) - x0))

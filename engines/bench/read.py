@@ -1,0 +1,104 @@
+"""Reading a picture on several ranks: each its own tile, and together the pixels of one read."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from hashlib import sha256
+
+from engines import options
+from engines.bench.memory import host_peak_bytes
+from engines.comm.together import together
+from engines.comm.world import World
+from engines.errors import PlanError
+from engines.images.arrays import ArrayPicture
+from engines.images.picture import Picture, Pixels, open_image
+from engines.plan import Plan
+from engines.spatial.tiles import Tile
+
+__all__ = ["bench_read", "read_parser"]
+
+ALLOWED_BYTES = 64 << 20  # beyond a rank's share of the picture: what a reader needs to work with
+Box = tuple[int, int, int, int]
+
+
+def read_parser() -> argparse.ArgumentParser:
+    """The flags of `bench read`."""
+    flags = options.Parser(
+        description="Read a picture on the ranks, each its own tile, and in one process; compare pixels and memory.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    flags.add_argument("image", help="a file: PNG, JPEG, TIFF, Zarr or a slide")
+    flags.add_argument("--slice-method", default="square", help="square, vertical, horizontal, or a grid such as 2x3")
+    flags.add_argument("--halo-px", type=int, default=0, help="pixels that each rank reads around its tile")
+    flags.add_argument("--level", type=int, default=0, help="0 is the finest")
+    return flags
+
+
+def bench_read(world: World, path: str, method: str = "square", halo_px: int = 0, level: int = 0) -> dict[str, object]:
+    """One entry per rank in `bytes_read`, `peak_bytes` (beyond what the process had before) and `seconds`.
+
+    `ok`: the ranks have exactly the pixels that rank 0 then reads at once, and no rank's peak is beyond its part
+    of the picture by more than `ALLOWED_BYTES`. Raises ImageError, or PlanError where the grid does not fit.
+    """
+    if halo_px < 0:
+        raise PlanError(f"halo_px={halo_px}: a halo has 0 pixels or more.")
+    box = together(world, lambda: _window(open_image(path), method, halo_px, level, world.size, world.rank))
+    found: list[object] = []
+
+    def work() -> None:
+        start_s, picture = time.perf_counter(), open_image(path)
+        pixels = picture.read(*box, level)
+        found.extend((time.perf_counter() - start_s, picture.bytes_read, _digest(pixels)))
+
+    peak = together(world, lambda: host_peak_bytes(work))
+    told = world.gather((box, peak, *found))
+    boxes, peaks, seconds, read, digests = zip(*told, strict=True)
+    line = together(world, lambda: _in_one(path, level, boxes, digests) if world.rank == 0 else {})
+    share = max(height * width for _, _, height, width in boxes) * 3
+    kept = max(peaks) <= share + ALLOWED_BYTES
+    return line | {
+        "ranks": world.size,
+        "bytes_read": read,
+        "seconds": [round(each, 4) for each in seconds],
+        "peak_bytes": peaks,
+        "largest_part_bytes": share,
+        "ok": bool(line.get("same_pixels", True)) and kept,
+    }
+
+
+def _window(picture: Picture, method: str, halo_px: int, level: int, ranks: int, rank: int) -> Box:
+    """First row, first column, height and width of what one rank reads."""
+    (grid,) = Plan(split_size=1, spatial_size=1, num_spatial_parts=ranks, slice_method=method).grids
+    return _grown(grid.cut(*picture.shape(level))[rank], halo_px)
+
+
+def _grown(tile: Tile, halo_px: int) -> Box:
+    (height, width), (y0, x0) = tile.shape, (tile.rows.start, tile.cols.start)
+    return y0 - halo_px, x0 - halo_px, height + 2 * halo_px, width + 2 * halo_px
+
+
+def _in_one(path: str, level: int, boxes: tuple[Box, ...], digests: tuple[str, ...]) -> dict[str, object]:
+    """What one process finds that reads the level at once."""
+    same: list[bool] = []
+    picture = open_image(path)
+    rows, cols = picture.shape(level)
+
+    def work() -> None:
+        whole = ArrayPicture(picture.name, picture.read(0, 0, rows, cols, level))
+        same.extend(_digest(whole.read(*box)) == digest for box, digest in zip(boxes, digests, strict=True))
+
+    peak = host_peak_bytes(work)
+    return {
+        "image": picture.name,
+        "level": level,
+        "shape": [rows, cols],
+        "microns_per_px": picture.microns_per_px,
+        "same_pixels": all(same),
+        "picture_bytes": rows * cols * 3,
+        "one_process_peak_bytes": peak,
+    }
+
+
+def _digest(pixels: Pixels) -> str:
+    return sha256(pixels.data).hexdigest()

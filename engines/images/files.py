@@ -1,0 +1,123 @@
+"""Files that pictures are read from: each process opens them for itself, and one way to say what is wrong."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from engines.errors import ImageError
+from engines.images.reader import Level, Reader
+
+__all__ = ["MEND", "FileReader", "beginning", "changed", "check_size", "damaged", "reasons"]
+
+MEND = "Copy or export it again."
+PIXELS_PER_BYTE = 4096  # no compression does better, but that of blank fax pages
+
+Handle = TypeVar("Handle")
+
+
+class FileReader(Reader, Generic[Handle]):
+    """A picture in a file that is read bit by bit, through a handle that `_open` makes.
+
+    Pickled, it is its path and what is known of it: the copy opens the file where it is first read, so each rank
+    has a handle of its own. Any number of threads may read through one handle. Raises ImageError where the file
+    cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self._lock, self._process = threading.Lock(), os.getpid()
+        self._handle: Handle | None = self._open()
+        super().__init__(path.name, self._levels(self._handle), self._microns(self._handle))
+
+    @property
+    def handle(self) -> Handle:
+        """The open file, opened again if need be. Raises ImageError where it is not what it was."""
+        with self._lock:
+            forked = self._process != os.getpid()  # two processes would move one place in the file
+            if self._handle is None or forked:
+                handle = self._open()
+                if tuple(self._levels(handle)) != self.levels:
+                    raise changed(self.path)
+                self._handle, self._process = handle, os.getpid()
+            return self._handle
+
+    def close(self) -> None:
+        """Let go of the file; the next read opens it again."""
+        with self._lock:
+            self._handle = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_handle": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state | {"_lock": threading.Lock()}
+
+    @abstractmethod
+    def _open(self) -> Handle:
+        """Open the file at `path`. Raises ImageError."""
+
+    @abstractmethod
+    def _levels(self, handle: Handle) -> Sequence[Level]:
+        """What the file says of its levels, finest first."""
+
+    @abstractmethod
+    def _microns(self, handle: Handle) -> float | None:
+        """What it says of the size of a pixel of level 0."""
+
+
+def damaged(path: Path, reason: object) -> ImageError:
+    """The error for a file that does not hold what its header says."""
+    return ImageError(f"{path} is damaged: {reason}. {MEND}")
+
+
+def changed(path: Path) -> ImageError:
+    """The error for a file that is another one than when it was opened."""
+    return ImageError(f"{path} has changed since it was opened. Open it again.")
+
+
+def check_size(path: Path, rows: int, cols: int) -> None:
+    """A damaged header can ask for more memory than there is, and the system would end the process."""
+    there = path.stat().st_size
+    if rows * cols > there * PIXELS_PER_BYTE:
+        raise damaged(path, f"it says that it holds {rows} x {cols} pixels, but it has only {there} bytes")
+
+
+@contextmanager
+def reasons(path: Path) -> Iterator[None]:
+    """Whatever a decoder raises over a file becomes an ImageError that names the file and the reason.
+
+    A decoder that is fed with damaged bytes raises anything at all, so anything is damage here: keep the body small.
+    """
+    try:
+        yield
+    except ImageError:
+        raise
+    except FileNotFoundError:
+        raise ImageError(f"{path} does not exist (looked for in {Path.cwd()}).") from None
+    except IsADirectoryError:
+        raise ImageError(f"{path} is a folder. Give the path of one picture in it.") from None
+    except PermissionError:
+        raise ImageError(f"{path} may not be read by this user.") from None
+    except MemoryError as error:
+        raise ImageError(f"{path} cannot be read: there is not enough memory. {error}. Read a smaller part.") from error
+    except Exception as error:
+        raise damaged(path, str(error).strip().rstrip(".") or type(error).__name__) from error
+
+
+def beginning(path: Path, count: int) -> bytes:
+    """The first bytes of a file. Raises ImageError where it is missing, a folder, no file at all, or not ours."""
+    with reasons(path):
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError
+        if not stat.S_ISREG(mode):  # a pipe would be waited for, and a device never ends
+            raise ImageError(f"{path} is no regular file. Give the path of a picture.")
+        with path.open("rb") as file:
+            return file.read(count)

@@ -1,0 +1,62 @@
+"""What the XML in an OME-TIFF file says of its first picture (OME data model, Pixels)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+from engines.errors import ImageError
+from engines.images.files import damaged
+
+__all__ = ["OmeImage"]
+
+_MICRONS = {"µm": 1.0, "μm": 1.0, "um": 1.0, "nm": 1e-3, "mm": 1e3, "cm": 1e4, "m": 1e6}
+
+
+@dataclass(frozen=True)
+class OmeImage:
+    """`planes` pages from `first_page` on hold one picture, at `microns_per_px` (None: not known)."""
+
+    planes: int
+    first_page: int
+    microns_per_px: float | None
+
+    @classmethod
+    def parse(cls, path: Path, text: str) -> OmeImage:
+        """Raises ImageError where the file holds a stack, or channels that are no colours."""
+        try:
+            root = ET.fromstring(text)
+            pixels = next(node for node in root.iter() if _name(node) == "Pixels")
+            depth, times, channels = (int(pixels.attrib[f"Size{axis}"]) for axis in "ZTC")
+            found = [node for node in pixels if _name(node) == "Channel"]
+            samples = int(found[0].attrib.get("SamplesPerPixel", 1)) if found else 1
+            data = next((node.attrib for node in pixels if _name(node) == "TiffData"), {})
+            first, planes = int(data.get("IFD", 0)), channels // max(1, samples)
+        except (ET.ParseError, StopIteration, LookupError, ValueError) as error:
+            raise damaged(path, f"its OME-XML cannot be read ({type(error).__name__}: {error})") from error
+        if (depth, times) != (1, 1) or (planes, samples) not in ((1, 1), (1, 2), (1, 3), (1, 4), (3, 1)):
+            raise ImageError(
+                f"{path} holds a stack: {depth} focal planes, {times} times, {channels} channels of {samples}. "
+                "A picture is one plane of grey, or of red, green and blue: save that by itself."
+            )
+        if first < 0:
+            raise damaged(path, f"its OME-XML speaks of page {first}")
+        return cls(planes, first, _microns(pixels.attrib))
+
+
+def _name(node: ET.Element) -> str:
+    """Without its namespace, which changes from year to year."""
+    return node.tag.rpartition("}")[2]
+
+
+def _microns(attributes: dict[str, str]) -> float | None:
+    """The mean of a pixel's two sides."""
+    sides = []
+    for axis in "XY":
+        unit = _MICRONS.get(attributes.get(f"PhysicalSize{axis}Unit", "µm"))
+        try:
+            sides.append(float(attributes[f"PhysicalSize{axis}"]) * (unit or 0))
+        except (KeyError, ValueError):
+            return None
+    return sum(sides) / 2 if min(sides) > 0 else None

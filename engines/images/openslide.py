@@ -1,0 +1,165 @@
+"""Whole slides of many makers through OpenSlide, and anything that is read as OpenSlide is."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import cloudpickle
+import numpy as np
+
+from engines.errors import ImageError
+from engines.images.arrays import from_array
+from engines.images.files import FileReader, reasons
+from engines.images.reader import Level, Pixels, Reader
+
+__all__ = ["OpenSlidePicture", "SlideLike", "SlideLikePicture", "detect", "installed", "needs_openslide"]
+
+BLOCK_PX = 1024  # the side of what is read at once: OpenSlide's pixels are gone before the next ones come
+BLENDED_PX = 256  # the same, of a level whose pixels are no whole numbers of level 0's
+WSI = "pip install 'mpi4dl_nb[wsi]'"
+
+Box = tuple[int, int, int, int]
+"""First row, first column, height and width."""
+
+
+@runtime_checkable
+class SlideLike(Protocol):
+    """What OpenSlide, TiffSlide and others have in common. Sizes are (width, height), locations (x, y)."""
+
+    @property
+    def level_dimensions(self) -> Sequence[tuple[int, int]]:
+        """Width and height of each level."""
+
+    @property
+    def level_downsamples(self) -> Sequence[float]:
+        """Pixels of level 0 in one of each level."""
+
+    def read_region(self, location: tuple[int, int], level: int, size: tuple[int, int]) -> Any:
+        """An image of `size` pixels of a level, whose first pixel is at `location` in pixels of level 0."""
+
+
+def installed() -> bool:
+    """Whether the extra `wsi` is there."""
+    return find_spec("openslide") is not None
+
+
+def needs_openslide(path: Path) -> ImageError:
+    """The error for a slide where the extra is not installed."""
+    return ImageError(f"{path} is a whole slide, which OpenSlide reads: {WSI}, or save it as a tiled TIFF file.")
+
+
+def detect(path: Path) -> str | None:
+    """The maker that OpenSlide knows the file by; None where it knows none, or is not installed."""
+    if not installed():
+        return None
+    import openslide
+
+    with reasons(path):
+        maker: str | None = openslide.OpenSlide.detect_format(path)
+        return maker
+
+
+class OpenSlidePicture(FileReader[Any]):
+    """A slide in a file. Raises ImageError where OpenSlide cannot open it, or is not installed."""
+
+    def _open(self) -> Any:
+        if not installed():
+            raise needs_openslide(self.path)
+        import openslide
+
+        with reasons(self.path):
+            return openslide.OpenSlide(self.path)
+
+    def _levels(self, handle: Any) -> Sequence[Level]:
+        return _levels_of(handle, self.path.name)
+
+    def _microns(self, handle: Any) -> float | None:
+        return _microns_of(handle)
+
+    def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
+        handle = self.handle
+        try:
+            with reasons(self.path):
+                _read(handle, self.levels[level], level, out, (y0, x0))
+        except ImageError:
+            self.close()  # OpenSlide keeps a handle that failed once in failure
+            raise
+
+
+class SlideLikePicture(Reader):
+    """An object that the caller has opened. It is sent to other ranks as it is, if it can be."""
+
+    def __init__(self, slide: SlideLike, name: str = "slide") -> None:
+        super().__init__(name, _levels_of(slide, name), _microns_of(slide))
+        self._slide, self._lock = slide, threading.Lock()
+
+    def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
+        with self._lock:
+            _read(self._slide, self.levels[level], level, out, (y0, x0))
+
+    def __getstate__(self) -> dict[str, Any]:
+        try:
+            return self.__dict__ | {"_lock": None, "_slide": cloudpickle.dumps(self._slide)}
+        except Exception as error:  # whatever its parts raise
+            kind = type(self._slide).__name__
+            raise ImageError(f"An open {kind} cannot be sent to another rank ({error}). Give its path.") from error
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state | {"_lock": threading.Lock(), "_slide": cloudpickle.loads(state["_slide"])}
+
+
+def _levels_of(slide: SlideLike, name: str) -> list[Level]:
+    levels = [
+        Level(int(height), int(width), float(factor))
+        for (width, height), factor in zip(slide.level_dimensions, slide.level_downsamples, strict=True)
+    ]
+    if not levels or min(min(level.shape) for level in levels) < 1:
+        raise ImageError(f"{name} has levels of {[level.shape for level in levels]} px: there is nothing to read.")
+    return levels
+
+
+def _microns_of(slide: SlideLike) -> float | None:
+    """The mean of a pixel's two sides."""
+    properties = getattr(slide, "properties", {})
+    try:
+        sides = [float(properties[f"openslide.mpp-{axis}"]) for axis in "xy"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return sum(sides) / 2 if min(sides) > 0 and all(map(math.isfinite, sides)) else None
+
+
+def _read(slide: SlideLike, shape: Level, level: int, out: Pixels, corner: tuple[int, int]) -> None:
+    """Put a rectangle of a level, whose first pixel is `corner` = (row, column), into `out`.
+
+    OpenSlide takes the location in pixels of level 0. Where a level's pixels are n of them, row y begins at y * n,
+    exactly. Elsewhere (32914 rows become 8228, and the factor is 4.0001) most rows begin between two, and
+    OpenSlide blends neighbours by what is left over, so that pixels would depend on where a read began. So such a
+    level is read in blocks of a fixed grid, each from the nearest location: every read then gives the same pixels,
+    not more than half a pixel of level 0 from their place.
+    """
+    (y0, x0), (height_px, width_px) = corner, out.shape[:2]
+    box = (y0, x0, height_px, width_px)
+    exact = shape.downsample.is_integer()
+    for top, left, rows, cols in _blocks(box, BLOCK_PX) if exact else _blocks(box, BLENDED_PX, shape):
+        location = round(left * shape.downsample), round(top * shape.downsample)
+        part = from_array(np.asarray(slide.read_region(location, level, (cols, rows))), "What read_region gave")
+        if part.shape[:2] != (rows, cols):
+            raise ImageError(f"Asked for {rows} x {cols} px, read_region gave {part.shape[0]} x {part.shape[1]}.")
+        a, b = max(y0, top), min(y0 + height_px, top + rows)
+        c, d = max(x0, left), min(x0 + width_px, left + cols)
+        out[a - y0 : b - y0, c - x0 : d - x0] = part[a - top : b - top, c - left : d - left]
+
+
+def _blocks(box: Box, side_px: int, whole: Level | None = None) -> Iterator[Box]:
+    """The blocks of a fixed grid that meet a rectangle: their parts inside it, or all of each that is in `whole`."""
+    y0, x0, height_px, width_px = box
+    above, before, below, behind = (0, 0, *whole.shape) if whole else (y0, x0, y0 + height_px, x0 + width_px)
+    for row in range(y0 - y0 % side_px, y0 + height_px, side_px):
+        for col in range(x0 - x0 % side_px, x0 + width_px, side_px):
+            top, left = max(row, above), max(col, before)
+            yield top, left, min(row + side_px, below) - top, min(col + side_px, behind) - left

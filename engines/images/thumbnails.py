@@ -1,0 +1,89 @@
+"""A large picture made small: from the level that fits, in bands, so that it never lies in memory as a whole."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image
+
+from engines.errors import ImageError
+
+if TYPE_CHECKING:
+    from engines.images.picture import Picture
+    from engines.images.reader import Pixels
+
+__all__ = ["shrunk"]
+
+BAND_PX = 1 << 24  # in memory at a time
+MOST_PX = 1 << 29  # of a level: a larger one is sampled, since reading all of it takes minutes
+SAMPLES, SAMPLE_PX = 64, 16  # along the longer side, and the side of each
+
+Box = tuple[int, int, int, int]
+"""First row, first column, height and width."""
+
+
+def shrunk(picture: Picture, longest_px: int, box: Box | None = None, level: int = 0) -> Pixels:
+    """A rectangle of one level (all of it: None), shrunk by averaging until no side is longer than `longest_px`.
+
+    It is read from the coarsest level that has as many pixels as are asked for. Where even that level is larger
+    than 2**29 pixels (a slide without a pyramid), squares of it are looked at, and the result is coarse. Never
+    enlarged. Raises ImageError where `longest_px` is less than 1.
+    """
+    if longest_px < 1:
+        raise ImageError(f"A thumbnail of {picture.name} cannot have sides of {longest_px} px: use 1 or more.")
+    y0, x0, rows, cols = box or (0, 0, *picture.shape(level))
+    scale = min(1.0, longest_px / max(rows, cols))
+    size = max(1, round(rows * scale)), max(1, round(cols * scale))
+    source = _fitting(picture, (rows, cols), level, size)
+    ratios = [there / here for there, here in zip(picture.shape(source), picture.shape(level), strict=True)]
+    top, left, bottom, right = (
+        side * ratio for side, ratio in zip((y0, x0, y0 + rows, x0 + cols), ratios * 2, strict=True)
+    )
+    if (bottom - top) * (right - left) > MOST_PX:
+        return _sampled(picture, (top, left, bottom, right), source, size)
+    return _banded(picture, (top, left, bottom, right), source, size)
+
+
+def _fitting(picture: Picture, sides: tuple[int, int], level: int, size: tuple[int, int]) -> int:
+    """The coarsest level on which the rectangle has at least `size` pixels."""
+    fits = level
+    for number, other in enumerate(picture.levels):
+        ratios = [there / here for there, here in zip(other.shape, picture.shape(level), strict=True)]
+        wide = all(side * ratio >= px for side, ratio, px in zip(sides, ratios, size, strict=True))
+        if wide and other.downsample > picture.levels[fits].downsample:
+            fits = number
+    return fits
+
+
+def _banded(picture: Picture, edges: tuple[float, ...], level: int, size: tuple[int, int]) -> Pixels:
+    """The rectangle between four edges, which need not be whole numbers, averaged to `size`."""
+    top, left, bottom, right = edges
+    x0, x1 = math.floor(left), math.ceil(right)
+    per_row = (bottom - top) / size[0]
+    step = max(1, int(BAND_PX / (per_row * (x1 - x0))))
+    bands = []
+    for start in range(0, size[0], step):
+        stop = min(size[0], start + step)
+        upper, lower = top + start * per_row, top + stop * per_row
+        y0, y1 = math.floor(upper), max(math.floor(upper) + 1, math.ceil(lower - 1e-6))
+        band = Image.fromarray(picture.read(y0, x0, y1 - y0, x1 - x0, level))
+        inner = (left - x0, upper - y0, right - x0, min(lower - y0, y1 - y0))
+        bands.append(np.array(band.resize((size[1], stop - start), Image.Resampling.BOX, box=inner)))
+    return np.concatenate(bands)
+
+
+def _sampled(picture: Picture, edges: tuple[float, ...], level: int, size: tuple[int, int]) -> Pixels:
+    """The mean colours of squares in a grid, each drawn as large as its cell."""
+    top, left, bottom, right = edges
+    cell = max(bottom - top, right - left) / min(SAMPLES, *size)
+    rows, cols = max(1, round((bottom - top) / cell)), max(1, round((right - left) / cell))
+    grid = np.empty((rows, cols, 3), np.uint8)
+    for row, col in np.ndindex(rows, cols):
+        y, x = (
+            int(start + (place + 0.5) * (stop - start) / count) - SAMPLE_PX // 2
+            for start, stop, place, count in ((top, bottom, row, rows), (left, right, col, cols))
+        )
+        grid[row, col] = np.rint(picture.read(y, x, SAMPLE_PX, SAMPLE_PX, level).mean((0, 1)))
+    return np.array(Image.fromarray(grid).resize(size[::-1], Image.Resampling.NEAREST))

@@ -1,0 +1,183 @@
+"""One page of a TIFF file, read segment by segment: only the tiles or strips that a rectangle touches are decoded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tifffile import TiffPage
+
+from engines.images.arrays import on_white
+from engines.images.files import check_size, damaged
+from engines.images.jpeg import jpeg_2000_size, jpeg_size
+from engines.images.reader import WHITE, Pixels
+
+__all__ = ["Page", "check_segment_size", "in_colours", "is_plain"]
+
+PLAIN, JPEG = 1, 7
+JPEG_2000 = (33005, 34712)
+DECODED = (PLAIN, 5, JPEG, 8, 32773, 32946, 50000, *JPEG_2000)  # none, LZW, JPEG, deflate, PackBits, Zstandard
+MOST_BYTES = 1 << 26  # of one decoded segment; of larger ones, decoding the whole picture once is no worse
+LARGE_TILE_PX = 1 << 20
+_GREY, _RGB, _YCBCR = 1, 2, 6
+_MULTIPLIED, _ALPHA = 1, 2
+
+
+def is_plain(page: TiffPage) -> bool:
+    """Whether a page is 8-bit grey or colour, the right way up, in segments that are worth decoding one by one.
+
+    Fax pages, palettes, turned photographs and the like are none; nor are more than 8 bits, which nobody reads.
+    """
+    colours = (_GREY, _RGB, _YCBCR) if page.compression in (JPEG, *JPEG_2000) else (_GREY, _RGB)
+    grey = page.photometric == _GREY
+    return (
+        page.compression in DECODED
+        and page.photometric in colours
+        and page.samplesperpixel in ((1, 2) if grey else (3, 4))
+        and (page.bitspersample, page.sampleformat, page.imagedepth, page.fillorder) == (8, 1, 1, 1)
+        and page.tags.valueof(274, 1) == 1
+        and (page.compression == PLAIN or _segment_bytes(page) <= MOST_BYTES)
+    )
+
+
+def check_segment_size(path: Path, page: TiffPage) -> None:
+    """Raises ImageError where a tile is far larger than the picture: nobody writes such, but a decoder obeys."""
+    (rows, cols), (height, width) = _segment_shape(page), (int(page.imagelength), int(page.imagewidth))
+    if rows * cols > max(LARGE_TILE_PX, 4 * height * width):
+        raise damaged(path, f"its tiles have {rows} x {cols} px, and all of it has {height} x {width}")
+
+
+def _segment_bytes(page: TiffPage) -> int:
+    rows, cols = _segment_shape(page)
+    return rows * cols * int(page.samplesperpixel)
+
+
+def _segment_shape(page: TiffPage) -> tuple[int, int]:
+    """Rows and columns of a tile, or of a strip."""
+    if page.is_tiled:
+        return int(page.tilelength), int(page.tilewidth)
+    return min(int(page.rowsperstrip), int(page.imagelength)), int(page.imagewidth)
+
+
+def in_colours(pixels: NDArray[np.uint8], alpha: int) -> Pixels:
+    """(H, W, 1 to 4) -> (H, W, 3): grey or colours, with a last channel more where it says what is transparent.
+
+    `alpha` is what TIFF's ExtraSamples says of it (TIFF 6.0, p. 31): 1 where colours were multiplied by it already.
+    """
+    last = pixels.shape[2] - 1
+    if last in (0, 1):
+        pixels = pixels[..., [0, 0, 0, *range(1, last + 1)]]
+    if pixels.shape[2] == 3:
+        return pixels
+    if alpha == _MULTIPLIED:
+        paper = WHITE - pixels[..., 3:]
+        return np.minimum(pixels[..., :3], WHITE - paper) + paper
+    return on_white(pixels) if alpha == _ALPHA else np.ascontiguousarray(pixels[..., :3])
+
+
+class Page:
+    """Where each segment of a page lies in the file, and how to decode it. Read by any number of threads.
+
+    Raises ImageError where the segments that the header speaks of are not in the file.
+    """
+
+    def __init__(self, path: Path, page: TiffPage) -> None:
+        self.path, self.shape = path, (int(page.imagelength), int(page.imagewidth))
+        self.channels, self.alpha = int(page.samplesperpixel), int(next(iter(page.extrasamples), 0))
+        self._planes = self.channels if page.planarconfig == 2 else 1
+        self._segment, self._compression = _segment_shape(page), int(page.compression)
+        if min(*self.shape, *self._segment) < 1:
+            raise damaged(path, f"it has {self.shape[0]} x {self.shape[1]} px in segments of {self._segment}")
+        check_size(path, *self.shape)
+        check_segment_size(path, page)
+        self._offsets = np.asarray(page.dataoffsets, np.int64)
+        self._counts = np.asarray(page.databytecounts, np.int64)
+        self._check_segments(path.stat().st_size)
+        self._decode: Callable[..., Any] = page.decode
+        self._predicted = page.predictor != 1
+        self._tables = {"jpegtables": page.jpegtables} if self._compression == JPEG else {}
+
+    @property
+    def segment_rows(self) -> int:
+        """Rows of a tile, or of a strip."""
+        return self._segment[0]
+
+    @property
+    def _grid(self) -> tuple[int, int]:
+        """Segments along a column and along a row."""
+        rows, cols = (-(-side // part) for side, part in zip(self.shape, self._segment, strict=True))
+        return rows, cols
+
+    def _check_segments(self, file_bytes: int) -> None:
+        """A file that was cut off lacks its last segments: better known now than in the middle of a training."""
+        expected = self._grid[0] * self._grid[1] * self._planes
+        if not len(self._offsets) == len(self._counts) == expected:
+            told = f"{expected} segments are needed, but it lists {len(self._offsets)} of {len(self._counts)} lengths"
+            raise damaged(self.path, told)
+        beyond = (self._offsets < 0) | (self._counts < 0) | (self._offsets + self._counts > file_bytes)
+        if beyond.any():
+            raise damaged(self.path, f"{beyond.sum()} of its {expected} segments lie beyond its end")
+        size = self._segment[0] * self._segment[1] * self.channels // self._planes
+        if self._compression == PLAIN and self._counts.max() > size:
+            raise damaged(self.path, f"a segment of {self._counts.max()} bytes cannot lie in {size}")
+
+    def fill(self, fd: int, out: NDArray[np.uint8], y0: int, x0: int) -> None:
+        """Put a rectangle that lies inside into `out`, (h, w, channels), except where segments were left out."""
+        height_px, width_px = out.shape[:2]
+        for plane, row, col in self._touched(y0, x0, height_px, width_px):
+            index = (plane * self._grid[0] + row) * self._grid[1] + col
+            if not self._counts[index]:
+                continue
+            top, left = row * self._segment[0], col * self._segment[1]
+            part = max(y0, top), max(x0, left)
+            bottom, right = min(y0 + height_px, top + self._segment[0]), min(x0 + width_px, left + self._segment[1])
+            inner = slice(part[0] - top, bottom - top), slice(part[1] - left, right - left)
+            pixels = self._rows(fd, index, *inner) if self._stored_plainly else self._decoded(fd, index)[inner]
+            channels = slice(None) if self._planes == 1 else slice(plane, plane + 1)
+            out[part[0] - y0 : bottom - y0, part[1] - x0 : right - x0, channels] = pixels
+
+    def _touched(self, y0: int, x0: int, height_px: int, width_px: int) -> Iterator[tuple[int, int, int]]:
+        (rows, cols), (height, width) = self._segment, (height_px, width_px)
+        for plane in range(self._planes):
+            for row in range(y0 // rows, -(-(y0 + height) // rows)):
+                for col in range(x0 // cols, -(-(x0 + width) // cols)):
+                    yield plane, row, col
+
+    @property
+    def _stored_plainly(self) -> bool:
+        return self._compression == PLAIN and not self._predicted
+
+    def _rows(self, fd: int, index: int, rows: slice, cols: slice) -> NDArray[np.uint8]:
+        """Of a segment that is not compressed, only the bytes that are wanted."""
+        deep, wide = self.channels // self._planes, self._segment[1]
+        found = np.empty((rows.stop - rows.start, cols.stop - cols.start, deep), np.uint8)
+        for number, row in enumerate(range(rows.start, rows.stop)):
+            start = (row * wide + cols.start) * deep
+            if start + found[number].size > self._counts[index]:
+                raise damaged(self.path, f"segment {index} ends in row {row}")
+            line = os.pread(fd, found[number].size, int(self._offsets[index]) + start)
+            found[number] = np.frombuffer(line, np.uint8).reshape(found[number].shape)
+        return found
+
+    def _decoded(self, fd: int, index: int) -> NDArray[np.uint8]:
+        data = os.pread(fd, int(self._counts[index]), int(self._offsets[index]))
+        self._check_inner_size(data, index)
+        pixels, *_ = self._decode(data, index, **self._tables)
+        return np.asarray(pixels[0], np.uint8)
+
+    def _check_inner_size(self, data: bytes, index: int) -> None:
+        """JPEG data have a size of their own, which the decoder would believe: up to 65535 x 65535."""
+        size = None
+        if self._compression == JPEG:
+            size = jpeg_size(data)
+        elif self._compression in JPEG_2000:
+            size = jpeg_2000_size(data)
+        if size is None:
+            return
+        if size[0] * size[1] > 2 * self._segment[0] * self._segment[1]:
+            told = f"segment {index} says that it holds {size[0]} x {size[1]} px, where there is room for"
+            raise damaged(self.path, f"{told} {self._segment[0]} x {self._segment[1]}")
