@@ -1,4 +1,4 @@
-"""`mpiexec -n N python -m mpi4py -m engines COMMAND`: train, verify, bench step, bench halo and others, gpu-check."""
+"""`mpiexec -n N python -m mpi4py -m engines COMMAND`: train, verify, table, bench step and others, gpu-check."""
 
 from __future__ import annotations
 

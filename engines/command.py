@@ -6,13 +6,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 
 from torch import nn
 
-from engines import options, train_options
+from engines import options
 from engines.bench import asynchronous
 from engines.bench.allreduce import bench_allreduce
 from engines.bench.bubble import bench_bubble
@@ -24,11 +22,11 @@ from engines.bench.read import bench_read, read_parser
 from engines.bench.step import bench_step
 from engines.bench.throughput import bench_throughput
 from engines.bench.verify import verify
-from engines.comm.together import together
+from engines.checkpoint.interrupts import StoppedError
 from engines.comm.world import World
-from engines.errors import ImageError, PlanError, RankError, ReleasedError, TraceError
+from engines.errors import CheckpointError, ImageError, PlanError, RankError, ReleasedError, TraceError
 from engines.layout import check_fits
-from engines.train import Told, images_per_step, summary, train
+from engines.train_command import train_command
 
 __all__ = ["main"]
 
@@ -42,19 +40,26 @@ def main(arguments: Sequence[str]) -> int:
         from engines.bench.gpu_check import gpu_check
 
         return gpu_check()
+    if name == "table":
+        from engines.table_command import table_command
+
+        return table_command(rest)
     from engines.comm.mpi import MpiWorld
 
     world = MpiWorld()
     if world.rank:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (one voice, whatever is printed by the user's model too)
     if name not in _COMMANDS:
-        _tell(world, f"Unknown command {name!r}. Commands: {', '.join(_COMMANDS)}, gpu-check.")
+        _tell(world, f"Unknown command {name!r}. Commands: {', '.join(_COMMANDS)}, table, gpu-check.")
         world.leave(2)
     try:
         world.leave(0 if _COMMANDS[name](world, rest) else 1)
-    except (PlanError, TraceError, ImageError) as error:  # the same on every rank
+    except (PlanError, TraceError, ImageError, CheckpointError) as error:  # the same on every rank
         _tell(world, f"{type(error).__name__}: {error}")
         world.leave(2)
+    except StoppedError as stopped:  # on every rank too; the code is what a shell says of a process that a signal ended
+        _tell(world, str(stopped))
+        world.leave(128 + stopped.number)
     except RankError as error:  # on one rank; the others are released by it
         if not isinstance(error, ReleasedError):
             print(f"rank {world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -76,33 +81,6 @@ def _tell(world: World, text: str) -> None:
 def _print(world: World, line: dict[str, object]) -> None:
     if world.rank == 0:
         print(json.dumps(line), flush=True)
-
-
-def _train(world: World, arguments: Sequence[str]) -> bool:
-    """A training on images, told as it goes."""
-    chosen = train_options.train_parser().parse_args(arguments)
-    _, recipe = options.recipe(chosen, world.size)
-    for text in train_options.without_effect(chosen):
-        print(text, flush=True)
-    images = together(world, lambda: train_options.application(chosen, images_per_step(recipe)))
-    steps: list[Told] = []
-    course = train(world, recipe, images, chosen.num_epochs, chosen.seed, chosen.max_steps)
-    for epoch, told in groupby(course, key=attrgetter("epoch")):
-        steps += (_told(step, chosen.verbose) for step in told)
-        over = summary(steps)
-        print(f"Epoch {epoch} Global loss: {over['loss']:.6f} Acc {over['accuracy']}", flush=True)
-    line = summary(steps)
-    print(f"Mean {line['images_per_s_mean']} Median {line['images_per_s_median']}", flush=True)
-    _print(world, line)
-    return True
-
-
-def _told(step: Told, verbose: bool) -> Told:
-    """The same, printed."""
-    print(f"Epoch: {step.epoch} images per sec:{step.images_per_s:.4f} Time:{step.seconds:.4f}", flush=True)
-    if verbose:
-        print(f"Step: {step.step}, loss: {step.loss:.6f}, accuracy: {step.accuracy}", flush=True)
-    return step
 
 
 def _verify(world: World, arguments: Sequence[str]) -> bool:
@@ -214,7 +192,7 @@ def _bench_asynchronous(world: World, arguments: Sequence[str]) -> bool:
 
 
 _COMMANDS: dict[str, Command] = {
-    "train": _train,
+    "train": train_command,
     "verify": _verify,
     "bench step": _bench_step,
     "bench memory": _bench_memory,

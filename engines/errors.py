@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["ImageError", "LossError", "Mpi4dlError", "PlanError", "RankError", "ReleasedError", "TraceError"]
+__all__ = [
+    "CheckpointError",
+    "ImageError",
+    "LossError",
+    "Mpi4dlError",
+    "PlanError",
+    "RankError",
+    "ReleasedError",
+    "TraceError",
+]
 
 
 class Mpi4dlError(Exception):
@@ -19,6 +28,10 @@ class TraceError(Mpi4dlError):
 
 class ImageError(Mpi4dlError, ValueError):
     """An image, or the labels that go with it, are not what the plan was made for."""
+
+
+class CheckpointError(Mpi4dlError, ValueError):
+    """A checkpoint cannot be written, is damaged, or is of another training. What was there before still is."""
 
 
 class RankError(Mpi4dlError, RuntimeError):

@@ -21,6 +21,7 @@ from engines.comm.world import World
 from engines.errors import ReleasedError
 
 if TYPE_CHECKING:
+    from engines.train import RankCourse
     from engines.training import RankTraining
 
 __all__ = ["Answer", "Failure", "Host", "dumps", "execute", "join", "recover", "run"]
@@ -30,11 +31,12 @@ _BY_OTHERS = re.compile("MPI_ERR_(REVOKED|PROC_FAILED)")
 
 
 class Host:
-    """One rank's state between two calls: its end of the world, and its trainings by name."""
+    """One rank's state between two calls: its end of the world, its trainings by name, and those under way."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.trainings: dict[str, RankTraining] = {}
+        self.courses: dict[str, RankCourse] = {}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.layer.answers import prediction_of
-from engines.layer.trace import MODEL
+from engines.layer.trace import LOSS, MODEL, plain_name
 from engines.program.update import SCALE, UpdateRules
 from engines.spatial.draws import SameDraws
 from engines.training import Loss, Optimiser
@@ -24,7 +24,7 @@ __all__ = ["Comparison", "OneProcess", "Record", "compare", "one_process"]
 class Record:
     """What a training did: each step's losses by micro-batch and its gradients, weights and buffers at the end.
 
-    Tensors go by the plain model's names.
+    Tensors go by the plain model's names; those of a loss that is a module as `plain_name` says.
     """
 
     losses: tuple[Mapping[int, float], ...]
@@ -71,7 +71,7 @@ class OneProcess:
         self.precision, self.dtype = dtype, torch.promote_types(dtype, torch.float32)
         self.model = copy.deepcopy(model).to(self.device, self.dtype)
         self.loss = copy.deepcopy(loss).to(self.device, self.dtype) if isinstance(loss, nn.Module) else loss
-        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.trained = list({id(p): p for p in self.weights.values() if p.requires_grad}.values())
         self.optimiser = optimiser(self.trained) if self.trained else None
         self.scheduler = self.rules.scheduler(self.optimiser) if self.rules.scheduler and self.optimiser else None
         first = self.rules.loss_scale or SCALE
@@ -79,7 +79,8 @@ class OneProcess:
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """One training step, its micro-batches one after another; the mean of their losses before it."""
-        self.model.zero_grad()
+        for weight in self.weights.values():
+            weight.grad = None
         self.losses = []
         parts = {name: tensor.chunk(self.micro_batches) for name, tensor in batch.items()}
         for images, labels in zip(parts["images"], parts["labels"], strict=True):
@@ -113,9 +114,24 @@ class OneProcess:
             self.scheduler.step()
 
     @property
+    def weights(self) -> dict[str, nn.Parameter]:
+        """Of the model and of its loss, by name."""
+        return {plain_name(prefix + name): p for prefix, it in self._modules for name, p in it.named_parameters()}
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Of both as well."""
+        return {plain_name(prefix + name): b for prefix, it in self._modules for name, b in it.named_buffers()}
+
+    @property
+    def _modules(self) -> list[tuple[str, nn.Module]]:
+        owners = ((MODEL, self.model), (LOSS, self.loss))
+        return [(prefix, owner) for prefix, owner in owners if isinstance(owner, nn.Module)]
+
+    @property
     def gradients(self) -> dict[str, Tensor]:
         """Copies of the last step's, by name."""
-        return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        return {name: p.grad.clone() for name, p in self.weights.items() if p.grad is not None}
 
 
 def one_process(
@@ -129,8 +145,8 @@ def one_process(
         alone.step(batch)
         losses.append(dict(enumerate(alone.losses)))
         gradients.append(alone.gradients)
-    weights = {name: p.detach() for name, p in alone.model.named_parameters()}
-    return Record(tuple(losses), tuple(gradients), weights, dict(alone.model.named_buffers()))
+    weights = {name: weight.detach() for name, weight in alone.weights.items()}
+    return Record(tuple(losses), tuple(gradients), weights, alone.buffers)
 
 
 @dataclass(frozen=True)
@@ -214,5 +230,5 @@ def _norm(tensors: Iterable[Tensor]) -> float:
 
 
 def plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A rank's tensors of the model itself, by the plain model's names."""
-    return {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
+    """A rank's tensors by the names that a Record has."""
+    return {plain_name(name): tensor for name, tensor in tensors.items()}

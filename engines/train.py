@@ -4,44 +4,48 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from torch import Tensor
 
-from engines.comm.together import together
 from engines.comm.world import World
-from engines.errors import ImageError
-from engines.images.labelled import LabelledImages, in_order
+from engines.images.feed import Feed, Feeding
+from engines.images.labelled import LabelledImages
 from engines.images.own import OwnPart
+from engines.layer.graph import TensorSpec
+from engines.metrics import Counts, Scores, added, count
 from engines.program.worker import Inputs
-from engines.training import RankTraining, Recipe
+from engines.report import Epoch, LeftOut, Told
+from engines.training import RankTraining, Recipe, StepReport
 
-__all__ = ["Told", "images_per_step", "summary", "train"]
+__all__ = [
+    "Course",
+    "Heard",
+    "RankCourse",
+    "Ranks",
+    "images_per_step",
+    "run",
+    "stepped",
+    "told",
+]
+
+
+# ---- one rank
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What is told of one step: `right` of `judged` predictions, made before the weights changed."""
+class Heard:
+    """What one rank knows of a step: the losses of some micro-batches, and what its predictions are worth."""
 
-    epoch: int
-    step: int
     images: int
     seconds: float
-    loss: float
-    right: int
-    judged: int
-
-    @property
-    def images_per_s(self) -> float:
-        """Reading the images is not counted."""
-        return self.images / self.seconds
-
-    @property
-    def accuracy(self) -> float | None:
-        """The share that is right; None where the model does not tell classes."""
-        return self.right / self.judged if self.judged else None
+    losses: Mapping[int, float]
+    counts: Counts
+    epoch: int = 0
+    step: int = 0
+    wait_s: float = 0.0
 
 
 def images_per_step(recipe: Recipe) -> int:
@@ -49,78 +53,141 @@ def images_per_step(recipe: Recipe) -> int:
     return recipe.step_specs["images"].shape[0]
 
 
-def train(
-    world: World, recipe: Recipe, images: LabelledImages, epochs: int = 1, seed: int = 0, steps: int | None = None
-) -> Iterator[Told]:
-    """Epochs in the seed's order, the same for every plan, of at most `steps` steps; images left over are left out.
+class RankCourse:
+    """One rank on its way through images; `specs` are those of a step. A failure ends the workers of its feed.
 
-    Each step is told to every rank when it is done. Raises ImageError, on every rank, where an image cannot be
-    read or there are too few for one step; LossError where the loss is not a number.
+    After a step, `training` and `feed.state()` are what a checkpoint needs; before the first, `feed.resume(state)`
+    goes on from there. `report` is of the last step. Raises ImageError where there are too few images for one step.
     """
-    count = images_per_step(recipe)
-    if len(images) < count:
-        raise ImageError(
-            f"There are {len(images)} images, but a step takes {count}. Lower --batch-size, or add images."
-        )
-    training = RankTraining(world, recipe)
-    own = OwnPart(training, images, recipe.step_specs)
-    for epoch in range(epochs):
-        order = in_order(len(images), seed, epoch)
-        for step, start in enumerate(range(0, len(images) - count + 1, count)[:steps]):
-            part = together(world, partial(own.read, order[start : start + count]))
-            ranks = world.gather(_step(training, part))
-            yield _told(epoch, step, count, ranks)
+
+    def __init__(
+        self,
+        world: World,
+        training: RankTraining,
+        specs: Mapping[str, TensorSpec],
+        images: LabelledImages,
+        feeding: Feeding,
+    ) -> None:
+        self.world, self.training, self.images = world, training, specs["images"].shape[0]
+        self.feed = Feed(world, OwnPart(training, images, specs), self.images, feeding)
+        self.report: StepReport | None = None
+
+    def step(self) -> Heard | None:
+        """One training step; None where the epoch is over, and the next one is begun. Collective.
+
+        Raises ImageError, on every rank, where an image cannot be read; LossError where the loss is not a number.
+        """
+        try:
+            served = self.feed.next()
+            if served is None:
+                return None
+            self.report, heard = stepped(self.training, served.parts, self.images)
+            self.feed.advance()
+        except BaseException:
+            self.close()
+            raise
+        return replace(heard, epoch=served.place.epoch, step=served.place.step, wait_s=served.wait_s)
+
+    @property
+    def updates(self) -> int:
+        """How often this rank has changed its weights."""
+        return self.training.worker.steps - 1
+
+    def close(self) -> None:
+        """End the workers."""
+        self.feed.close()
+
+    def __enter__(self) -> RankCourse:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Heard:
-    """What one rank knows of a step: the losses of some micro-batches, and how many of its predictions are right."""
-
-    seconds: float
-    losses: Mapping[int, float]
-    right: int
-    judged: int
-
-
-def _step(training: RankTraining, parts: Inputs) -> _Heard:
+def stepped(training: RankTraining, parts: Inputs, images: int) -> tuple[StepReport, Heard]:
+    """One training step on this rank's parts of the inputs."""
     start_s = time.perf_counter()
-    losses = training.step(parts).losses
+    report = training.step(parts)
     seconds = time.perf_counter() - start_s
-    counts = [_right(training, number, part["labels"]) for number, part in parts.items() if "labels" in part]
-    return _Heard(seconds, losses, sum(right for right, _ in counts), sum(judged for _, judged in counts))
+    counts = added(_counted(training, number, part["labels"]) for number, part in parts.items() if "labels" in part)
+    return report, Heard(images, seconds, report.losses, counts)
 
 
-def _right(training: RankTraining, micro_batch: int, labels: Tensor) -> tuple[int, int]:
+def _counted(training: RankTraining, micro_batch: int, labels: Tensor) -> Counts:
     """Of this rank's predictions for a micro-batch, as the step has left them; what ranks share is counted once."""
     way = training.program.way(micro_batch)
     feed = way.feeds["labels"]
     own = feed.axes is not None or (feed.tile is not None and feed.tile.images is not None)
     if way.prediction is None or not (own or way.seeds_loss):
-        return 0, 0
-    scores = training.worker.peek(way.prediction, micro_batch)
-    if (*scores.shape[:1], *scores.shape[2:]) != labels.shape:
-        return 0, 0
-    return int((scores.argmax(1) == labels.to(scores.device)).sum()), labels.numel()
+        return Counts()
+    scores = training.worker.peek(way.prediction, micro_batch).detach()
+    return count(scores, labels.to(scores.device))
 
 
-def _told(epoch: int, step: int, images: int, ranks: Sequence[_Heard]) -> Told:
+def told(ranks: Sequence[Heard]) -> Told:
+    """A step, from what all ranks know of it."""
     losses = {number: loss for heard in ranks for number, loss in heard.losses.items()}
-    right, judged = sum(heard.right for heard in ranks), sum(heard.judged for heard in ranks)
-    seconds = max(heard.seconds for heard in ranks)
-    return Told(epoch, step, images, seconds, statistics.fmean(losses.values()), right, judged)
+    seconds, wait_s = max(heard.seconds for heard in ranks), max(heard.wait_s for heard in ranks)
+    first, counts = ranks[0], added(heard.counts for heard in ranks)
+    loss = statistics.fmean(losses.values())
+    return Told(first.epoch, first.step, first.images, seconds, loss, counts, wait_s)
 
 
-def summary(told: Sequence[Told]) -> dict[str, object]:
-    """A training as one line: loss and accuracy are those of its last epoch."""
-    speeds = [step.images_per_s for step in told]
-    last = [step for step in told if step.epoch == told[-1].epoch]
-    judged = sum(step.judged for step in last)
-    return {
-        "epochs": told[-1].epoch + 1,
-        "steps": len(told),
-        "images_per_step": told[-1].images,
-        "images_per_s_mean": round(statistics.fmean(speeds), 4),
-        "images_per_s_median": round(statistics.median(speeds), 4),
-        "loss": statistics.fmean(step.loss for step in last),
-        "accuracy": sum(step.right for step in last) / judged if judged else None,
-    }
+# ---- all ranks
+
+
+class Course(Protocol):
+    """A training as whoever drives it sees it: from a rank, or from a notebook."""
+
+    @property
+    def bad(self) -> Sequence[str]:
+        """Of each image that was left out so far, which one it is and why."""
+
+    def step(self) -> Told | None:
+        """The next step; None where the epoch is over."""
+
+    def evaluate(self) -> Scores | None:
+        """How good the model is now on images that it is not trained on; None where there are none."""
+
+
+class Ranks:
+    """The course of all ranks, seen from one of them; every rank does the same. `evaluate` as in `Course`."""
+
+    def __init__(self, course: RankCourse, evaluate: Callable[[], Scores | None] = lambda: None) -> None:
+        self.course, self.evaluate = course, evaluate
+
+    @property
+    def bad(self) -> Sequence[str]:
+        """As every rank knows."""
+        return self.course.feed.bad
+
+    def step(self) -> Told | None:
+        """Told to every rank."""
+        heard = self.course.step()
+        return None if heard is None else told(self.course.world.gather(heard))
+
+
+def run(course: Course, epochs: int = 1) -> Iterator[LeftOut | Told | Epoch]:
+    """Each step when it is done, before it the bad images that it left out, and each epoch behind its steps.
+
+    An epoch that has begun already counts as one. Whoever goes through this may save the training between two of
+    them, or leave.
+    """
+    said, judged = len(course.bad), set[str]()
+    for _ in range(epochs):
+        steps: list[Told] = []
+        more = True
+        while more:
+            step = course.step()
+            yield from map(LeftOut, course.bad[said:])
+            said = len(course.bad)
+            more = step is not None
+            if step is not None:
+                steps.append(step)
+                yield step
+        if steps:
+            held_out = course.evaluate()
+            new = [text for text in held_out.bad if text not in judged] if held_out else []
+            judged.update(new)
+            yield from map(LeftOut, new)
+            yield Epoch.of(steps, said, held_out)

@@ -7,15 +7,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from engines import options
+from engines.checkpoint.folder import checkpoints
+from engines.checkpoint.save import KEEP
 from engines.errors import PlanError
+from engines.images.augmented import KINDS, Augmented
 from engines.images.cifar import cifar_images
-from engines.images.folder import FolderImages
+from engines.images.examples import FITS
+from engines.images.folder import folder_images
 from engines.images.labelled import LabelledImages
+from engines.images.some import parted
 from engines.images.synthetic import SyntheticImages
+from engines.images.tables import table_images
 
-__all__ = ["application", "train_parser", "without_effect"]
+__all__ = ["application", "applications", "resumed", "train_parser", "without_effect"]
 
 _SYNTHETIC_STEPS = 10  # of an epoch
+_CROP = "crop"
 
 Size = tuple[int, int]
 
@@ -23,21 +30,67 @@ Size = tuple[int, int]
 def train_parser() -> argparse.ArgumentParser:
     """The flags of `train`."""
     flags = options.parser("Train a model on the ranks, and say how fast, with which loss and accuracy.")
-    flags.set_defaults(model="resnet", batch_size=32, image_size="32")
+    flags.set_defaults(model="resnet", batch_size=32, image_size="32", names=None, test=False)
     flags.add_argument("--num-epochs", type=options.positive, default=1)
     flags.add_argument("--max-steps", type=options.positive, help="end an epoch after so many steps")
     flags.add_argument("--app", default="3", help="1 or medical, 2 or cifar, 3 or synthetic: which images to train on")
-    flags.add_argument("--datapath", type=Path, default=Path("train"), help="the folder of medical or cifar images")
-    flags.add_argument("--num-workers", type=int, default=0, help="accepted, without effect")
+    flags.add_argument(
+        "--datapath",
+        type=Path,
+        default=Path("train"),
+        help="a .csv table of medical images, a folder with CLASS/IMAGE or CLASS/SLIDE/IMAGE in it, or CIFAR-10",
+    )
+    _add_image_flags(flags)
+    flags.add_argument("--validate-path", type=Path, help="images of the same kind that are not trained on")
+    flags.add_argument(
+        "--held-out", type=float, help="a share of the images, such as 0.2, that is not trained on but judged by"
+    )
+    flags.add_argument("--num-workers", type=int, default=0, help="threads of each rank that read images ahead")
+    flags.add_argument(
+        "--on-bad-image", choices=["raise", "skip"], default="raise", help="end the training, or leave the image out"
+    )
+    flags.add_argument("--log", type=Path, help="a .csv, .json or .jsonl file that gets a record for each epoch")
+    flags.add_argument("--save", type=Path, metavar="FOLDER", help="where checkpoints go; SIGUSR1 saves and ends")
+    flags.add_argument("--save-every", type=options.positive, metavar="STEPS", help="save so often; else once an epoch")
+    flags.add_argument("--keep", type=options.positive, default=KEEP, help="how many checkpoints stay")
+    flags.add_argument(
+        "--resume", nargs="?", const="", metavar="FOLDER",
+        help="go on from this checkpoint, or the newest of this folder; alone: from that of --save, if there is one",
+    )  # fmt: skip
     flags.add_argument("--enable-master-comm-opt", action="store_true", help="accepted, without effect")
     flags.add_argument("-v", "--verbose", action="store_true", help="tell loss and accuracy of every step")
     return flags
 
 
+def _add_image_flags(flags: argparse.ArgumentParser) -> None:
+    flags.add_argument("--fit", choices=FITS, default="scale", help="bring medical images to the size, or crop or pad")
+    flags.add_argument("--mask-threshold", type=int, help="the number of a mask above which a pixel is of class 1")
+    flags.add_argument(
+        "--augment",
+        type=_augmentations,
+        default=(),
+        help=f"some of {','.join(KINDS)} between commas; and crop: take random parts of medical images, unscaled",
+    )
+
+
+def _augmentations(text: str) -> tuple[str, ...]:
+    kinds = tuple(filter(None, (kind.strip() for kind in text.split(","))))
+    if unknown := [kind for kind in kinds if kind not in (*KINDS, _CROP)]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join((*KINDS, _CROP))}")
+    return kinds
+
+
+def resumed(chosen: argparse.Namespace) -> Path | None:
+    """The checkpoint, or folder of them, to go on from; None to begin. Raises PlanError, or CheckpointError."""
+    if chosen.resume != "":
+        return chosen.resume and Path(chosen.resume)
+    if not chosen.save:
+        raise PlanError("--resume without a folder goes on from that of --save, which is not given. Give one of them.")
+    return chosen.save if chosen.save.is_dir() and checkpoints(chosen.save) else None
+
+
 def without_effect(chosen: argparse.Namespace) -> Iterator[str]:
     """What is to be said of each flag that was given and changes nothing here."""
-    if chosen.num_workers:
-        yield "--num-workers has no effect: each rank reads its own part of the images by itself."
     if chosen.enable_master_comm_opt:
         yield (
             "--enable-master-comm-opt has no effect: in the predecessor it updated the two copies of GEMS in turn, to "
@@ -45,11 +98,35 @@ def without_effect(chosen: argparse.Namespace) -> Iterator[str]:
         )
 
 
+def applications(chosen: argparse.Namespace, images_per_step: int) -> tuple[LabelledImages, LabelledImages | None]:
+    """The images to train on, augmented, and those to judge by, if any. Raises PlanError, or ImageError."""
+    if chosen.validate_path and chosen.held_out is not None:
+        raise PlanError("--validate-path and --held-out both say which images are judged by. Give one of them.")
+    images, others = application(chosen, images_per_step), None
+    crops = _CROP in chosen.augment
+    judged = {**vars(chosen), "augment": (), "fit": "crop" if crops else chosen.fit}
+    if chosen.validate_path:
+        judged |= {"datapath": chosen.validate_path, "names": getattr(images, "names", None), "test": True}
+        others = application(argparse.Namespace(**judged), images_per_step)
+    elif chosen.held_out is not None:
+        _, others = parted(application(argparse.Namespace(**judged), images_per_step), chosen.held_out, chosen.seed)
+        images, _ = parted(images, chosen.held_out, chosen.seed)
+    kinds = [kind for kind in chosen.augment if kind != _CROP]
+    if not chosen.augment:
+        return images, others
+    augmented = Augmented(images, kinds, options.image_size(chosen.image_size) if crops else None)
+    if chosen.on_bad_image == "raise":
+        augmented.check()
+    return augmented, others
+
+
 def application(chosen: argparse.Namespace, images_per_step: int) -> LabelledImages:
     """The images that the flags ask for. Raises PlanError where there is no such application, or ImageError."""
     make = _APPLICATIONS.get(chosen.app)
     if make is None:
         raise PlanError(f"--app {chosen.app!r} is unknown. Choose one of {', '.join(_APPLICATIONS)}.")
+    if _CROP in chosen.augment and make is not _medical:
+        raise PlanError("--augment crop takes parts of images larger than --image-size: only --app medical has them.")
     images = make(chosen, options.image_size(chosen.image_size), images_per_step)
     if images.classes > chosen.num_classes:
         raise PlanError(
@@ -64,11 +141,19 @@ def _synthetic(chosen: argparse.Namespace, size: Size, images_per_step: int) -> 
 
 
 def _medical(chosen: argparse.Namespace, size: Size, images_per_step: int) -> LabelledImages:
-    return FolderImages(chosen.datapath, size)
+    wanted = None if _CROP in chosen.augment else size
+    check = chosen.on_bad_image == "raise"
+    if chosen.datapath.suffix.lower() == ".csv":
+        classes = None if chosen.mask_threshold is not None else chosen.num_classes
+        return table_images(chosen.datapath, wanted, chosen.fit, chosen.names, classes, chosen.mask_threshold, check)
+    images = folder_images(chosen.datapath, wanted, chosen.fit, chosen.names)
+    if check:
+        images.check()
+    return images
 
 
 def _cifar(chosen: argparse.Namespace, size: Size, images_per_step: int) -> LabelledImages:
-    return cifar_images(chosen.datapath, size)
+    return cifar_images(chosen.datapath, size, chosen.test)
 
 
 _APPLICATIONS: dict[str, Callable[[argparse.Namespace, Size, int], LabelledImages]] = {

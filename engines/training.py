@@ -17,7 +17,8 @@ from engines.comm.device import autocast_type, choose_device, memory_format, thr
 from engines.comm.world import World
 from engines.errors import ImageError, LossError, PlanError, TraceError
 from engines.layer.graph import ModelGraph, TensorSpec
-from engines.layer.trace import MODEL, answer, trace
+from engines.layer.names import OWNERS, StateNames, state_names
+from engines.layer.trace import answer, trace
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
 from engines.program.instructions import Phase
@@ -41,7 +42,8 @@ class Recipe:
     """All that a rank must know: plain data, so that a model defined in a notebook cell needs no file.
 
     `state` holds the weights and buffers that the rank needs, by the graph's names. The user's own
-    entries and kernels come along in `additions`. `loss_scale` is what float16 begins with.
+    entries and kernels come along in `additions`. `loss_scale` is what float16 begins with. `names` are those of the
+    plain model's `state_dict()`, and of the loss's.
     """
 
     graph: ModelGraph
@@ -54,6 +56,7 @@ class Recipe:
     clip_norm: float | None = None
     scheduler: Scheduler | None = None
     loss_scale: float = SCALE
+    names: Mapping[str, StateNames] = field(default_factory=dict)
 
     @property
     def step_specs(self) -> dict[str, TensorSpec]:
@@ -74,6 +77,11 @@ class Recipe:
         """What happens at an update beside the optimiser's step."""
         scaled = self.plan.precision == "float16"
         return UpdateRules(self.clip_norm, self.scheduler, self.loss_scale if scaled else None)
+
+    def of_rank(self, program: Program) -> Recipe:
+        """Only what one rank has to be sent; what no rank changes is with rank 0."""
+        names = {owner: names if program.rank == 0 else names.without_kept() for owner, names in self.names.items()}
+        return replace(self, state={n: self.state[n] for n in (*program.weights, *program.buffers)}, names=names)
 
 
 def prepare(
@@ -108,9 +116,10 @@ def prepare(
         graph = replace(graph, share=trace(model, loss, *parts, plan.precision, autocast_type(device)))
     compile_plan(graph, plan)
     _check_rules(optimiser, clip_norm, scheduler)
+    names = state_names(model, loss, {name for node in graph.nodes for name in node.reads})
     return Recipe(
         graph, plan, optimiser, _state(model, loss, graph), device, torch.initial_seed(), Additions.now(),
-        clip_norm, scheduler,
+        clip_norm, scheduler, names=names,
     )  # fmt: skip
 
 
@@ -173,9 +182,8 @@ def label_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
 
 
 def _state(model: nn.Module, loss: Loss, graph: ModelGraph) -> dict[str, Tensor]:
-    owners = {MODEL: model, "loss.": loss}
     found: dict[str, Tensor] = {}
-    for prefix, owner in owners.items():
+    for prefix, owner in zip(OWNERS.values(), (model, loss), strict=True):
         if isinstance(owner, nn.Module):
             found |= {f"{prefix}{name}": tensor.detach() for name, tensor in owner.named_parameters()}
             found |= {f"{prefix}{name}": tensor for name, tensor in owner.named_buffers()}
@@ -202,17 +210,27 @@ class RankTraining:
     def __init__(self, world: World, recipe: Recipe, overlap: bool = True) -> None:
         recipe.additions.adopt()
         program = Compiler(recipe.graph, recipe.plan, overlap=overlap).program(world.rank)
-        self.program, self.graph = program, recipe.graph
+        self.recipe, self.program, self.graph = recipe, program, recipe.graph
         self.device = choose_device(recipe.device, world.rank)
         self.threads = threads_of(recipe.plan, world.rank)
         self.weights = {name: self._own(recipe.state[name]) for name in program.weights}
         self.buffers = {name: self._own(recipe.state[name]) for name in program.buffers}
-        trained = [w.requires_grad_() for name, w in self.weights.items() if name in recipe.graph.trainable]
-        optimiser = recipe.optimiser(trained) if trained else None
+        self.kept = {
+            f"{prefix}{name}": tensor.clone()
+            for owner, prefix in OWNERS.items()
+            if owner in recipe.names and world.rank == 0
+            for name, tensor in recipe.names[owner].kept.items()
+        }
+        optimiser = recipe.optimiser(trained) if (trained := self.trained) else None
         self.worker = Worker(
             program, world, self.weights, self.buffers, optimiser, self.device, recipe.seed, recipe.rules,
             keeps_graphs=not recipe.plan.checkpoint_activations,
         )  # fmt: skip
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The weights that the optimiser moves, in its order."""
+        return [w.requires_grad_() for name, w in self.weights.items() if name in self.graph.trainable]
 
     def _own(self, tensor: Tensor) -> Tensor:
         """A copy on this rank's device, in the type and memory format that it holds them in."""
@@ -258,9 +276,11 @@ class RankTraining:
         return cut_inputs(self.program, inputs)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Copies of the rank's weights, gradients and buffers, on the host."""
+        """Copies of the rank's weights, gradients and buffers, and on rank 0 of what is kept, on the host."""
         grads = {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}
-        groups: dict[str, Any] = {"weights": self.weights, "gradients": grads, "buffers": self.buffers}
+        groups: dict[str, Any] = {
+            "weights": self.weights, "gradients": grads, "buffers": self.buffers, "kept": self.kept,
+        }  # fmt: skip
         return {
             group: {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
             for group, tensors in groups.items()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Protocol
 
-from engines.errors import ImageError, LossError, Mpi4dlError, PlanError, RankError, TraceError
+from engines.errors import CheckpointError, ImageError, LossError, Mpi4dlError, PlanError, RankError, TraceError
 from engines.host import Answer, Failure
 
 __all__ = ["DEATH", "Call", "Ranks"]
@@ -18,7 +18,7 @@ _GRACE_S = 0.35  # after a failure the other ranks come back by themselves in th
 
 DEATH = Failure("Death", "its process has ended (killed, perhaps for lack of memory, or by the code that it ran)")
 _SILENCE = Failure("Silence", "it does not answer any more, and the others could not go on without it")
-_TYPED = {kind.__name__: kind for kind in (ImageError, LossError, PlanError, RankError, TraceError)}
+_TYPED = {kind.__name__: kind for kind in (CheckpointError, ImageError, LossError, PlanError, RankError, TraceError)}
 
 
 class Ranks(Protocol):

@@ -4,44 +4,41 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from engines.bench.verify import STEPS, batches, comparable, rank_record, verdict
+from engines.checkpoint.load import check, load
+from engines.checkpoint.save import KEEP, save
 from engines.errors import ImageError, PlanError
+from engines.evaluation import HeldOut, plain_state
+from engines.images.feed import Feeding
+from engines.images.labelled import LabelledImages
 from engines.layer.graph import TensorSpec
-from engines.layer.trace import MODEL, first_names, plain_name
 from engines.layout import check_fits
+from engines.metrics import Scores
 from engines.oracle import Record
 from engines.plan import Plan
 from engines.program.compile import compile_plan
-from engines.program.program import Program
 from engines.program.timeline import Timeline
 from engines.program.update import Scheduler
 from engines.program.worker import Inputs
+from engines.train import Heard, stepped, told
 from engines.training import Loss, Optimiser, RankTraining, Recipe, StepReport, cut_inputs, prepare, sgd
+from mpi4dl_nb.fitting import Batch, BatchCourse, History, ImageCourse, continued, end, fit, held, is_images
 
 if TYPE_CHECKING:
     from engines.host import Host
     from mpi4dl_nb.cluster import Cluster
 
 __all__ = ["History", "Training"]
-
-Batch = tuple[Any, Any]
-
-
-@dataclass(frozen=True)
-class History:
-    """What `fit` saw: the loss of each step, and images per second over all of them."""
-
-    losses: tuple[float, ...]
-    images_per_s: float
 
 
 class Training:
@@ -78,13 +75,10 @@ class Training:
         )
         self.recipe = self._prepare(plan)
         self.programs = compile_plan(self.recipe.graph, plan)
-        self._id = uuid.uuid4().hex
-        self._reports: list[StepReport] = []
-        cluster.call(_create, self._id, per_rank=[(self._recipe_of(program),) for program in self.programs])
-
-    def _recipe_of(self, program: Program, recipe: Recipe | None = None) -> Recipe:
-        recipe = recipe or self.recipe
-        return replace(recipe, state={n: recipe.state[n] for n in (*program.weights, *program.buffers)})
+        self.name = uuid.uuid4().hex
+        self.reports: list[StepReport] = []
+        self.feed_state: Mapping[str, Any] | None = None  # where `fit` goes on in the images
+        cluster.call(_create, self.name, per_rank=[(self.recipe.of_rank(program),) for program in self.programs])
 
     def step(self, images: Any, labels: Any) -> float:
         """One training step on a batch; the loss before it.
@@ -93,27 +87,54 @@ class Training:
         Raises ImageError for a wrong shape or label, LossError for a loss that is not finite, and
         RankError where a rank fails; no weight has changed then.
         """
+        return told(self.take(images, labels)).loss
+
+    def take(self, images: Any, labels: Any) -> list[Heard]:
+        """One training step on a batch, as `step` does; what each rank knows of it."""
         whole = self._checked(images, labels)
         parts = [(cut_inputs(program, whole),) for program in self.programs]
-        self._reports = self.cluster.call(_step, self._id, per_rank=parts)
-        losses = {number: loss for report in self._reports for number, loss in report.losses.items()}
-        return sum(losses.values()) / len(losses)
+        answers = self.cluster.call(_step, self.name, len(whole["images"]), per_rank=parts)
+        self.reports = [report for report, _ in answers]
+        return [heard for _, heard in answers]
 
-    def fit(self, data: Iterable[Batch], epochs: int = 1, progress: bool = True) -> History:
-        """Train on the batches of `data`, `epochs` times, with a bar that shows loss and images per second."""
-        losses: list[float] = []
-        images, start_s = 0, time.perf_counter()
-        batches_seen = list(data) if isinstance(data, Iterator) else data
-        total = epochs * len(batches_seen) if isinstance(batches_seen, Sized) else None
-        with tqdm(total=total, unit="step", disable=not progress) as bar:
-            for _ in range(epochs):
-                for batch, labels in batches_seen:
-                    losses.append(self.step(batch, labels))
-                    images += len(batch)
-                    rate = images / (time.perf_counter() - start_s)
-                    bar.set_postfix_str(f"loss {losses[-1]:.4f}, {rate:.2f} images/s")
-                    bar.update()
-        return History(tuple(losses), images / (time.perf_counter() - start_s))
+    def fit(
+        self,
+        data: LabelledImages | Iterable[Batch],
+        epochs: int = 1,
+        progress: bool = True,
+        *,
+        held_out: LabelledImages | None = None,
+        log: str | PathLike[str] | None = None,
+        seed: int | None = None,
+        steps: int | None = None,
+        workers: int = 2,
+        on_bad_image: str = "raise",
+        go_on: bool = True,
+    ) -> History:
+        """Train for `epochs` epochs, with a bar that shows loss and images per second, and a line for each epoch.
+
+        `data` is batches of images and labels, or images that each rank reads by itself, its own pixels only, such
+        as a folder of pictures: these go in an order that follows from `seed` (0) alone, in epochs of at most `steps`
+        steps, read ahead by `workers` threads of each rank; a bad image ends the training, or is left out
+        (`on_bad_image="skip"`). After a break it goes on where it was, in the middle of an epoch too, unless
+        `go_on=False`; an epoch that has begun counts as one.
+
+        An interrupt ends it when the step under way is done, a second one at once; what it has learned is kept.
+
+        `held_out` images are judged after each epoch. `log` is a .csv, .json or .jsonl file, which gets a record for
+        each epoch; where TensorBoard is installed, so does the folder `NAME.tensorboard`.
+        Raises ImageError, on all ranks, where an image cannot be read, LossError, RankError or PlanError.
+        """
+        judge = None if held_out is None else HeldOut(self.model, self.loss, self.recipe, held_out, on_bad_image)
+
+        def evaluate() -> Scores | None:
+            return None if judge is None else judge.scores(self.cluster.call(_tensors, self.name))
+
+        if not is_images(data):
+            return fit(BatchCourse(self, data, evaluate), epochs, log, progress)
+        state = continued(self.feed_state, data, seed) if go_on else None
+        feeding = Feeding(seed or 0, steps, workers, on_bad_image)
+        return fit(ImageCourse(self, data, feeding, state, evaluate), epochs, log, progress)
 
     def verify(
         self, data: Iterable[Batch] | None = None, seed: int = 0, precision: str = "float64"
@@ -131,7 +152,7 @@ class Training:
         if not whole:
             raise ImageError("verify was given no batch. Give it at least one, or leave data out.")
         work = [
-            (self._recipe_of(program, recipe), [cut_inputs(program, batch) for batch in whole])
+            (recipe.of_rank(program), [cut_inputs(program, batch) for batch in whole])
             for program in compile_plan(recipe.graph, recipe.plan)
         ]
         records = self.cluster.call(_record, per_rank=work)
@@ -140,22 +161,39 @@ class Training:
 
     def timeline(self) -> Timeline:
         """What each rank did when in the last step. Raises PlanError before the first one."""
-        if not self._reports:
+        if not self.reports:
             raise PlanError("timeline() shows the last step, but none was run yet. Call step() or fit() first.")
-        return Timeline.of(report.events for report in self._reports)
+        return Timeline.of(report.events for report in self.reports)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights and buffers by the plain model's names, for `model.load_state_dict`."""
-        found: dict[str, Tensor] = {}
-        for tensors in self.cluster.call(_tensors, self._id):
-            held = tensors["weights"] | tensors["buffers"]
-            found |= {plain_name(name): t for name, t in held.items() if name.startswith(MODEL)}
-        first = {plain_name(name): plain_name(held) for name, held in first_names(self.model).items()}
-        return {name: found.get(first.get(name, name), own) for name, own in self.model.state_dict().items()}
+        return plain_state(self.recipe, self.cluster.call(_tensors, self.name))
+
+    def loss_state_dict(self) -> dict[str, Tensor]:
+        """Those of a loss that is a module, for `loss.load_state_dict`; empty where it has none."""
+        return plain_state(self.recipe, self.cluster.call(_tensors, self.name), "loss")
+
+    def save(self, folder: str | PathLike[str], keep: int = KEEP) -> Path:
+        """Write a checkpoint into `folder`, of which it keeps the last `keep`; where it is.
+
+        The weights are in `model.safetensors` there, for `model.load_state_dict(safetensors.torch.load_file(...))`.
+        Raises CheckpointError; the training can go on then, and the checkpoints before are as they were.
+        """
+        return self.cluster.call(_save, self.name, Path(folder).absolute(), self.feed_state, keep)[0]
+
+    def load(self, path: str | PathLike[str]) -> int:
+        """Go on from a checkpoint, or from the newest of a folder of them, saved under any plan; the steps it had done.
+
+        `fit` goes on where it was in its images. Raises CheckpointError before any rank has changed.
+        """
+        found = check(Path(path).absolute(), self.recipe)
+        self.cluster.call(_load, self.name, found.path)
+        self.feed_state = found.feed
+        return found.step
 
     def close(self) -> None:
         """Free the ranks' memory."""
-        self.cluster.call(_drop, self._id)
+        self.cluster.call(_drop, self.name)
 
     def _checked(self, images: Any, labels: Any, recipe: Recipe | None = None) -> dict[str, Tensor]:
         graph, specs = (recipe or self.recipe).graph, (recipe or self.recipe).step_specs
@@ -200,14 +238,8 @@ def _create(host: Host, name: str, recipe: Recipe) -> None:
     host.trainings[name] = RankTraining(host.world, recipe)
 
 
-def _held(host: Host, name: str) -> RankTraining:
-    if name not in host.trainings:
-        raise PlanError("The ranks hold this training no more: it was closed, or they were restarted. Make a new one.")
-    return host.trainings[name]
-
-
-def _step(host: Host, name: str, inputs: Inputs) -> StepReport:
-    return _held(host, name).step(inputs)
+def _step(host: Host, name: str, images: int, inputs: Inputs) -> tuple[StepReport, Heard]:
+    return stepped(held(host, name), inputs, images)
 
 
 def _record(host: Host, recipe: Recipe, parts: list[Inputs]) -> Record:
@@ -215,8 +247,17 @@ def _record(host: Host, recipe: Recipe, parts: list[Inputs]) -> Record:
 
 
 def _tensors(host: Host, name: str) -> dict[str, dict[str, Tensor]]:
-    return _held(host, name).tensors()
+    return held(host, name).tensors()
+
+
+def _save(host: Host, name: str, folder: Path, feed: Any, keep: int) -> Path:
+    return save(held(host, name), folder, feed, keep)
+
+
+def _load(host: Host, name: str, path: Path) -> None:
+    load(held(host, name), path)
 
 
 def _drop(host: Host, name: str) -> None:
+    end(host, name)
     host.trainings.pop(name, None)

@@ -16,14 +16,17 @@ from engines import options, train_options
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.together import together
 from engines.errors import ImageError, PlanError
+from engines.images.feed import Feeding
 from engines.images.labelled import LabelledImages, in_order
 from engines.images.own import OwnPart
 from engines.images.synthetic import SyntheticImages
+from engines.metrics import Counts
 from engines.models.unet import UNet
 from engines.oracle import OneProcess
 from engines.plan import Plan
+from engines.report import Epoch, Told, summary
 from engines.spatial.tiles import Tile
-from engines.train import Told, images_per_step, summary, train
+from engines.train import RankCourse, Ranks, images_per_step, run
 from engines.training import RankTraining, Recipe, prepare, sgd
 
 SIZE, BATCH, COUNT = (20, 26), 4, 40
@@ -63,10 +66,10 @@ def recipe(model: nn.Module, plan: Plan) -> Recipe:
 
 
 def whole_batch(images: LabelledImages, numbers: Sequence[int], per_pixel: bool) -> dict[str, torch.Tensor]:
-    classes = torch.tensor([images.label(number) for number in numbers])
-    labels = classes[:, None, None].expand(-1, *SIZE) if per_pixel else classes
-    pixels = torch.stack([images.part(number, Tile.whole(*SIZE)) for number in numbers])
-    return {"images": pixels.double(), "labels": labels.contiguous()}
+    whole = Tile.whole(*SIZE)
+    found = [images.mask(number, whole) if per_pixel else torch.tensor(images.label(number)) for number in numbers]
+    pixels = torch.stack([images.part(number, whole) for number in numbers])
+    return {"images": pixels.double(), "labels": torch.stack(found)}
 
 
 # ---- what a rank reads
@@ -98,10 +101,15 @@ class Spied(SyntheticImages):
     def __init__(self) -> None:
         super().__init__(9, SIZE, 3)
         self.asked: set[tuple[int, Tile]] = set()
+        self.masks: set[tuple[int, Tile]] = set()
 
-    def part(self, index: int, tile: Tile) -> torch.Tensor:
+    def part(self, index: int, tile: Tile, draw: int | None = None) -> torch.Tensor:
         self.asked.add((index, tile))
-        return super().part(index, tile)
+        return super().part(index, tile, draw)
+
+    def mask(self, index: int, tile: Tile, draw: int | None = None) -> torch.Tensor:
+        self.masks.add((index, tile))
+        return super().mask(index, tile, draw)
 
 
 def test_no_rank_reads_more_than_its_own_tile():
@@ -117,6 +125,43 @@ def test_no_rank_reads_more_than_its_own_tile():
     cut = plan.grids[0].cut(*SIZE)
     assert tiles == [{(number, tile) for number in (2, 4, 6, 8)} for tile in cut]
     assert last == set()
+
+
+def test_masks_travel_tiled():
+    plan = PLANS["tiles to the loss"]
+    made = recipe(MODELS["segmenter"], plan)
+
+    def asked(world: LoopbackWorld) -> tuple[set[tuple[int, Tile]], set[tuple[int, Tile]]]:
+        images = Spied()
+        OwnPart(RankTraining(world, made), images, made.step_specs).read([2, 4, 6, 8])
+        return images.asked, images.masks
+
+    expected = [{(number, tile) for number in (2, 4, 6, 8)} for tile in plan.grids[0].cut(*SIZE)]
+    assert run_ranks(plan.ranks, asked) == [(tiles, tiles) for tiles in expected]
+
+
+class Coarse(nn.Module):
+    """Answers for one of nine pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(3, 3, 3, stride=3)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_an_answer_for_several_pixels_is_for_the_one_in_their_middle():
+    images, plan = SyntheticImages(COUNT, (18, 27), 3), PLANS["tiles to the loss"]
+    made = prepare(Coarse(), plan, (1, 3, 18, 27), device="cpu")
+    whole = {"images": torch.zeros(1, 3, 18, 27), "labels": images.mask(4, Tile.whole(18, 27))[None, 1::3, 1::3]}
+
+    def check(world: LoopbackWorld) -> None:
+        training = RankTraining(world, made)
+        read = OwnPart(training, images, made.step_specs).read([4])
+        assert torch.equal(read[0]["labels"], training.cut(whole)[0]["labels"])
+
+    run_ranks(plan.ranks, check)
 
 
 # ---- what is told
@@ -146,37 +191,47 @@ def test_loss_and_accuracy_are_those_of_one_process(model: str, plan: Plan):
     assert count == BATCH * plan.batches
     images = SyntheticImages(2 * count + 1, SIZE, 3)
 
-    def told(world: LoopbackWorld) -> list[Told]:
-        return list(train(world, made, images, epochs=2, seed=5))
+    def course(world: LoopbackWorld) -> list[object]:
+        with RankCourse(world, RankTraining(world, made), made.step_specs, images, Feeding(seed=5)) as course:
+            return list(run(Ranks(course), epochs=2))
 
     expected = oracle(MODELS[model], plan, images, epochs=2, seed=5)
-    for steps in run_ranks(plan.ranks, told):
+    for events in run_ranks(plan.ranks, course):
+        steps = [event for event in events if isinstance(event, Told)]
+        assert [event.epoch for event in events if isinstance(event, Epoch)] == [0, 1]
         assert [(step.epoch, step.step) for step in steps] == [(0, 0), (0, 1), (1, 0), (1, 1)]
         assert [step.loss for step in steps] == pytest.approx([loss for loss, _ in expected], rel=1e-10)
-        assert [step.right for step in steps] == [right for _, right in expected]
-        assert all(step.judged == count * (SIZE[0] * SIZE[1] if model == "segmenter" else 1) for step in steps)
+        assert [sum(step.counts.right) for step in steps] == [right for _, right in expected]
+        assert all(
+            sum(step.counts.true) == count * (SIZE[0] * SIZE[1] if model == "segmenter" else 1) for step in steps
+        )
         assert all(step.images_per_s > 0 for step in steps)
 
 
+def judged(right: int) -> Counts:
+    return Counts((right, 0), (8, 0), (right, 8 - right))
+
+
 def test_a_summary_is_of_the_last_epoch():
-    steps = [Told(0, 0, 8, 2.0, 3.0, 1, 8), Told(1, 0, 8, 1.0, 2.0, 4, 8), Told(1, 1, 8, 4.0, 1.0, 6, 8)]
-    assert summary(steps) == {
+    steps = [Told(0, 0, 8, 2.0, 3.0, judged(1)), Told(1, 0, 8, 1.0, 2.0, judged(4)), Told(1, 1, 8, 4.0, 1.0, judged(6))]
+    assert summary(steps, Epoch.of(steps[1:], left_out=2)) == {
         "epochs": 2, "steps": 3, "images_per_step": 8, "images_per_s_mean": 4.6667, "images_per_s_median": 4.0,
-        "loss": 1.5, "accuracy": 0.625,
+        "loss": 1.5, "accuracy": 0.625, "data_wait": 0.0, "left_out": 2,
     }  # fmt: skip
 
 
 def test_what_is_not_judged_has_no_accuracy():
-    assert summary([Told(0, 0, 8, 2.0, 3.0, 0, 0)])["accuracy"] is None
+    steps = [Told(0, 0, 8, 2.0, 3.0, Counts())]
+    assert summary(steps, Epoch.of(steps))["accuracy"] is None
 
 
 class Broken(SyntheticImages):
     """One image cannot be read where the tile is not the first."""
 
-    def part(self, index: int, tile: Tile) -> torch.Tensor:
+    def part(self, index: int, tile: Tile, draw: int | None = None) -> torch.Tensor:
         if tile.cols.start:
             raise ImageError("picture 7 is damaged")
-        return super().part(index, tile)
+        return super().part(index, tile, draw)
 
 
 def test_what_one_rank_cannot_read_every_rank_is_told():
@@ -185,10 +240,10 @@ def test_what_one_rank_cannot_read_every_rank_is_told():
 
     def told(world: LoopbackWorld) -> str:
         with pytest.raises(ImageError) as caught:
-            next(train(world, made, Broken(8, SIZE, 3)))
+            RankCourse(world, RankTraining(world, made), made.step_specs, Broken(8, SIZE, 3), Feeding()).step()
         return str(caught.value)
 
-    assert run_ranks(plan.ranks, told) == ["picture 7 is damaged"] * plan.ranks
+    assert [text.partition(": ")[2] for text in run_ranks(plan.ranks, told)] == ["picture 7 is damaged"] * plan.ranks
 
 
 def test_what_the_system_says_of_a_file_reaches_every_rank():
@@ -207,7 +262,12 @@ def test_together_gives_back_what_each_rank_made():
 def test_fewer_images_than_a_step_takes():
     made = recipe(MODELS["classifier"], PLANS["one rank"])
     with pytest.raises(ImageError, match=r"There are 3 images, but a step takes 4\. Lower --batch-size"):
-        run_ranks(1, lambda world: next(train(world, made, SyntheticImages(3, SIZE, 3))))
+        run_ranks(
+            1,
+            lambda world: RankCourse(
+                world, RankTraining(world, made), made.step_specs, SyntheticImages(3, SIZE, 3), Feeding()
+            ),
+        )
 
 
 # ---- flags
@@ -245,7 +305,7 @@ def test_every_flag_of_the_predecessor_is_taken():
     )  # fmt: skip
     assert (given.num_layers, given.num_filters, given.num_classes, given.num_epochs) == (6, 64, 5, 2)
     said = list(train_options.without_effect(given))
-    assert [text.split()[0] for text in said] == ["--num-workers", "--enable-master-comm-opt"]
+    assert [text.split()[0] for text in said] == ["--enable-master-comm-opt"]
     assert all("has no effect" in text for text in said)
 
 
@@ -298,6 +358,31 @@ def test_a_training_is_told_as_the_predecessor_tells_it(mpiexec):
     assert line["images_per_s_mean"] > 0
     assert 0 <= line["accuracy"] <= 1
     assert line["loss"] > 0
+
+
+def test_a_damaged_picture_is_left_out_and_others_judge(mpiexec, tmp_path: Path):
+    """Read ahead by workers, told once; what held-out pictures say goes to the log."""
+    random = np.random.default_rng(0)
+    for number in range(12):
+        folder = tmp_path / "pictures" / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = random.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    (tmp_path / "pictures" / "b" / "11.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    log = tmp_path / "log.csv"
+    images = ("--app", "medical", "--datapath", tmp_path / "pictures", "--held-out", 0.2)
+    more = ("--num-workers", 2, "--on-bad-image", "skip", "--log", log, "--num-epochs", 2)
+    done = mpiexec(5, "-m", "engines", "train", *FLAGS, *images, *more)
+    assert done.returncode == 0, done.stderr
+    left_out = [line for line in done.stdout.splitlines() if line.startswith("Left out from now on: ")]
+    assert len(left_out) == 1
+    assert "11.png" in left_out[0]
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert line["steps"] == 8
+    assert 0 <= line["held_out_accuracy"] <= 1
+    header, *records = log.read_text().splitlines()
+    assert len(records) == 2
+    assert records[1].split(",")[header.split(",").index("held_out_loss")] == str(line["held_out_loss"])
 
 
 def test_a_damaged_picture_ends_every_rank(mpiexec, tmp_path: Path):

@@ -6,24 +6,24 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from engines.comm.world import World
-from engines.errors import ImageError
+from engines.errors import ImageError, Mpi4dlError
 
 __all__ = ["together"]
 
 Made = TypeVar("Made")
 
 
-def together(world: World, work: Callable[[], Made]) -> Made:
-    """What `work` makes on this rank; collective. Where it fails on one rank, every rank raises its ImageError.
+def together(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] = ImageError) -> Made:
+    """What `work` makes on this rank; collective. Where it fails on one rank, every rank raises its error of that kind.
 
     What the system says of files (OSError) becomes one.
     """
     made, failure = None, ""
     try:
         made = work()
-    except (ImageError, OSError) as error:
+    except (kind, OSError) as error:
         failure = str(error) or type(error).__name__
     for text in world.gather(failure):
         if text:
-            raise ImageError(text)
+            raise kind(text)
     return made  # type: ignore[return-value]

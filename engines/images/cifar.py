@@ -16,39 +16,46 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engines.errors import ImageError
-from engines.images.folder import FolderImages
-from engines.images.labelled import LabelledImages, network_input, resized
+from engines.images.folder import folder_images
+from engines.images.labelled import LabelledImages, OneClass, network_input
+from engines.images.scaling import scaled
 from engines.spatial.tiles import Tile
 
 __all__ = ["CifarImages", "cifar_images"]
 
 _SIDE, _CLASSES = 32, 10
 _PIXELS = 3 * _SIDE * _SIDE
-_FORMS = (("cifar-10-batches-bin", "data_batch_*.bin"), ("cifar-10-batches-py", "data_batch_[0-9]"))
+_FORMS = {
+    False: (("cifar-10-batches-bin", "data_batch_*.bin"), ("cifar-10-batches-py", "data_batch_[0-9]")),
+    True: (("cifar-10-batches-bin", "test_batch.bin"), ("cifar-10-batches-py", "test_batch")),
+}
+"""Folder and files, of the images to train on and of those to test with."""
 
 Bytes = NDArray[np.uint8]
 
 
-def cifar_images(folder: Path, size: tuple[int, int]) -> LabelledImages:
-    """The training images of CIFAR-10 in a folder, or in the folder inside that its archives make, scaled to `size`.
+def cifar_images(folder: Path, size: tuple[int, int], test: bool = False) -> LabelledImages:
+    """The images of CIFAR-10 in a folder, or in the folder inside that its archives make, scaled to `size`.
 
-    A folder that has a folder of pictures for each class will do as well. Raises ImageError where there is
-    neither, or a file is damaged.
+    They are those to train on, or with `test` those that are to be held out. A folder that has a folder of pictures
+    for each class will do as well. Raises ImageError where there is neither, or a file is damaged.
     """
-    for inside, pattern in _FORMS:
+    for inside, pattern in _FORMS[test]:
         files = sorted(folder.glob(pattern)) or sorted((folder / inside).glob(pattern))
         if files:
             return CifarImages([_read(path) for path in files], size)
-    if folder.is_dir() and any(path.is_dir() for path in folder.iterdir()):
-        return FolderImages(folder, size)
+    others = {path.name for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else set()
+    if others - {inside for inside, _ in _FORMS[test]}:
+        return folder_images(folder, size)
+    binary, pickled = (pattern.replace("*", "1").replace("[0-9]", "1") for _, pattern in _FORMS[test])
     raise ImageError(
-        f"There is no CIFAR-10 in {folder} (looked for in {Path.cwd()}): neither data_batch_1.bin nor data_batch_1, "
+        f"There is no CIFAR-10 in {folder} (looked for in {Path.cwd()}): neither {binary} nor {pickled}, "
         "nor a folder of pictures for each class. Unpack cifar-10-binary.tar.gz or cifar-10-python.tar.gz there (from "
         "https://www.cs.toronto.edu/~kriz/cifar.html; nothing is downloaded here), or set --datapath."
     )
 
 
-class CifarImages:
+class CifarImages(OneClass):
     """Batches of (N, 3072) bytes, red before green before blue, with (N,) classes, scaled to `size` when read."""
 
     classes = _CLASSES
@@ -61,11 +68,20 @@ class CifarImages:
     def __len__(self) -> int:
         return len(self.places)
 
-    def part(self, index: int, tile: Tile) -> Tensor:
+    def name(self, index: int) -> str:
+        """Which batch and image of it, both from 0."""
+        return "CIFAR-10, batch {}, image {}".format(*self.places[index])
+
+    def shape(self, index: int) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return self.size
+
+    def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
         """(3, h, w), float32 from -1 to 1."""
         batch, row = self.places[index]
         pixels = self.batches[batch][0][row].reshape(3, _SIDE, _SIDE).transpose(1, 2, 0)
-        return network_input(resized(np.ascontiguousarray(pixels), self.size), tile)
+        whole = Tile.whole(_SIDE, _SIDE)
+        return network_input(scaled(lambda tile: pixels[tile.within(whole)], (_SIDE, _SIDE), self.size, tile))
 
     def label(self, index: int) -> int:
         """The class that its file says."""

@@ -7,18 +7,21 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from engines.images.picture import Pixels
 from engines.spatial.draws import step_seed
 from engines.spatial.tiles import Tile
 
-__all__ = ["LabelledImages", "in_order", "network_input", "resized"]
+__all__ = ["LabelledImages", "OneClass", "in_order", "network_input"]
 
 
 class LabelledImages(Protocol):
-    """All of one size. The same on every rank, whichever parts a rank reads."""
+    """Of one size, but for those that crops are taken from. The same on every rank, whichever parts a rank reads.
+
+    `draw` is the number that everything random in the augmentation of an image follows from, and nothing else:
+    the parts of an image that ranks read with one number belong together. None is the image as it is.
+    """
 
     @property
     def classes(self) -> int:
@@ -27,7 +30,16 @@ class LabelledImages(Protocol):
     def __len__(self) -> int:
         """How many there are."""
 
-    def part(self, index: int, tile: Tile) -> Tensor:
+    def name(self, index: int) -> str:
+        """For messages: which image that is, such as its path."""
+
+    def slide(self, index: int) -> str:
+        """What it was taken from, by any name: images of one slide resemble each other."""
+
+    def shape(self, index: int) -> tuple[int, int]:
+        """Height and width in pixels of one image."""
+
+    def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
         """(3, h, w), float32 from -1 to 1: the pixels of `tile` of one image.
 
         Raises ImageError where the image cannot be read.
@@ -35,6 +47,32 @@ class LabelledImages(Protocol):
 
     def label(self, index: int) -> int:
         """The class of one image, from 0 to `classes` - 1."""
+
+    def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
+        """(h, w), int64: the class of each pixel of `tile` of one image.
+
+        Raises ImageError where the mask cannot be read.
+        """
+
+
+class OneClass:
+    """For images without masks: each pixel of an image has the class of the image, and each is a slide of its own."""
+
+    def name(self, index: int) -> str:
+        """Which image that is."""
+        raise NotImplementedError
+
+    def slide(self, index: int) -> str:
+        """Its name."""
+        return self.name(index)
+
+    def label(self, index: int) -> int:
+        """The class of one image."""
+        raise NotImplementedError
+
+    def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
+        """(h, w), int64."""
+        return torch.full(tile.shape, self.label(index))
 
 
 def in_order(count: int, seed: int, epoch: int) -> Sequence[int]:
@@ -48,15 +86,7 @@ def in_order(count: int, seed: int, epoch: int) -> Sequence[int]:
     return order
 
 
-def resized(pixels: Pixels, size: tuple[int, int]) -> Pixels:
-    """(H, W, 3) -> (height, width, 3) by Pillow's bilinear filter, which averages where it shrinks."""
-    if pixels.shape[:2] == size:
-        return pixels
-    return np.asarray(Image.fromarray(pixels).resize(size[::-1], Image.Resampling.BILINEAR))
-
-
-def network_input(pixels: Pixels, tile: Tile) -> Tensor:
-    """(H, W, 3) bytes -> (3, h, w), the pixels of `tile`: mean and deviation 0.5, as the predecessor has them."""
-    rows, cols = tile.rows, tile.cols
-    part = np.ascontiguousarray(pixels[rows.start : rows.stop, cols.start : cols.stop].transpose(2, 0, 1))
+def network_input(pixels: Pixels) -> Tensor:
+    """(h, w, 3) bytes -> (3, h, w): mean and deviation 0.5, as the predecessor has them."""
+    part = np.array(pixels.transpose(2, 0, 1), order="C")  # of its own, and writable
     return torch.from_numpy(part).float().div_(255).sub_(0.5).div_(0.5)

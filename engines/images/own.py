@@ -2,76 +2,147 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engines.errors import ImageError
 from engines.images.labelled import LabelledImages
+from engines.images.order import Drawn
 from engines.layer.graph import TensorSpec
 from engines.program.worker import Inputs
 from engines.spatial.tiles import Span, Tile
 from engines.training import RankTraining
 
-__all__ = ["OwnPart"]
+__all__ = ["OwnPart", "Piece"]
+
+_AXES = (0, -2, -1)  # of images, rows and columns
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is read at once: of the `images` or `labels` of one image the pixels of `tile`, or its one label."""
+
+    name: str
+    index: int
+    tile: Tile | None
+    draw: int | None
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Of one micro-batch: the images of the step, by their place in it, and the pixels of each; the labels likewise."""
+    """Of the images or the labels of a micro-batch: which places of the step, and which pixels of each image.
 
-    images: Sequence[int] = ()
-    tile: Tile | None = None
-    labels: Tensor | None = None
+    `rows` and `cols` are pixels of the images, in order; what has no pixels has none of them.
+    """
+
+    shape: Sequence[int]
+    places: Sequence[int]
+    rows: Tensor
+    cols: Tensor
+
+    @property
+    def tile(self) -> Tile | None:
+        """The smallest that holds its pixels; None where it has none."""
+        if not len(self.rows):
+            return None
+        return Tile(*(Span(int(px[0]), int(px[-1]) + 1) for px in (self.rows, self.cols)))
+
+    def pieces(self, name: str, step: Sequence[Drawn]) -> list[Piece]:
+        """One for each image, in the order of its places."""
+        tile = self.tile
+        drawn = [step[place] for place in self.places]
+        return [Piece(name, index, tile, draw if tile else None) for index, draw in drawn]
 
 
 class OwnPart:
     """This rank's part of the steps of a training, whose whole inputs are as `specs` say.
 
     Which images and pixels that is, is asked of the training itself: places are cut as pixels are, so that there is
-    one rule for who gets what. Where the model answers for each pixel, all pixels of an image have its class.
+    one rule for who gets what. Where the model answers for each pixel, its labels are the masks of the images, of
+    which a rank reads its own part too. Where it answers for fewer pixels than an image has, each answer is for the
+    pixel in its middle.
     """
 
     def __init__(self, training: RankTraining, images: LabelledImages, specs: Mapping[str, TensorSpec]) -> None:
         self.images = images
-        self.dtype = getattr(torch, specs["images"].dtype)
-        numbers, rows, cols = (training.cut(_places(specs, axis)) for axis in (0, 2, 3))
-        self.parts = {number: _part(numbers[number], rows[number], cols[number]) for number in numbers}
+        self.size = specs["images"].shape[2:]
+        self.dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}
+        cut = [training.cut(_places(specs, axis)) for axis in _AXES]
+        self.parts = {
+            number: {name: _part(*(places[number][name] for places in cut)) for name in cut[0][number]}
+            for number in cut[0]
+        }
 
-    def read(self, step: Sequence[int]) -> Inputs:
-        """The parts of the images with these numbers. Raises ImageError where one cannot be read."""
-        return {number: self._read(part, step) for number, part in self.parts.items()}
+    def read(self, step: Sequence[int], draws: Sequence[int] | None = None) -> Inputs:
+        """The parts of the images with these numbers, each augmented from its draw.
 
-    def _read(self, part: _Part, step: Sequence[int]) -> dict[str, Tensor]:
-        found = {}
-        if part.tile is not None:
-            pixels = [self.images.part(step[place], part.tile) for place in part.images]
-            found["images"] = torch.stack(pixels).to(self.dtype)
-        if part.labels is not None:
-            found["labels"] = torch.tensor([self.images.label(number) for number in step])[part.labels]
-        return found
+        Raises ImageError where one cannot be read.
+        """
+        return self.joined(list(zip(step, draws or [None] * len(step), strict=True)), self.fetch)
+
+    def pieces(self, step: Sequence[Drawn]) -> Iterator[Piece]:
+        """All that is to be read for a step."""
+        for parts in self.parts.values():
+            for name, part in parts.items():
+                yield from part.pieces(name, step)
+
+    def fetch(self, piece: Piece) -> Tensor:
+        """Read a piece: (3, h, w) or (h, w) or (). Several threads may do so. Raises ImageError."""
+        if piece.tile is None:
+            return torch.tensor(self.images.label(piece.index))
+        if (shape := self.images.shape(piece.index)) != self.size:
+            raise ImageError(
+                f"{self.images.name(piece.index)} has {shape[0]} x {shape[1]} pixels, but the training was made for "
+                f"{self.size[0]} x {self.size[1]}. Have the images scaled or cut to that size."
+            )
+        read = self.images.part if piece.name == "images" else self.images.mask
+        return read(piece.index, piece.tile, piece.draw)
+
+    def joined(self, step: Sequence[Drawn], read: Callable[[Piece], Tensor]) -> Inputs:
+        """The parts of a step, whose pieces are what `read` says."""
+        return {
+            number: {name: self._joined(name, part, part.pieces(name, step), read) for name, part in parts.items()}
+            for number, parts in self.parts.items()
+        }
+
+    def _joined(self, name: str, part: _Part, pieces: Sequence[Piece], read: Callable[[Piece], Tensor]) -> Tensor:
+        found = torch.stack([read(piece) for piece in pieces])
+        if name == "labels":
+            found = _spread(found, part)
+        return found.to(self.dtypes[name])
+
+
+def _spread(found: Tensor, part: _Part) -> Tensor:
+    """(N,) classes, or (N, h, w) of all pixels, as the labels of a part have them."""
+    if len(part.rows):
+        found = found[:, part.rows - part.rows[0]][:, :, part.cols - part.cols[0]]
+    ones = [1] * (len(part.shape) - found.dim())
+    return found.view(len(found), *ones, *found.shape[1:]).expand(part.shape)
 
 
 def _places(specs: Mapping[str, TensorSpec], axis: int) -> dict[str, Tensor]:
-    """Whole inputs of one channel that hold each pixel's place along one axis, without memory of their own."""
+    """Whole inputs that hold each entry's place along one axis of the images, without memory of their own."""
     images, labels = specs["images"].shape, specs["labels"].shape
-    return {"images": _along((images[0], 1, *images[2:]), axis), "labels": _along(labels, 0)}
+    of_labels = 0 if len(labels) < 3 else axis
+    return {
+        "images": _along((images[0], 1, *images[2:]), axis, images[axis]),
+        "labels": _along(labels, of_labels, images[of_labels]),
+    }
 
 
-def _along(shape: Sequence[int], axis: int) -> Tensor:
+def _along(shape: Sequence[int], axis: int, size: int) -> Tensor:
+    """The middles of the entries, in places of an axis that has `size`: 0, 1, 2 ... where there are as many."""
     view = [1] * len(shape)
     view[axis] = shape[axis]
-    return torch.arange(shape[axis], dtype=torch.int32).view(view).expand(*shape)
+    middles = (2 * torch.arange(shape[axis]) + 1) * size // (2 * shape[axis])
+    return middles.view(view).expand(*shape)
 
 
-def _part(numbers: Mapping[str, Tensor], rows: Mapping[str, Tensor], cols: Mapping[str, Tensor]) -> _Part:
-    labels = numbers.get("labels")
-    if "images" not in numbers:
-        return _Part(labels=labels)
-    tile = Tile(_span(rows["images"][0, 0, :, 0]), _span(cols["images"][0, 0, 0, :]))
-    return _Part(numbers["images"][:, 0, 0, 0].tolist(), tile, labels)
-
-
-def _span(places: Tensor) -> Span:
-    return Span(int(places[0]), int(places[-1]) + 1)
+def _part(places: Tensor, rows: Tensor, cols: Tensor) -> _Part:
+    of_images = places[(slice(None), *[0] * (places.dim() - 1))].tolist()
+    if places.dim() < 3:
+        return _Part(places.shape, of_images, places[:0], places[:0])
+    return _Part(places.shape, of_images, rows.flatten(0, -3)[0, :, 0], cols.flatten(0, -3)[0, 0])

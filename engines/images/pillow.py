@@ -20,7 +20,7 @@ from engines.images.arrays import on_white
 from engines.images.files import changed, check_size, reasons
 from engines.images.reader import Level, Pixels, Reader
 
-__all__ = ["FORMATS", "PillowPicture"]
+__all__ = ["FORMATS", "PillowPicture", "quiet_at_any_size"]
 
 FORMATS = ("PNG", "JPEG", "TIFF")
 KEPT_BYTES = 1 << 26  # of decoded pictures that nobody holds any more
@@ -88,7 +88,7 @@ _SETTINGS = threading.Lock()  # Pillow's limit and Python's warnings are setting
 
 
 @contextmanager
-def _quiet_at_any_size() -> Iterator[None]:
+def quiet_at_any_size() -> Iterator[None]:
     """Pillow takes a picture of 180 million pixels for an attack; ours are meant to be large.
 
     What it warns of (an EXIF block that is damaged, a short read) either ends in an error or takes nothing away.
@@ -106,7 +106,7 @@ def _decode(path: Path) -> Pixels:
     try:
         with reasons(path):
             file = BytesIO(path.read_bytes())  # which, unlike a file, makes no room for more than there is
-            with _quiet_at_any_size():
+            with quiet_at_any_size():
                 image = Image.open(file, formats=FORMATS)
                 _check_mode(path, image)
                 check_size(path, image.height, image.width)

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from engines.images.labelled import OneClass
 from engines.spatial.draws import uniform
 from engines.spatial.tiles import Tile
 
@@ -15,8 +16,8 @@ __all__ = ["SyntheticImages"]
 _CPU = torch.device("cpu")
 
 
-class SyntheticImages:
-    """`count` images of `size` = (height, width) pixels, uniformly random, with random classes.
+class SyntheticImages(OneClass):
+    """`count` images of `size` = (height, width) pixels, uniformly random, with random classes of images and of pixels.
 
     >>> from engines.spatial.tiles import Span
     >>> images = SyntheticImages(count=2, size=(4, 6), classes=10)
@@ -31,12 +32,28 @@ class SyntheticImages:
     def __len__(self) -> int:
         return self.count
 
-    def part(self, index: int, tile: Tile) -> Tensor:
+    def name(self, index: int) -> str:
+        """Its number."""
+        return f"random image {index}"
+
+    def shape(self, index: int) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return self.size
+
+    def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
         """(3, h, w), float32 from -1 to 1; only these pixels are drawn."""
-        spans = zip(self.size, (tile.rows, tile.cols), strict=True)
-        place = [(3, 0, 3), *((size, span.start, span.stop) for size, span in spans)]
-        return uniform(self.seed, 2 * index, place, _CPU).mul_(2).sub_(1).float()
+        return self._drawn(3 * index, 3, tile).mul_(2).sub_(1).float()
 
     def label(self, index: int) -> int:
         """Its class."""
-        return math.floor(uniform(self.seed, 2 * index + 1, [], _CPU).item() * self.classes)
+        return math.floor(uniform(self.seed, 3 * index + 1, [], _CPU).item() * self.classes)
+
+    def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
+        """(h, w), int64; only these pixels are drawn."""
+        return self._drawn(3 * index + 2, 1, tile)[0].mul_(self.classes).long()
+
+    def _drawn(self, number: int, channels: int, tile: Tile) -> Tensor:
+        """(channels, h, w), float64 of [0, 1)."""
+        spans = zip(self.size, (tile.rows, tile.cols), strict=True)
+        place = [(channels, 0, channels), *((size, span.start, span.stop) for size, span in spans)]
+        return uniform(self.seed, number, place, _CPU)

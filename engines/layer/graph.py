@@ -8,10 +8,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-__all__ = ["MODEL", "WITHOUT_GRADIENT", "ModelGraph", "Node", "Ref", "TensorSpec", "behind", "plain_name", "references"]
+__all__ = [
+    "LOSS",
+    "MODEL",
+    "WITHOUT_GRADIENT",
+    "ModelGraph",
+    "Node",
+    "Ref",
+    "TensorSpec",
+    "behind",
+    "plain_name",
+    "references",
+]
 
-MODEL = "model."
-"""What the names of the model's own weights and buffers begin with; those of the loss do not."""
+MODEL, LOSS = "model.", "loss."
+"""What the names of the model's own weights and buffers begin with, and those of a loss that is a module."""
 
 WITHOUT_GRADIENT = frozenset(
     f"aten.{name}.default"
@@ -145,12 +156,12 @@ class ModelGraph:
 
 
 def plain_name(name: str) -> str:
-    """The name that a weight or buffer has in the user's model.
+    """The name that a weight or buffer has in the user's model; of the loss, what no module's name looks like.
 
-    >>> plain_name("model.stem.weight")
-    'stem.weight'
+    >>> plain_name("model.stem.weight"), plain_name("loss.weight")
+    ('stem.weight', 'loss: weight')
     """
-    return name.removeprefix(MODEL)
+    return f"loss: {name.removeprefix(LOSS)}" if name.startswith(LOSS) else name.removeprefix(MODEL)
 
 
 def behind(loss: str, nodes: Sequence[Node]) -> set[str]:

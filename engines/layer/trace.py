@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 from engines.errors import TraceError
 from engines.layer.answers import prediction_of, tensors_of
 from engines.layer.casts import with_casts
-from engines.layer.graph import MODEL, ModelGraph, TensorSpec, plain_name
+from engines.layer.graph import LOSS, MODEL, ModelGraph, TensorSpec, plain_name
 from engines.layer.reader import Reader, spec_of
 from engines.plan import HALF
 
-__all__ = ["MODEL", "answer", "first_names", "plain_name", "trace"]
+__all__ = ["LOSS", "MODEL", "answer", "first_names", "plain_name", "trace"]
 
 _ONE_AT_A_TIME = threading.Lock()  # torch.export keeps global state; ranks may be threads
 
@@ -88,7 +88,7 @@ def trace(
 def first_names(*owners: object) -> dict[str, str]:
     """Every name of the weights and buffers of a model, and of its loss if given -> the first one of that tensor."""
     names: dict[str, str] = {}
-    for prefix, owner in zip((MODEL, "loss."), owners, strict=False):
+    for prefix, owner in zip((MODEL, LOSS), owners, strict=False):
         if isinstance(owner, nn.Module):
             first: dict[int, str] = {}
             for named in (owner.named_parameters, owner.named_buffers):

@@ -15,7 +15,7 @@ from PIL import Image
 
 from engines.errors import ImageError
 from engines.images.cifar import cifar_images
-from engines.images.folder import FolderImages
+from engines.images.folder import folder_images
 from engines.images.labelled import LabelledImages, in_order
 from engines.images.synthetic import SyntheticImages
 from engines.spatial.tiles import Grid, Tile
@@ -60,7 +60,7 @@ KINDS: dict[str, Callable[[Path], LabelledImages]] = {
     "cifar, binary": lambda path: cifar_images(binary(path), SIZE),
     "cifar, pickled": lambda path: cifar_images(pickled(path), SIZE),
     "cifar, folder": lambda path: cifar_images(pictures(path), SIZE),
-    "folder": lambda path: FolderImages(pictures(path), SIZE),
+    "folder": lambda path: folder_images(pictures(path), SIZE),
 }
 
 
@@ -78,6 +78,15 @@ def test_parts_are_those_of_the_whole_to_the_bit(make: Callable[[Path], Labelled
             assert part.is_contiguous()
             assert torch.equal(part, whole[(slice(None), *tile.within(Tile.whole(*SIZE)))])
         assert 0 <= images.label(index) < images.classes
+        assert images.shape(index) == SIZE
+        mask = images.mask(index, Tile.whole(*SIZE))
+        assert (mask.dtype, mask.shape) == (torch.int64, SIZE)
+        assert 0 <= mask.min() <= mask.max() < images.classes
+        for tile in Grid(3, 2).cut(*SIZE):
+            assert torch.equal(images.mask(index, tile), mask[tile.within(Tile.whole(*SIZE))])
+    names = [images.name(index) for index in range(len(images))]
+    assert len(set(names)) == len(names)
+    assert [images.slide(index) for index in range(len(images))] == names
 
 
 # ---- synthetic
@@ -98,6 +107,19 @@ def test_random_classes_are_spread_evenly():
     images = SyntheticImages(4000, (1, 1), 4)
     counts = torch.bincount(torch.tensor([images.label(index) for index in range(4000)]), minlength=4)
     assert counts.min() > 900
+
+
+def test_random_masks_are_drawn_pixel_by_pixel():
+    images, whole = SyntheticImages(3, (60, 60), 4), Tile.whole(60, 60)
+    masks = [images.mask(index, whole) for index in range(3)]
+    counts = torch.bincount(masks[0].flatten(), minlength=4)
+    assert counts.min() > 750
+    assert not torch.equal(masks[0], masks[1])
+
+
+def test_without_masks_each_pixel_has_the_class_of_its_image(tmp_path: Path):
+    images = cifar_images(binary(tmp_path), SIZE)
+    assert [images.mask(index, Tile.whole(2, 3)).unique().tolist() for index in range(6)] == [[c] for c in CLASSES]
 
 
 # ---- CIFAR-10
@@ -193,15 +215,15 @@ def test_where_there_is_no_cifar(folder: str, tmp_path: Path):
 
 
 def test_classes_and_files_are_in_the_order_of_their_names(tmp_path: Path):
-    images = FolderImages(pictures(tmp_path), SIZE)
-    assert [path.name for path, _ in images.files] == ["1.png", "2.JPG", "1.tiff"]
+    images = folder_images(pictures(tmp_path), SIZE)
+    assert [example.path.name for example in images.examples] == ["1.png", "2.JPG", "1.tiff"]
     assert [images.label(index) for index in range(3)] == [0, 0, 1]
-    assert (images.classes, images.names) == (2, ["a", "b"])
+    assert (images.classes, images.names) == (2, ("a", "b"))
 
 
 def test_a_picture_of_the_right_size_keeps_its_pixels(tmp_path: Path):
     pixels = np.asarray(Image.open(pictures(tmp_path) / "a" / "1.png"))
-    part = FolderImages(tmp_path, SIZE).part(0, Tile.whole(*SIZE))
+    part = folder_images(tmp_path, SIZE).part(0, Tile.whole(*SIZE))
     assert torch.equal(((part + 1) * 127.5).round().byte(), torch.from_numpy(pixels.copy()).permute(2, 0, 1))
 
 
@@ -209,15 +231,15 @@ def test_a_damaged_picture_is_named(tmp_path: Path):
     path = pictures(tmp_path) / "a" / "1.png"
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(ImageError, match=r"1\.png is damaged"):
-        FolderImages(tmp_path, SIZE).part(0, Tile.whole(*SIZE))
+        folder_images(tmp_path, SIZE).part(0, Tile.whole(*SIZE))
 
 
 def test_folders_without_pictures(tmp_path: Path):
     with pytest.raises(ImageError, match=r"not there is not a folder .*--datapath"):
-        FolderImages(tmp_path / "not there", SIZE)
+        folder_images(tmp_path / "not there", SIZE)
     (tmp_path / "cats").mkdir()
-    with pytest.raises(ImageError, match="has 1 folders and no picture in them"):
-        FolderImages(tmp_path, SIZE)
+    with pytest.raises(ImageError, match="has 1 folders and no picture in them: cats"):
+        folder_images(tmp_path, SIZE)
 
 
 # ---- order

@@ -1,0 +1,52 @@
+"""A training that is asked to end by a signal: it ends where it can be saved."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from engines.errors import Mpi4dlError
+
+__all__ = ["Interrupts", "StoppedError"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""`mpiexec` hands only the last one on: told to end by the others, it ends the ranks at once."""
+
+
+class StoppedError(Mpi4dlError):
+    """A training has ended because it was asked to, by signal `number`; where it is saved is said."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+class Interrupts:
+    """Within it, the first signal is only noted: calling it tells which one, 0 for none. The next one does as before.
+
+    Only the main thread of a process can do this.
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals] = _SIGNALS) -> None:
+        self._number, self._signals = 0, signals
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __call__(self) -> int:
+        return self._number
+
+    def __enter__(self) -> Interrupts:
+        self._before = {number: signal.signal(number, self._note) for number in self._signals}
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._number = number
+        self._give_back()

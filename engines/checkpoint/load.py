@@ -1,0 +1,112 @@
+"""Ranks load a training together: each reads what it holds, and nothing is changed until all of them could."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engines.checkpoint.fits import check_fits_recipe
+from engines.checkpoint.optimisers import state_dict_of
+from engines.checkpoint.stored import STATE, Checkpoint, tensors_of
+from engines.checkpoint.values import from_json
+from engines.comm.together import together
+from engines.errors import CheckpointError
+from engines.layer.names import OWNERS
+from engines.program.update import Descent
+from engines.training import RankTraining, Recipe
+
+__all__ = ["check", "load"]
+
+
+def check(path: Path, recipe: Recipe) -> Checkpoint:
+    """The checkpoint at `path`, or the newest of that folder, read once in full. Raises CheckpointError."""
+    checkpoint = Checkpoint.open(path)
+    check_fits_recipe(checkpoint, recipe)
+    return checkpoint
+
+
+def load(training: RankTraining, path: Path) -> Checkpoint:
+    """Go on from the checkpoint at `path`, or the newest of that folder; collective, between steps.
+
+    It may have been saved under any other plan. Every rank reads the file by itself. Weights keep the types that this
+    plan has; the loss scale is that of the checkpoint, where both have one.
+    Raises CheckpointError on every rank; then nothing has changed on any.
+    """
+    world = training.worker.world
+    first = together(world, lambda: None if world.rank else check(path, training.recipe).path, CheckpointError)
+    found = world.gather(first)[0]
+    staged = together(world, partial(_staged, training, found), CheckpointError)
+    staged.adopt(training)
+    return staged.checkpoint
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """All that a rank has read, ready to be taken over: what is left to do cannot fail."""
+
+    checkpoint: Checkpoint
+    tensors: Mapping[str, Tensor]
+    descent: Descent
+
+    @torch.no_grad()
+    def adopt(self, training: RankTraining) -> None:
+        for held in (training.weights, training.buffers, training.kept):
+            for name in held.keys() & self.tensors.keys():
+                held[name].copy_(self.tensors[name])
+        training.worker.descent = self.descent
+        training.worker.steps, training.worker.seed = self.checkpoint.step + 1, self.checkpoint.manifest["seed"]
+
+
+def _staged(training: RankTraining, path: Path) -> _Staged:
+    checkpoint = Checkpoint.open(path)
+    return _Staged(checkpoint, _tensors(checkpoint, training), _descent(checkpoint, training))
+
+
+def _tensors(checkpoint: Checkpoint, training: RankTraining) -> dict[str, Tensor]:
+    """This rank's weights and buffers."""
+    found: dict[str, Tensor] = {}
+    own = {**training.weights, **training.buffers, **training.kept}
+    for owner, names in training.recipe.names.items():
+        said = {name: names.held.get(name, OWNERS[owner] + name) for name in names.names}
+        wanted = {held: name for name, held in said.items() if held in own}
+        found |= checkpoint.tensors(tensors_of(owner), wanted)
+    for name, tensor in found.items():
+        if tensor.is_floating_point() != own[name].is_floating_point():
+            raise CheckpointError(f"{checkpoint.path}: {name} is {tensor.dtype} there, and {own[name].dtype} here.")
+    return found
+
+
+def _descent(checkpoint: Checkpoint, training: RankTraining) -> Descent:
+    """A fresh optimiser and scheduler, in the state that they were in."""
+    trained = training.trained
+    optimiser = training.recipe.optimiser(trained) if trained else None
+    descent = Descent(training.weights, optimiser, training.recipe.rules)
+    if optimiser:
+        names = {id(weight): name for name, weight in training.weights.items()}
+        with checkpoint.reading():
+            made = state_dict_of(optimiser, names, checkpoint.weight_states, partial(checkpoint.tensor, STATE))
+            optimiser.load_state_dict(made)
+    if descent.scheduler:
+        _pace(checkpoint, descent)
+    scale = checkpoint.manifest["loss_scale"]
+    if descent.scaled and scale is not None:
+        descent.scale, descent.good_steps = scale, checkpoint.manifest["good_steps"]
+    return descent
+
+
+def _pace(checkpoint: Checkpoint, descent: Descent) -> None:
+    groups = len(descent.optimiser.param_groups)
+    with checkpoint.reading():
+        state = from_json(checkpoint.manifest["scheduler"]["state"])
+        rates = state.get("base_lrs", [None] * groups)
+        if len(rates) != groups:
+            raise CheckpointError(
+                f"{checkpoint.path}: the scheduler has {len(rates)} learning rates, but there are {groups} groups of "
+                "weights here. Make the optimiser with the groups that it had, on every rank."
+            )
+        descent.scheduler.load_state_dict(state)

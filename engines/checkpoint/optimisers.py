@@ -1,0 +1,98 @@
+"""The state of an optimiser, weight by weight and by the weights' names: no matter which rank moves which weight.
+
+`torch.optim` numbers the weights in the order in which it was given them, and every rank is given others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.checkpoint.values import from_json, to_json
+from engines.errors import CheckpointError
+
+__all__ = ["WeightState", "kind_of", "state_dict_of", "weight_states"]
+
+
+@dataclass(frozen=True)
+class WeightState:
+    """Of one weight: what the optimiser's group says (`options`, such as lr), what it keeps, and in which tensors.
+
+    `options` and `values` are JSON.
+    """
+
+    options: Mapping[str, Any]
+    values: Mapping[str, Any]
+    tensors: tuple[str, ...]
+
+
+def kind_of(made: object) -> str:
+    """An optimiser's, or a scheduler's, class by name."""
+    return type(made).__name__
+
+
+def weight_states(
+    optimiser: torch.optim.Optimizer, names: Mapping[int, str]
+) -> tuple[dict[str, WeightState], dict[str, Tensor]]:
+    """The state of each weight by name, and its tensors as `weight's name/key`. `names` go by the weights' ids.
+
+    Raises CheckpointError where the optimiser keeps what is of no single weight, or no number or tensor.
+    """
+    kind = kind_of(optimiser)
+    if strange := [key for key in optimiser.state if id(key) not in names]:
+        raise CheckpointError(f"{kind} keeps {strange[0]!r}, which is of no weight. A checkpoint has state by weight.")
+    states: dict[str, WeightState] = {}
+    tensors: dict[str, Tensor] = {}
+    for group in optimiser.param_groups:
+        options = {key: to_json(value, kind) for key, value in group.items() if key not in ("params", "param_names")}
+        for weight in group["params"]:
+            name, kept = names[id(weight)], optimiser.state.get(weight, {})
+            held = {key: value for key, value in kept.items() if isinstance(value, Tensor)}
+            values = {key: to_json(value, kind) for key, value in kept.items() if key not in held}
+            states[name] = WeightState(options, values, tuple(held))
+            tensors |= {f"{name}/{key}": tensor for key, tensor in held.items()}
+    return states, tensors
+
+
+def state_dict_of(
+    optimiser: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    states: Mapping[str, WeightState],
+    tensor: Callable[[str], Tensor],
+) -> dict[str, Any]:
+    """What `optimiser.load_state_dict` takes, for those weights that this optimiser moves and `states` has.
+
+    `tensor` reads one by its name. Raises CheckpointError where weights of one group have had several options.
+    """
+    made = optimiser.state_dict()
+    for group, packed in zip(optimiser.param_groups, made["param_groups"], strict=True):
+        said = [names[id(weight)] for weight in group["params"]]
+        packed.update(_options([name for name in said if name in states], states))
+        for index, name, weight in zip(packed["params"], said, group["params"], strict=True):
+            if name in states and (kept := _state(name, weight, states[name], tensor)):
+                made["state"][index] = kept
+    return made
+
+
+def _options(names: list[str], states: Mapping[str, WeightState]) -> dict[str, Any]:
+    found = [states[name].options for name in names]
+    if other := next((name for name, options in zip(names, found, strict=True) if options != found[0]), None):
+        raise CheckpointError(
+            f"{names[0]} and {other} were in groups of the optimiser with other options, and are in one group now. "
+            "Make the optimiser with the groups that it had."
+        )
+    return from_json(found[0]) if found else {}
+
+
+def _state(name: str, weight: Tensor, state: WeightState, tensor: Callable[[str], Tensor]) -> dict[str, Any]:
+    kept = {key: from_json(value) for key, value in state.values.items()}
+    for key in state.tensors:
+        read = tensor(f"{name}/{key}")
+        if read.shape == weight.shape:  # in memory as the weight is, or every step would be slower
+            read = torch.empty_like(weight, dtype=read.dtype, device="cpu", requires_grad=False).copy_(read)
+        kept[key] = read
+    return kept

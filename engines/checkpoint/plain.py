@@ -1,0 +1,70 @@
+"""A checkpoint in plain PyTorch, one process, no ranks: the optimiser goes on where they left off.
+
+model.load_state_dict(safetensors.torch.load_file(checkpoint / "model.safetensors"))
+optimiser.load_state_dict(optimiser_state(checkpoint, model, optimiser))
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from engines.checkpoint.fits import check_shapes
+from engines.checkpoint.optimisers import kind_of, state_dict_of
+from engines.checkpoint.stored import STATE, Checkpoint
+from engines.checkpoint.values import from_json
+from engines.errors import CheckpointError
+from engines.layer.names import OWNERS
+from engines.layer.trace import first_names
+
+__all__ = ["optimiser_state", "scheduler_state"]
+
+
+def optimiser_state(
+    path: str | Path, model: nn.Module, optimiser: torch.optim.Optimizer, loss: nn.Module | None = None
+) -> dict[str, Any]:
+    """For `optimiser.load_state_dict`, where `optimiser` moves weights of `model` (and of `loss`), in whatever order.
+
+    `path` is a checkpoint or a folder of them, of which it takes the newest. Raises CheckpointError.
+    """
+    checkpoint = Checkpoint.open(Path(path))
+    checkpoint.check_files()
+    for owner, module in (("model", model), ("loss", loss)):
+        if module is not None:
+            check_shapes(checkpoint, owner, {name: tuple(t.shape) for name, t in module.state_dict().items()})
+    names = _names(model, loss)
+    stored = (checkpoint.manifest["optimiser"] or {}).get("kind", "none")
+    if stored != kind_of(optimiser):
+        raise CheckpointError(f"{checkpoint.path}: its optimiser is {stored}, and this one is {kind_of(optimiser)}.")
+    for group in optimiser.param_groups:
+        for weight in group["params"]:
+            if id(weight) not in names:
+                raise CheckpointError(
+                    f"The optimiser moves a tensor {tuple(weight.shape)} that is no weight of the model. Make it of "
+                    "model.parameters(), and of those of the loss if that is trained."
+                )
+    with checkpoint.reading():
+        return state_dict_of(optimiser, names, checkpoint.weight_states, partial(checkpoint.tensor, STATE))
+
+
+def scheduler_state(path: str | Path) -> dict[str, Any] | None:
+    """For `scheduler.load_state_dict`; None where there was none. Raises CheckpointError."""
+    checkpoint = Checkpoint.open(Path(path))
+    with checkpoint.reading():
+        stored = checkpoint.manifest["scheduler"]
+        return from_json(stored["state"]) if stored else None
+
+
+def _names(model: nn.Module, loss: nn.Module | None) -> dict[int, str]:
+    first = first_names(model, loss)
+    owners = zip(OWNERS.values(), (model, loss), strict=True)
+    return {
+        id(weight): first[prefix + name]
+        for prefix, owner in owners
+        if owner is not None
+        for name, weight in owner.named_parameters()
+    }

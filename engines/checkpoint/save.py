@@ -1,0 +1,87 @@
+"""Ranks save their training together: one of them writes, each tensor comes from the first rank that has it."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.checkpoint.contents import Contents, Share
+from engines.checkpoint.writer import Writer
+from engines.comm.together import together
+from engines.comm.world import Message, World
+from engines.errors import CheckpointError
+from engines.layer.graph import TensorSpec
+from engines.training import RankTraining
+
+__all__ = ["KEEP", "save"]
+
+KEEP = 3
+_GIVEN = (1 << 23) - 2  # a tag that no program has
+
+
+def save(training: RankTraining, folder: Path, feed: Any = None, keep: int = KEEP) -> Path:
+    """Write a checkpoint into `folder`, of which it keeps the last `keep`; where it is. Collective, between steps.
+
+    `feed` is any JSON; `load` gives it back. Rank 0 writes, and holds one tensor of another rank at a time.
+    Raises CheckpointError on every rank; the training, and the checkpoints that are there, are as they were.
+    """
+    world = training.worker.world
+    share = together(world, partial(_share, training, feed, keep), CheckpointError)
+    contents = Contents.of(training.recipe, world.gather(share.part))
+    writer = None
+    try:
+        writer = together(world, lambda: None if world.rank else Writer(folder, contents.bytes), CheckpointError)
+        for file in contents.files:
+            _write(world, writer, file, contents, share)
+        done = together(
+            world, lambda: writer and writer.finish(contents.manifest(training, writer.written, feed), keep),
+            CheckpointError,
+        )  # fmt: skip
+        return world.gather(done)[0]  # type: ignore[no-any-return]
+    finally:
+        if writer:
+            writer.abandon()
+
+
+def _share(training: RankTraining, feed: Any, keep: int) -> Share:
+    """This rank's, checked. Raises CheckpointError."""
+    if keep < 1:
+        raise CheckpointError(f"keep={keep} must be at least 1: the last checkpoint is always kept.")
+    try:
+        json.dumps(feed, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"The feed's state cannot be written as JSON: {error}.") from error
+    if training.worker.position and not training.worker.done:
+        raise CheckpointError("The training is in the middle of a step. Save it when the step is done.")
+    return Share.of(training)
+
+
+def _write(world: World, writer: Writer | None, file: str, contents: Contents, share: Share) -> None:
+    """One file: its tensors come to the writer one after another."""
+    if writer:
+        writer.begin(file, contents.specs(file))
+    for held, spec, giver in contents.gifts(file):
+        given = _given(world, share.tensors.get(held), spec, giver)
+        if writer:
+            writer.add(given)
+    if writer:
+        writer.end(file)
+
+
+def _given(world: World, own: Tensor | None, spec: TensorSpec, giver: int) -> Tensor | None:
+    """A tensor of rank `giver`, contiguous, on the host of rank 0."""
+    if world.rank not in (0, giver):
+        return None
+    if world.rank == giver:
+        tensor = own.detach().cpu().contiguous()
+    else:
+        tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    if giver and spec.numel:
+        message = [Message(0 if world.rank else giver, _GIVEN, tensor)]
+        world.exchange(*((message, []) if world.rank else ([], message))).wait()
+    return tensor

@@ -1,0 +1,83 @@
+"""A safetensors file, written tensor by tensor: whoever writes it never holds more than one of them.
+
+The library itself writes from a dict that holds all. Layout: https://github.com/huggingface/safetensors#format,
+that is 8 bytes with the header's length, the header as JSON, and the tensors' bytes one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engines.errors import CheckpointError
+from engines.layer.graph import TensorSpec
+
+__all__ = ["TensorFile", "file_bytes", "spec_of_tensor"]
+
+_CODES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "complex64": "C64", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+}  # fmt: skip
+
+
+def spec_of_tensor(tensor: Tensor, where: str) -> TensorSpec:
+    """Its shape and type. Raises CheckpointError where the format has no such type."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in _CODES or tensor.layout is not torch.strided:
+        raise CheckpointError(f"{where} is a {dtype} tensor ({tensor.layout}), which safetensors files do not hold.")
+    return TensorSpec(tuple(tensor.shape), dtype)
+
+
+def _bytes(spec: TensorSpec) -> int:
+    return spec.numel * getattr(torch, spec.dtype).itemsize
+
+
+def _header(specs: Mapping[str, TensorSpec]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, spec in specs.items():
+        stop = start + _bytes(spec)
+        entries[name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def file_bytes(specs: Mapping[str, TensorSpec]) -> int:
+    """The size of the file that has these tensors."""
+    return len(_header(specs)) + sum(map(_bytes, specs.values()))
+
+
+class TensorFile:
+    """A file under way; tensors come in the order of `specs`. `bytes` and `crc32` are of what was written."""
+
+    def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
+        self._file = path.open("xb")
+        self.bytes = self.crc32 = 0
+        self._write(_header(specs))
+
+    def add(self, tensor: Tensor) -> None:
+        """The next tensor, on the host and contiguous."""
+        self._write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self.bytes += len(data)
+        self.crc32 = zlib.crc32(data, self.crc32)
+
+    def close(self, complete: bool = True) -> None:
+        """Where it is complete, once it is on the disk."""
+        try:
+            if complete:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()

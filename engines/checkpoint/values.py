@@ -1,0 +1,90 @@
+"""What optimisers and schedulers keep beside large tensors, as JSON and back."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.errors import CheckpointError
+
+__all__ = ["from_json", "to_json"]
+
+_KIND = "python"  # the key that marks what JSON itself has no word for
+_MOST = 1024  # elements of a tensor that is written as text
+
+
+def to_json(value: Any, where: str) -> Any:
+    """Numbers, texts, lists and dicts as they are; tuples, Counters, other dicts and small tensors marked.
+
+    `where` says what it is, for the CheckpointError that is raised for anything else.
+
+    >>> from_json(to_json({"betas": (0.9, 0.999), "milestones": Counter({3: 1})}, "Adam"))
+    {'betas': (0.9, 0.999), 'milestones': Counter({3: 1})}
+    """
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else {_KIND: "float", "value": str(value)}
+        case tuple():
+            return {_KIND: "tuple", "value": [to_json(item, where) for item in value]}
+        case list():
+            return [to_json(item, where) for item in value]
+        case Tensor() if value.numel() <= _MOST and not value.is_complex():
+            return _tensor(value)
+        case dict():
+            return _dict(value, where)
+    raise CheckpointError(
+        f"{where} keeps a {type(value).__name__}, which a checkpoint does not hold: it has numbers, texts, lists and "
+        "tensors only. Use one of torch.optim's own, or leave that out of its state_dict()."
+    )
+
+
+def _tensor(value: Tensor) -> dict[str, Any]:
+    wide = value.detach().cpu().to(torch.float64 if value.is_floating_point() else value.dtype)
+    listed = to_json(wide.tolist(), "a tensor")
+    return {_KIND: "tensor", "dtype": str(value.dtype).removeprefix("torch."), "value": listed}
+
+
+def _dict(value: dict[Any, Any], where: str) -> dict[str, Any]:
+    if all(isinstance(key, str) for key in value) and _KIND not in value and not isinstance(value, Counter):
+        return {key: to_json(item, where) for key, item in value.items()}
+    pairs = [[to_json(key, where), to_json(item, where)] for key, item in value.items()]
+    return {_KIND: "Counter" if isinstance(value, Counter) else "dict", "value": pairs}
+
+
+def from_json(value: Any) -> Any:
+    """What `to_json` was given. Raises ValueError or TypeError for what it never writes."""
+    match value:
+        case list():
+            return [from_json(item) for item in value]
+        case {"python": str(kind), "value": held}:
+            return _marked(kind, held, value.get("dtype", ""))
+        case dict():
+            return {key: from_json(item) for key, item in value.items()}
+    return value
+
+
+def _marked(kind: str, held: Any, dtype: str) -> Any:
+    match kind:
+        case "float":
+            return float(held)
+        case "tuple":
+            return tuple(from_json(item) for item in held)
+        case "tensor":
+            return torch.tensor(from_json(held), dtype=_dtype(dtype))
+        case "dict" | "Counter":
+            pairs = {from_json(key): from_json(item) for key, item in held}
+            return Counter(pairs) if kind == "Counter" else pairs
+    raise ValueError(f"{kind!r} is no kind of value")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no type of tensor")
+    return found

@@ -1,0 +1,89 @@
+"""Tables made from what other tools leave behind: folders of masks, and boxes in the format of Pascal VOC."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+from engines.errors import ImageError
+from engines.images.files import reasons
+from engines.images.folder import pictures
+from engines.images.tables import write_table
+
+__all__ = ["boxes_table", "masks_table"]
+
+
+def masks_table(images: Path, masks: Path, table: Path) -> int:
+    """Write a table of the pictures in a folder, whose masks have the same names in another folder.
+
+    Gives back how many there are. Raises ImageError where there is none, or one has no mask.
+    """
+    found = {path.stem: path for path in _pictures(masks)}
+    there = _pictures(images)
+    missing = [path.name for path in there if path.stem not in found]
+    if missing:
+        raise ImageError(
+            f"{len(missing)} of {len(there)} pictures in {images} have no mask of their name in {masks}, the first "
+            f"of them {', '.join(missing[:5])}. Add the masks, or take the pictures away."
+        )
+    return write_table(table, [(path, found[path.stem]) for path in there], ("path", "mask"))
+
+
+def boxes_table(folder: Path, chosen: str, table: Path, crop_px: int = 96, most: int | None = None) -> int:
+    """Write a table of square crops around the boxes of a folder in Pascal VOC's format, labelled as the boxes are.
+
+    `chosen` is the list of images, such as `train`: `ImageSets/Main/train.txt`. Boxes are in `Annotations/`, pictures
+    in `JPEGImages/`. A crop has `crop_px` x `crop_px` pixels about the middle of its box, at the edges white beyond
+    them; its slide is its picture. `most` is how many boxes of one class are taken of one picture, the first ones.
+    (Everingham et al., 2010, "The Pascal Visual Object Classes (VOC) Challenge", IJCV 88.)
+    Gives back how many there are. Raises ImageError, which names the file, where one is missing or damaged.
+    """
+    files = {path.stem: path for path in _pictures(folder / "JPEGImages")}
+    listed = folder / "ImageSets" / "Main" / f"{chosen}.txt"
+    with reasons(listed):
+        names = [line.split()[0] for line in listed.read_text(encoding="utf-8").splitlines() if line.strip()]
+    missing = [name for name in names if name not in files]
+    if missing:
+        raise ImageError(
+            f"{listed} names {len(missing)} images that are not in {folder / 'JPEGImages'}: {', '.join(missing[:5])}."
+        )
+    rows = (
+        (files[name], label, f"{row - crop_px // 2} {col - crop_px // 2} {crop_px} {crop_px}", name)
+        for name in names
+        for label, row, col in _first(_boxes(folder / "Annotations" / f"{name}.xml"), most)
+    )
+    return write_table(table, rows, ("path", "label", "region", "slide"))
+
+
+def _pictures(folder: Path) -> list[Path]:
+    if not folder.is_dir() or not (found := pictures(folder)):
+        raise ImageError(f"There are no pictures in {folder} (looked for in {Path.cwd()}).")
+    return found
+
+
+Box = tuple[str, int, int]
+"""Its class, and the row and column of its middle."""
+
+
+def _boxes(path: Path) -> Iterator[Box]:
+    with reasons(path):
+        found = ET.parse(path).getroot().findall("object")
+        boxes = [(each.findtext("name", "").strip(), _middle(each, "y"), _middle(each, "x")) for each in found]
+        if not all(label for label, _, _ in boxes):
+            raise ValueError("an object has no name")
+    yield from boxes
+
+
+def _middle(box: ET.Element, axis: str) -> int:
+    low, high = (float(box.findtext(f"bndbox/{axis}{end}", "")) for end in ("min", "max"))
+    return int(low - 1 + high) // 2  # VOC counts pixels from 1, and the last one is part of the box
+
+
+def _first(boxes: Iterator[Box], most: int | None) -> Iterator[Box]:
+    seen: Counter[str] = Counter()
+    for box in boxes:
+        seen[box[0]] += 1
+        if most is None or seen[box[0]] <= most:
+            yield box

@@ -1,0 +1,91 @@
+"""One image in a file, with what is known of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engines.errors import ImageError
+from engines.images.masks import mask_shape
+from engines.images.opened import opened, shape_of
+from engines.images.picture import Picture
+from engines.images.region import region
+from engines.spatial.tiles import Span, Tile
+
+__all__ = ["Example"]
+
+_LARGEST = 64  # times as large as its picture, with white around, may a region be
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One image: a file, or the `region` of it, in pixels of `level`.
+
+    `slide` names what it was taken from: images of one slide resemble each other.
+    """
+
+    path: Path
+    label: int | None = None
+    mask: Path | None = None
+    region: Tile | None = None
+    level: int = 0
+    slide: str = ""
+
+    @property
+    def name(self) -> str:
+        """The path, and the region and level where they are not the whole."""
+        at = f"[{_slice(self.region.rows)}, {_slice(self.region.cols)}]" if self.region else ""
+        return f"{self.path}{at}" + (f" of level {self.level}" if self.level else "")
+
+    @property
+    def shape(self) -> Shape:
+        """Height and width in pixels. Raises ImageError, which names the file, where it cannot be read."""
+        return self.region.shape if self.region else shape_of(self.path, self.level)
+
+    def picture(self) -> Picture:
+        """Its pixels. Raises ImageError, which names the file, where it cannot be read or has no such region."""
+        picture = opened(self.path)
+        tile = self.region or (Tile.whole(*picture.shape(self.level)) if self.level else None)
+        if tile is None:
+            return picture
+        self._check_size(picture.shape(self.level))
+        return region(picture, tile.rows.start, tile.cols.start, *tile.shape, self.level)
+
+    def origin(self, mask: Shape, source: Shape) -> tuple[int, int]:
+        """The pixel of a mask of this shape that lies over the first of the image, which has the shape `source`.
+
+        A mask is of the region, or of the whole picture. Raises ImageError where it is of neither.
+        """
+        if mask == source:
+            return 0, 0
+        whole = shape_of(self.path, self.level)
+        if self.region and mask == whole:
+            return self.region.rows.start, self.region.cols.start
+        of_region = f", and {self.name} has {source[0]} x {source[1]}" if self.region else ""
+        raise ImageError(
+            f"The mask {self.mask} has {mask[0]} x {mask[1]} pixels, but {self.path} has "
+            f"{whole[0]} x {whole[1]}{of_region}. Make the mask as large as its image."
+        )
+
+    def check(self) -> None:
+        """Raises ImageError where it can be known, without its pixels, that it cannot be read as it is described."""
+        whole = shape_of(self.path, self.level)
+        if self.region and not self.region & Tile.whole(*whole):
+            self.picture()  # says so
+        self._check_size(whole)
+        if self.mask:
+            self.origin(mask_shape(self.mask), self.shape)
+
+    def _check_size(self, whole: Shape) -> None:
+        """One digit too many, and the white around a picture would take all memory."""
+        if self.region and self.region.pixels > _LARGEST * whole[0] * whole[1]:
+            raise ImageError(
+                f"The region of {self.region.shape[0]} x {self.region.shape[1]} px in {self.path} is more than "
+                f"{_LARGEST} times as large as the whole, which has {whole[0]} x {whole[1]}. Make it smaller."
+            )
+
+
+def _slice(span: Span) -> str:
+    return f"{span.start}:{span.stop}"

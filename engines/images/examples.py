@@ -1,0 +1,150 @@
+"""Images in files with what is known of them: class, mask, region, slide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engines.errors import ImageError
+from engines.images.example import Example
+from engines.images.labelled import OneClass, network_input
+from engines.images.masks import IGNORED, Classes, Mask
+from engines.images.picture import Pixels
+from engines.images.scaling import middles, scaled
+from engines.images.some import Some, parted
+from engines.spatial.tiles import Span, Tile
+
+__all__ = ["FITS", "ExampleImages"]
+
+FITS = ("scale", "crop")
+"""How images come to be of one size: scaled, whatever their proportions; or their middle, with white around."""
+
+_TOLD = 5  # bad images, before the others are only counted
+
+
+class ExampleImages(OneClass):
+    """Examples whose classes have these names, brought to `size` = (height, width) as `fit` says (see `FITS`).
+
+    Each is read when it is asked for, and of it only the pixels that are. Without a `size` each image has its own,
+    for crops. `mask_classes` and `threshold` are those of the masks (see `Mask`), where there are any.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        names: Sequence[str],
+        size: tuple[int, int] | None,
+        fit: str = "scale",
+        mask_classes: int | None = None,
+        threshold: int | None = None,
+    ) -> None:
+        if fit not in FITS:
+            raise ImageError(f"fit={fit!r} is unknown. Choose one of {', '.join(FITS)}.")
+        self.examples, self.names, self.size = tuple(examples), tuple(names), size
+        self.fit, self.mask_classes, self.threshold = fit, mask_classes, threshold
+
+    @property
+    def classes(self) -> int:
+        """Of the masks, where there are any; otherwise of the labels, whether or not an image has them."""
+        return self.mask_classes or len(self.names)
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def name(self, index: int) -> str:
+        """Path, region and level."""
+        return self.examples[index].name
+
+    def slide(self, index: int) -> str:
+        """The slide that is known, or else the file."""
+        return self.examples[index].slide or str(self.examples[index].path)
+
+    def shape(self, index: int) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return self.size or self.examples[index].shape
+
+    def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
+        """(3, h, w), float32 from -1 to 1. Raises ImageError, which names the file, where it cannot be read."""
+        picture = self.examples[index].picture()
+
+        def read(tile: Tile) -> Pixels:
+            return picture.read(tile.rows.start, tile.cols.start, *tile.shape)
+
+        source = picture.shape()
+        if self.size and self.fit == "scale":
+            return network_input(scaled(read, source, self.size, tile))
+        by = self._margins(source)
+        return network_input(read(Tile(_shifted(tile.rows, by[0]), _shifted(tile.cols, by[1]))))
+
+    def label(self, index: int) -> int:
+        """Its class. Raises ImageError where it has masks only."""
+        label = self.examples[index].label
+        if label is None:
+            raise ImageError(
+                f"{self.name(index)} has a mask but no label, and the model answers once for an image. "
+                "Add a label, or use a model that answers for each pixel."
+            )
+        return label
+
+    def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
+        """(h, w), int64: of its mask, or its class everywhere. `IGNORED` outside of the mask.
+
+        Raises ImageError, which names the file, where the mask cannot be read, has another size or no classes.
+        """
+        example = self.examples[index]
+        if example.mask is None:
+            return super().mask(index, tile, draw)
+        source = example.shape
+        mask = Mask(example.mask, self.classes, self.threshold)
+        spans = zip(
+            source, self.size or source, (tile.rows, tile.cols), self._margins(source),
+            example.origin(mask.shape, source), strict=True,
+        )  # fmt: skip
+        places = [self._places(*each) for each in spans]
+        return torch.from_numpy(_picked(mask, *places))
+
+    def _places(self, source: int, size: int, span: Span, margin: int, origin: int) -> Classes:
+        """The rows or columns of the mask for those of a tile; -1 outside of the image."""
+        scales = self.size and self.fit == "scale"
+        places = middles(source, size, span) if scales else np.arange(span.start, span.stop) + margin
+        return np.where((places >= 0) & (places < source), places + origin, -1)
+
+    def check(self) -> None:
+        """Raises ImageError, which names them, where it can be known without their pixels that some cannot be read."""
+        bad = []
+        for example in self.examples:
+            try:
+                example.check()
+            except ImageError as error:
+                bad.append(str(error))
+        if bad:
+            more = f"\nAnd {len(bad) - _TOLD} others." if len(bad) > _TOLD else ""
+            raise ImageError("\n".join(bad[:_TOLD]) + more)
+
+    def split(self, held_out: float = 0.2, seed: int = 0) -> tuple[Some, Some]:
+        """(those to train on, those held out), by slide: see `parted`."""
+        return parted(self, held_out, seed)
+
+    def _margins(self, source: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of the source before the first that is used; below 0 where it is too small."""
+        if self.size is None:
+            return 0, 0
+        return (source[0] - self.size[0]) // 2, (source[1] - self.size[1]) // 2
+
+
+def _shifted(span: Span, by: int) -> Span:
+    return Span(span.start + by, span.stop + by)
+
+
+def _picked(mask: Mask, rows: Classes, cols: Classes) -> Classes:
+    """(h, w): the classes at these rows and columns, which ascend and may lie outside."""
+    classes = np.full((len(rows), len(cols)), IGNORED)
+    inside = [(places >= 0) & (places < size) for places, size in zip((rows, cols), mask.shape, strict=True)]
+    rows, cols = rows[inside[0]], cols[inside[1]]
+    if len(rows) and len(cols):
+        read = mask.read(Tile(*(Span(int(places[0]), int(places[-1]) + 1) for places in (rows, cols))))
+        classes[np.ix_(*inside)] = read[rows - rows[0]][:, cols - cols[0]]
+    return classes

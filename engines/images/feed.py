@@ -1,0 +1,210 @@
+"""The images of each step of a training, in the seed's order: read ahead of time, by each rank its own pixels only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.comm.world import World
+from engines.errors import ImageError, PlanError
+from engines.images.order import Drawn, Order, Place
+from engines.images.own import OwnPart, Piece
+from engines.program.worker import Inputs
+
+__all__ = ["Feed", "Feeding", "Place", "Served", "said"]
+
+_AHEAD = 2  # steps that are read while one is computed
+_ON_BAD = ("raise", "skip")
+_NAMED = 5  # bad images that an error names
+
+
+@dataclass(frozen=True)
+class Feeding:
+    """How a training is fed.
+
+    Epochs of at most `steps` steps go in the order of `seed`. `workers` threads of each rank read ahead, 0: the
+    training itself reads. A bad image ends the training (`on_bad_image="raise"`), or is left out ("skip").
+    Raises PlanError.
+    """
+
+    seed: int = 0
+    steps: int | None = None
+    workers: int = 0
+    on_bad_image: str = "raise"
+
+    def __post_init__(self) -> None:
+        if self.on_bad_image not in _ON_BAD:
+            raise PlanError(f"on_bad_image={self.on_bad_image!r} must be one of {', '.join(map(repr, _ON_BAD))}.")
+        if not isinstance(self.workers, int) or self.workers < 0:
+            raise PlanError(f"workers={self.workers!r} must be a whole number of threads, or 0 for none.")
+        if self.steps is not None and self.steps < 1:
+            raise PlanError(f"steps={self.steps!r} must be at least 1, or None for whole epochs.")
+
+
+@dataclass(frozen=True)
+class Served:
+    """This rank's parts of the step at a place, and how long it waited for them."""
+
+    place: Place
+    parts: Inputs
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Bad:
+    """Why an image cannot be read. What is `odd` is a failure of the program, and not skipped."""
+
+    text: str
+    odd: bool = False
+
+
+@dataclass
+class _Read:
+    """What has been read of a step, and which images cannot be."""
+
+    pieces: dict[Piece, Tensor] = field(default_factory=dict)
+    bad: dict[int, _Bad] = field(default_factory=dict)
+    cause: Exception | None = None
+
+
+class Feed:
+    """Serves the steps of a training, `count` images each, to one rank; every rank has one, and they agree.
+
+    The order follows from seed and epoch alone, and the draw of an image's augmentation from seed, epoch and image:
+    not from plan, ranks or workers. A step takes the next `count` images that are not left out, so that all steps are
+    full; what is left over at the end of an epoch waits for another one. An image that is found bad when its step needs
+    it is left out by all ranks, then and in all later epochs, as if it were not in the order.
+    """
+
+    def __init__(self, world: World, own: OwnPart, count: int, feeding: Feeding | None = None) -> None:
+        self.world, self.own, self.count = world, own, count
+        self.feeding = feeding or Feeding()
+        self.order = Order(len(own.images), count, self.feeding.steps)
+        self.place = Place(self.feeding.seed)
+        self._next = self.place
+        self.bad: list[str] = []  # of each image that was found bad and left out, which one it is and why
+        self._reading: dict[Piece, Future[Tensor]] = {}
+        workers = self.feeding.workers
+        alone = partial(torch.set_num_threads, 1)  # or each would start as many threads as the training has
+        self._pool = ThreadPoolExecutor(workers, "feed", alone) if workers else None
+        if (total := len(own.images)) < count:
+            raise ImageError(f"There are {total} images, but a step takes {count}. Lower --batch-size, or add images.")
+
+    # ---- where it is
+
+    def state(self) -> dict[str, Any]:
+        """Plain JSON: where the training goes on, once the last step that was served is done."""
+        return {**asdict(self.place), "skipped": list(self.place.skipped), "images": len(self.own.images)}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from there: the same images, draws and order as without the break. Raises ImageError."""
+        if state["images"] != len(self.own.images):
+            raise ImageError(
+                f"The training that is to go on had {state['images']} images, but there are {len(self.own.images)}. "
+                "Give it the same images, or begin a new one."
+            )
+        self.place = Place(
+            *(int(state[name]) for name in ("seed", "epoch", "step", "position")), tuple(state["skipped"])
+        )
+
+    def advance(self) -> None:
+        """The step that was served is done."""
+        self.place = self._next
+
+    # ---- steps
+
+    def next(self) -> Served | None:
+        """This rank's parts of the next step; None where the epoch is over, and then the next one is begun. Collective.
+
+        Raises ImageError, on every rank, where an image cannot be read, or where too few are left for one step.
+        """
+        start_s = time.perf_counter()
+        waited_s = 0.0
+        while (step := self.order.members(self.place)) is not None:
+            read = self._read(step, self.order.after(self.place))
+            waited_s += time.perf_counter() - start_s
+            found = self.world.gather(read.bad)
+            bad = {index: why for rank in reversed(found) for index, why in rank.items()}
+            if not bad:
+                self._next = self.order.after(self.place)
+                for piece in read.pieces:
+                    self._reading.pop(piece, None)
+                return Served(self.place, self.own.joined(step, read.pieces.__getitem__), waited_s)
+            self._check(bad, read.cause)
+            self.bad += [bad[index].text for index in sorted(bad)]
+            self.place = replace(self.place, skipped=(*self.place.skipped, *sorted(bad)))
+            start_s = time.perf_counter()
+        self._end_epoch()
+        return None
+
+    def _end_epoch(self) -> None:
+        if not self.place.step:
+            some = "".join(f"\n{text}" for text in self.bad[:_NAMED])
+            raise ImageError(
+                f"{len(self.place.skipped)} of {len(self.own.images)} images cannot be read, and the others are not "
+                f"enough for a step of {self.count}. Mend them, or lower the batch size.{some}"
+            )
+        self.place = self.place.next_epoch
+
+    # ---- reading
+
+    def _read(self, step: Sequence[Drawn], then: Place) -> _Read:
+        wanted = list(self.own.pieces(step))
+        if self._pool is not None:
+            self._look_ahead(wanted, then)
+        read = _Read()
+        for piece in wanted:
+            self._take(piece, read)
+        return read
+
+    def _take(self, piece: Piece, read: _Read) -> None:
+        """One piece into what is read. Of an image that is known to be bad nothing more is read."""
+        if piece.index in read.bad:
+            return
+        try:
+            read.pieces[piece] = self.own.fetch(piece) if self._pool is None else self._reading[piece].result()
+        except Exception as error:
+            odd = not isinstance(error, ImageError | OSError)
+            read.cause = error
+            read.bad[piece.index] = _Bad(said(self.own.images.name(piece.index), error, odd), odd)
+
+    def _look_ahead(self, wanted: Sequence[Piece], then: Place) -> None:
+        """Have workers read the step and the next ones; what was begun and is not needed any more is given up."""
+        coming = (step for step, _ in zip(self.order.coming(then), range(_AHEAD), strict=False))
+        pieces = dict.fromkeys([*wanted, *(piece for step in coming for piece in self.own.pieces(step))])
+        for piece in self._reading.keys() - pieces.keys():
+            self._reading.pop(piece).cancel()
+        for piece in pieces:
+            if piece not in self._reading:
+                self._reading[piece] = self._pool.submit(self.own.fetch, piece)
+
+    def _check(self, bad: Mapping[int, _Bad], cause: Exception | None) -> None:
+        first = next((why for why in bad.values() if why.odd), bad[min(bad)])
+        if self.feeding.on_bad_image == "raise" or first.odd:
+            raise ImageError(first.text) from cause
+
+    def close(self) -> None:
+        """End the workers; those that read finish their piece first."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._reading.clear()
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+
+def said(name: str, error: Exception, odd: bool = False) -> str:
+    """Why an image cannot be read, with its name once."""
+    text = str(error) or type(error).__name__
+    text = f"{type(error).__name__}: {text}" if odd else text
+    return text if name in text else f"{name}: {text}"

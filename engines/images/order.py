@@ -1,0 +1,87 @@
+"""Which images each step of a training takes: it follows from the seed, whatever the plan, ranks or workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from engines.images.labelled import in_order
+from engines.spatial.draws import step_seed
+
+__all__ = ["Drawn", "Order", "Place"]
+
+Drawn = tuple[int, int | None]
+"""The number of an image, and its draw."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a training is in its images: after `step` steps of an epoch, at `position` in the epoch's order.
+
+    `skipped` are the images that are left out, by number, in the order in which they were found.
+    """
+
+    seed: int
+    epoch: int = 0
+    step: int = 0
+    position: int = 0
+    skipped: tuple[int, ...] = ()
+
+    @property
+    def next_epoch(self) -> Place:
+        """The beginning of the next one."""
+        return Place(self.seed, self.epoch + 1, skipped=self.skipped)
+
+
+class Order:
+    """Steps of `count` images out of `total`, in epochs of at most `steps` steps; images left over are left out.
+
+    >>> order, start = Order(total=5, count=2), Place(seed=0)
+    >>> [index for index, _ in order.members(start)] == list(in_order(5, 0, 0))[:2]
+    True
+    >>> order.members(order.after(order.after(start))) is None
+    True
+    """
+
+    def __init__(self, total: int, count: int, steps: int | None = None) -> None:
+        self.total, self.count, self.steps = total, count, steps
+        self._made: tuple[tuple[int, int], Sequence[int]] | None = None
+
+    def members(self, place: Place) -> list[Drawn] | None:
+        """The images of the step at a place, each with its draw; None where the epoch has no further one.
+
+        An image's draw follows from seed, epoch and image.
+        """
+        if place.step == self.steps or len(good := self._good(place)) < self.count:
+            return None
+        seed = step_seed(place.seed, place.epoch)
+        return [(index, step_seed(seed, 1 + index)) for _, index in good]
+
+    def after(self, place: Place) -> Place:
+        """The place behind the step at a place."""
+        return replace(place, step=place.step + 1, position=self._good(place)[-1][0] + 1)
+
+    def coming(self, place: Place) -> Iterator[list[Drawn]]:
+        """The steps from a place on, epoch after epoch, as far as anyone knows now."""
+        while True:
+            step = self.members(place)
+            if step is None and not place.step:
+                return
+            if step is None:
+                place = place.next_epoch
+            else:
+                yield step
+                place = self.after(place)
+
+    def _good(self, place: Place) -> list[tuple[int, int]]:
+        """(position, image) of the next ones that are not left out, a step's at most."""
+        key = place.seed, place.epoch
+        if self._made is None or self._made[0] != key:
+            self._made = key, in_order(self.total, *key)
+        order, found = self._made[1], []
+        for position in range(place.position, self.total):
+            if order[position] not in place.skipped:
+                found.append((position, order[position]))
+            if len(found) == self.count:
+                break
+        return found

@@ -1,0 +1,49 @@
+"""Which images are held out: by slide, so that no slide is both learned from and judged by."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+
+from engines.errors import ImageError
+from engines.images.labelled import in_order
+
+__all__ = ["split"]
+
+
+def split(
+    slides: Sequence[str], labels: Sequence[Hashable] | None = None, held_out: float = 0.2, seed: int = 0
+) -> tuple[list[int], list[int]]:
+    """The numbers of the images to train on, and of those to judge by: about a `held_out` share of the slides.
+
+    Image i is of slide `slides[i]` and class `labels[i]`. All images of a slide go to one side. Of the slides that
+    have the same classes the same share is held out, and at least one where there are two. The same slides, labels
+    and seed give the same sides, in whichever order they come. Raises ImageError where a side would be empty.
+
+    >>> split(["a", "a", "b", "c"], held_out=0.3)
+    ([0, 1, 2], [3])
+    """
+    if not 0 < held_out < 1:
+        raise ImageError(f"held_out={held_out} must be a share of the slides, between 0 and 1.")
+    classes: dict[str, set[str]] = defaultdict(set)
+    for slide, label in zip(slides, labels or [None] * len(slides), strict=True):
+        classes[slide].add(str(label))
+    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for slide in sorted(classes):
+        alike[tuple(sorted(classes[slide]))].append(slide)
+    judged = {
+        group[place]
+        for number, (_, group) in enumerate(sorted(alike.items()))
+        for place in in_order(len(group), seed, number)[: _count(len(group), held_out)]
+    }
+    if not judged:
+        raise ImageError(
+            f"The images are of {len(classes)} slides, no two of them of the same classes, so none can be held out. "
+            "Add slides, or name the slides of the images where their files are not one slide each."
+        )
+    sides = [[index for index, slide in enumerate(slides) if (slide in judged) == side] for side in (False, True)]
+    return sides[0], sides[1]
+
+
+def _count(slides: int, held_out: float) -> int:
+    return min(max(round(held_out * slides), 1), slides - 1)

@@ -1,0 +1,224 @@
+"""Tables of images: CSV files with a line for each image."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from engines.errors import ImageError
+from engines.images.example import Example
+from engines.images.examples import ExampleImages
+from engines.spatial.tiles import Span, Tile
+
+__all__ = ["COLUMNS", "table_images", "write_table"]
+
+COLUMNS = ("path", "label", "mask", "region", "level", "slide")
+"""Of a table: only `path`, and one of `label` and `mask`, are needed. Paths are relative to the table. A region is
+`y0 x0 height width`, in pixels of the level. A slide is what images that resemble each other have in common."""
+
+_TOLD = 5  # lines of a table, before the others are only counted
+
+
+def table_images(
+    table: Path,
+    size: tuple[int, int] | None,
+    fit: str = "scale",
+    names: Sequence[str] | None = None,
+    classes: int | None = None,
+    threshold: int | None = None,
+    check: bool = True,
+) -> ExampleImages:
+    """The images of a table; see `COLUMNS`, and `ExampleImages` for `size`, `fit` and `threshold`.
+
+    Labels that are all whole numbers from 0 are the classes. Otherwise they are names, and the classes are `names`,
+    such as those of the table that a model was trained on, or else the names in their order. Masks have as many
+    `classes` as is said, or two with a `threshold`.
+    Raises ImageError, which names the table, its lines and what is wrong with them, where a file is missing or a line
+    cannot be understood; and unless `check` is off, so that bad images can be left out later, where a file is no
+    picture, or has no such region, or its mask another size.
+    """
+    rows = list(_rows(table))
+    troubles = _Troubles(table)
+    drafts = [draft for row in rows if (draft := _draft(row, table.parent, troubles))]
+    troubles.end()
+    names = names or _names({draft.label for draft in drafts} - {""})
+    masks = _mask_classes(table, drafts, classes, threshold)
+    labels = {name: number for number, name in enumerate(names)}
+    for draft in drafts:
+        if draft.label and draft.label not in labels:
+            troubles.add(draft.line, f"the label {draft.label!r} is none of {', '.join(names)}")
+        elif masks and not draft.example.mask and labels[draft.label] >= masks:
+            troubles.add(
+                draft.line, f"it has no mask, and its class {labels[draft.label]} is none of the {masks} of the masks"
+            )
+        if check:
+            _check(draft, troubles)
+    troubles.end()
+    examples = [replace(draft.example, label=labels.get(draft.label)) for draft in drafts]
+    return ExampleImages(examples, names, size, fit, masks, threshold)
+
+
+def write_table(table: Path, rows: Iterable[Sequence[object]], columns: Sequence[str] = COLUMNS[:2]) -> int:
+    """Write a table of these columns, and say how many lines it has; paths become relative to it.
+
+    Raises ImageError where it cannot be written.
+    """
+    lines = [[_cell(value, table.parent) for value in row] for row in rows]
+    try:
+        with table.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([columns, *lines])
+    except OSError as error:
+        raise ImageError(f"{table} cannot be written: {error.strerror}. Choose another place for the table.") from None
+    return len(lines)
+
+
+def _cell(value: object, folder: Path) -> object:
+    return os.path.relpath(value, folder) if isinstance(value, Path) else value
+
+
+@dataclass
+class _Troubles:
+    """What is wrong with the lines of a table: told together, so that it is mended at once."""
+
+    table: Path
+    told: list[str] = field(default_factory=list)
+
+    def add(self, line: int, text: str) -> None:
+        """One more."""
+        self.told.append(f"line {line}: {text.rstrip('.')}")
+
+    def end(self) -> None:
+        """Raises ImageError where there are any."""
+        if self.told:
+            more = f"; and {len(self.told) - _TOLD} more lines" if len(self.told) > _TOLD else ""
+            raise ImageError(f"{self.table}, {'; '.join(self.told[:_TOLD])}{more}. Mend or remove them.")
+
+
+@dataclass(frozen=True)
+class _Row:
+    line: int
+    cells: dict[str, str]
+
+    def get(self, column: str) -> str:
+        """Its text; empty where the table has no such column."""
+        return self.cells.get(column, "")
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """An example whose label is still a text."""
+
+    line: int
+    example: Example
+    label: str
+
+
+def _rows(table: Path) -> Iterator[_Row]:
+    """Raises ImageError where there is no table, or its first line is no header."""
+    try:
+        with table.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, strict=True)
+            header = [name.strip() for name in next(reader, [])]
+            _check_header(table, header)
+            count = 0
+            for cells in reader:
+                if not any(cell.strip() for cell in cells):
+                    continue
+                if len(cells) != len(header):
+                    raise ImageError(
+                        f"{table}, line {reader.line_num}: it has {len(cells)} cells, but the header has "
+                        f"{len(header)}. Put quotation marks around a cell that has a comma in it."
+                    )
+                count += 1
+                yield _Row(reader.line_num, dict(zip(header, map(str.strip, cells), strict=True)))
+    except FileNotFoundError:
+        raise ImageError(f"The table {table} does not exist (looked for in {Path.cwd()}).") from None
+    except OSError as error:
+        raise ImageError(f"The table {table} cannot be read: {error.strerror}.") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ImageError(f"{table} is no table of comma-separated UTF-8 text: {error}. Save it as CSV again.") from None
+    if not count:
+        raise ImageError(f"The table {table} is empty. Give it a line for each image below its header.")
+
+
+def _check_header(table: Path, header: Sequence[str]) -> None:
+    known = f"The columns are {', '.join(COLUMNS)}, between commas, in any order."
+    unknown = [name for name in header if name not in COLUMNS]
+    if not header or unknown:
+        raise ImageError(f"{table}, line 1: unknown columns {', '.join(map(repr, unknown)) or '(none)'}. {known}")
+    if len(set(header)) < len(header):
+        raise ImageError(f"{table}, line 1: a column is there twice: {', '.join(header)}. {known}")
+    if "path" not in header or not {"label", "mask"} & set(header):
+        raise ImageError(f"{table}, line 1: there must be a column `path`, and `label` or `mask` or both. {known}")
+
+
+def _draft(row: _Row, folder: Path, troubles: _Troubles) -> _Draft | None:
+    """None where something is wrong, which is added to the troubles."""
+    try:
+        label = row.get("label")
+        if not label and ("label" in row.cells or not row.get("mask")):
+            raise ValueError("it has no label" if "label" in row.cells else "it has no mask")
+        path = _file(folder, row.get("path"), "file")
+        mask = _file(folder, row.get("mask"), "mask") if row.get("mask") else None
+        level = _numbers(row.get("level") or "0", "level", 1)[0]
+        return _Draft(row.line, Example(path, None, mask, _region(row.get("region")), level, row.get("slide")), label)
+    except ValueError as trouble:
+        troubles.add(row.line, str(trouble))
+        return None
+
+
+def _file(folder: Path, name: str, what: str) -> Path:
+    if not name:
+        raise ValueError("it has no path")
+    path = folder / name
+    if not os.path.exists(path):  # noqa: PTH110 (Path.exists raises where a name is too long)
+        raise ValueError(f"the {what} {path} is missing")
+    return path
+
+
+def _region(text: str) -> Tile | None:
+    if not text:
+        return None
+    y0, x0, height, width = _numbers(text, "region", 4)
+    if min(height, width) < 1:
+        raise ValueError(f"the region {text!r} has no pixels: it is y0 x0 height width")
+    return Tile(Span(y0, y0 + height), Span(x0, x0 + width))
+
+
+def _check(draft: _Draft, troubles: _Troubles) -> None:
+    try:
+        draft.example.check()
+    except ImageError as error:
+        troubles.add(draft.line, str(error))
+
+
+def _numbers(text: str, what: str, count: int) -> list[int]:
+    try:
+        numbers = [int(word) for word in text.split()]
+    except ValueError:
+        numbers = []
+    if len(numbers) != count or (what == "level" and numbers[0] < 0):
+        of = "y0 x0 height width, four whole numbers" if count == 4 else "one whole number, 0 or more"
+        raise ValueError(f"the {what} {text!r} is not {of}")
+    return numbers
+
+
+def _names(labels: set[str]) -> list[str]:
+    """Of the classes, in order."""
+    if all(label.isascii() and label.isdigit() for label in labels):
+        return [str(number) for number in range(1 + max(map(int, labels), default=-1))]
+    return sorted(labels)
+
+
+def _mask_classes(table: Path, drafts: Sequence[_Draft], classes: int | None, threshold: int | None) -> int | None:
+    if not any(draft.example.mask for draft in drafts):
+        return None
+    if classes is None and threshold is None:
+        raise ImageError(
+            f"{table} has masks. Say how many classes their numbers stand for (classes=), or above which number "
+            "a pixel is of class 1 and not 0 (threshold=)."
+        )
+    return classes or 2

@@ -1,0 +1,52 @@
+"""How a module's own `state_dict()` calls its tensors, and what the ranks call them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, nn
+
+from engines.layer.graph import MODEL
+from engines.layer.trace import LOSS, first_names
+
+__all__ = ["OWNERS", "StateNames", "state_names"]
+
+OWNERS = {"model": MODEL, "loss": LOSS}
+"""Whose tensors there are, and what their names begin with on the ranks."""
+
+
+@dataclass(frozen=True)
+class StateNames:
+    """The names of a module's `state_dict()`, in its order.
+
+    `held`: its name -> the name on the ranks; several lead to one tensor where weights are tied. `kept` are the
+    tensors that the graph has no use for, by its name: no rank changes them. As in PyTorch, buffers that were
+    registered with `persistent=False` are none of its state.
+    """
+
+    names: tuple[str, ...] = ()
+    held: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def without_kept(self) -> StateNames:
+        """The same, to be sent to ranks that have no need of them."""
+        return replace(self, kept={})
+
+
+def state_names(model: nn.Module, loss: object, used: Collection[str]) -> dict[str, StateNames]:
+    """Of the model and, if it is a module, of the loss; `used` are the names that the graph's nodes read."""
+    first = first_names(model, loss)
+    return {
+        owner: _names_of(module, OWNERS[owner], first, used)
+        for owner, module in (("model", model), ("loss", loss))
+        if isinstance(module, nn.Module)
+    }
+
+
+def _names_of(module: nn.Module, prefix: str, first: Mapping[str, str], used: Collection[str]) -> StateNames:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    ranks_say = {id(tensor): first[prefix + name] for name, tensor in named}
+    state = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    held = {name: said for name, t in state.items() if (said := ranks_say.get(id(t))) in used}
+    return StateNames(tuple(state), held, {name: t.detach() for name, t in state.items() if name not in held})

@@ -1,0 +1,87 @@
+"""How good predictions are, counted class by class, so that what ranks, steps and images count adds up."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+__all__ = ["Counts", "Scores", "added", "count"]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Of each class: how many were predicted `right`, were `predicted` at all, and are `true`; of images or `pixels`.
+
+    >>> both = Counts((2, 1), (3, 2), (3, 2)) + Counts((1, 0), (1, 0), (1, 0))
+    >>> both.right, round(both.accuracy, 3), both.dice
+    ((3, 1), 0.667, 0.5)
+    """
+
+    right: tuple[int, ...] = ()
+    predicted: tuple[int, ...] = ()
+    true: tuple[int, ...] = ()
+    pixels: bool = False
+
+    def __add__(self, other: Counts) -> Counts:
+        if not self.true or not other.true:
+            return self if self.true else other
+        pairs = ((self.right, other.right), (self.predicted, other.predicted), (self.true, other.true))
+        return Counts(*(tuple(map(sum, zip(*pair, strict=True))) for pair in pairs), self.pixels)
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share that is right; None where nothing was judged."""
+        return sum(self.right) / judged if (judged := sum(self.true)) else None
+
+    @property
+    def dice(self) -> float | None:
+        """2 right / (predicted + true), the mean over the classes that occur; of two classes, of the second alone.
+
+        (Dice, 1945, "Measures of the amount of ecologic association between species".) None where no class occurs.
+        """
+        first = 1 if len(self.true) == 2 else 0
+        sums = zip(self.right[first:], self.predicted[first:], self.true[first:], strict=True)
+        each = [2 * right / (predicted + true) for right, predicted, true in sums if predicted + true]
+        return statistics.fmean(each) if each else None
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of images that are not trained on: the mean loss, and what is right. `bad` says which were left out, and why."""
+
+    loss: float
+    counts: Counts
+    bad: tuple[str, ...] = ()
+
+
+def added(counts: Iterable[Counts]) -> Counts:
+    """All of them together."""
+    return reduce(Counts.__add__, counts, Counts())
+
+
+def count(scores: Tensor, labels: Tensor) -> Counts:
+    """Of (N, C, ...) scores for labels (N, ...) or (N, 1, ...), whole numbers or not.
+
+    Of one score alone it counts whether it is above 0. What has a label that is no class is not judged, and nothing is
+    where the shapes do not belong together.
+    """
+    if scores.dim() < 2:
+        return Counts()
+    shape = (*scores.shape[:1], *scores.shape[2:])
+    if labels.shape == (shape[0], 1, *shape[1:]):
+        labels = labels[:, 0]
+    if labels.shape != shape:
+        return Counts()
+    classes = max(scores.shape[1], 2)
+    guess = scores.argmax(1) if scores.shape[1] > 1 else (scores[:, 0] > 0).long()
+    truth = labels.to(guess)
+    judged = (truth >= 0) & (truth < classes)
+    guess, truth = guess[judged], truth[judged]
+    each = (guess[guess == truth], guess, truth)
+    found = (tuple(torch.bincount(numbers, minlength=classes).tolist()) for numbers in each)
+    return Counts(*found, labels.dim() > 1)

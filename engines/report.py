@@ -1,0 +1,131 @@
+"""What is told of a training: of each step, of each epoch, and of all of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engines.metrics import Counts, Scores, added
+
+__all__ = ["Epoch", "LeftOut", "Told", "summary"]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What is told of one step: `counts` of its predictions, made before the weights changed.
+
+    `seconds` it took to compute, and `wait_s` it waited for its images.
+    """
+
+    epoch: int
+    step: int
+    images: int
+    seconds: float
+    loss: float
+    counts: Counts
+    wait_s: float = 0.0
+
+    @property
+    def images_per_s(self) -> float:
+        """Reading the images is not counted."""
+        return self.images / self.seconds
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share that is right; None where the model does not tell classes."""
+        return self.counts.accuracy
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A bad image that all ranks leave out from now on: which one, and why."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """What is told of an epoch, or of what was left of one.
+
+    `left_out` images are known to be bad; `held_out` is of images that are not trained on.
+    """
+
+    epoch: int
+    steps: int
+    images: int
+    seconds: float
+    wait_s: float
+    loss: float
+    counts: Counts
+    left_out: int = 0
+    held_out: Scores | None = None
+
+    @classmethod
+    def of(cls, steps: Sequence[Told], left_out: int = 0, held_out: Scores | None = None) -> Epoch:
+        """Of its steps."""
+        seconds, wait_s, images = (
+            sum(getattr(step, name) for step in steps) for name in ("seconds", "wait_s", "images")
+        )
+        loss = statistics.fmean(step.loss for step in steps)
+        counts = added(step.counts for step in steps)
+        return cls(steps[0].epoch, len(steps), images, seconds, wait_s, loss, counts, left_out, held_out)
+
+    @property
+    def images_per_s(self) -> float:
+        """Waiting for images included."""
+        return self.images / (self.seconds + self.wait_s)
+
+    @property
+    def data_wait(self) -> float:
+        """The share of the time in which the ranks waited for images."""
+        return self.wait_s / (self.seconds + self.wait_s)
+
+    @property
+    def record(self) -> dict[str, float | int | None]:
+        """All of it as plain numbers; None where there is none."""
+        return {
+            "epoch": self.epoch,
+            "steps": self.steps,
+            "images": self.images,
+            "seconds": self.seconds + self.wait_s,
+            "images_per_s": self.images_per_s,
+            "data_wait": self.data_wait,
+            "left_out": self.left_out,
+            **_judged("", self.loss, self.counts),
+            **_judged(
+                "held_out_", *((self.held_out.loss, self.held_out.counts) if self.held_out else (None, Counts()))
+            ),
+        }
+
+    def __str__(self) -> str:
+        """One line."""
+        record = self.record
+        worth = ("accuracy", "dice", "held_out_loss", "held_out_accuracy", "held_out_dice")
+        parts = [f"{name.replace('_', ' ')} {record[name]:.4f}" for name in worth if record[name] is not None]
+        parts += [f"{self.images_per_s:.2f} images/s", f"{self.data_wait:.0%} of the time waiting for images"]
+        parts += [f"{self.left_out} bad images left out"] if self.left_out else []
+        return f"Epoch {self.epoch} Global loss: {self.loss:.6f}, {', '.join(parts)}"
+
+
+def _judged(prefix: str, loss: float | None, counts: Counts) -> dict[str, float | None]:
+    dice = counts.dice if counts.pixels else None
+    return {f"{prefix}loss": loss, f"{prefix}accuracy": counts.accuracy, f"{prefix}dice": dice}
+
+
+def summary(told: Sequence[Told], last: Epoch) -> dict[str, object]:
+    """A training as one line: loss, accuracy and so on are those of its last epoch."""
+    speeds = [step.images_per_s for step in told]
+    record = last.record
+    known = ("data_wait", "dice", "held_out_loss", "held_out_accuracy", "held_out_dice")
+    return {
+        "epochs": last.epoch + 1,
+        "steps": len(told),
+        "images_per_step": told[-1].images,
+        "images_per_s_mean": round(statistics.fmean(speeds), 4),
+        "images_per_s_median": round(statistics.median(speeds), 4),
+        "loss": last.loss,
+        "accuracy": last.counts.accuracy,
+        **{name: record[name] for name in known if record[name] is not None},
+        "left_out": last.left_out,
+    }

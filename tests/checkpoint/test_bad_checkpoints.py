@@ -1,0 +1,404 @@
+"""What is damaged, of another training or without room: a CheckpointError that says so, and nothing has changed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from engines.checkpoint import folder as folders
+from engines.checkpoint import writer as writers
+from engines.checkpoint.folder import checkpoints, locked
+from engines.checkpoint.keeper import Keeper
+from engines.checkpoint.load import check, load
+from engines.checkpoint.plain import optimiser_state
+from engines.checkpoint.save import save
+from engines.checkpoint.stored import sealed
+from engines.checkpoint.tensor_file import TensorFile
+from engines.checkpoint.values import from_json, to_json
+from engines.checkpoint.writer import check_writable
+from engines.comm.loopback import LoopbackWorld, run_ranks
+from engines.errors import CheckpointError
+from engines.training import RankTraining, Recipe
+from tests.checkpoint.trainings import PLANS, Net, Weighted, data, net, on_ranks, recipe_of, tensors_of
+
+PLAN = PLANS["stages"]
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Recipe:
+    return recipe_of(PLAN)
+
+
+@pytest.fixture(scope="module")
+def stored(recipe: Recipe, tmp_path_factory) -> Path:
+    return on_ranks(recipe, data(recipe, 1), into=tmp_path_factory.mktemp("stored")).saved
+
+
+@pytest.fixture
+def copied(stored: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stored, tmp_path / stored.name))
+
+
+def refused(recipe: Recipe, path: Path) -> str:
+    """What every rank says, having changed nothing."""
+
+    def work(world: LoopbackWorld) -> str:
+        training = RankTraining(world, recipe)
+        before, descent = tensors_of(training), training.worker.descent
+        with pytest.raises(CheckpointError) as caught:
+            load(training, path)
+        after = tensors_of(training)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+        assert (training.worker.steps, training.worker.descent) == (1, descent)
+        return str(caught.value)
+
+    said = set(run_ranks(recipe.plan.ranks, work))
+    assert len(said) == 1
+    return said.pop()
+
+
+# ---- damaged
+
+
+def cut(file: str) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path / file, (path / file).stat().st_size - 5)
+
+
+def flip(file: str) -> Callable[[Path], None]:
+    def work(path: Path) -> None:
+        content = bytearray((path / file).read_bytes())
+        content[len(content) // 2] ^= 1
+        (path / file).write_bytes(content)
+
+    return work
+
+
+def changed(**fields: object) -> Callable[[Path], None]:
+    """A manifest that is sealed again: as if another program had written it."""
+
+    def work(path: Path) -> None:
+        manifest = json.loads((path / "checkpoint.json").read_text())
+        del manifest["crc32"]
+        (path / "checkpoint.json").write_text(sealed({**manifest, **fields}))
+
+    return work
+
+
+DAMAGES = {
+    "weights cut short": (cut("model.safetensors"), r"damaged: model.safetensors has [\d,]+ bytes instead of"),
+    "a bit of the weights": (flip("model.safetensors"), "contents of model.safetensors are not those that were"),
+    "a bit of the state": (flip("training.safetensors"), "contents of training.safetensors are not those that"),
+    "no weights": (lambda path: (path / "model.safetensors").unlink(), "model.safetensors cannot be read: No such"),
+    "JSON cut short": (cut("checkpoint.json"), "checkpoint.json is no JSON"),
+    "a changed number": (
+        lambda path: (path / "checkpoint.json").write_text(
+            (path / "checkpoint.json").read_text().replace('"seed": 7', '"seed": 8')
+        ),
+        "contents of checkpoint.json are not those that were written",
+    ),
+    "not JSON": (lambda path: (path / "checkpoint.json").write_bytes(b"\x80\x04}q\x00."), "is no JSON"),
+    "other JSON": (lambda path: (path / "checkpoint.json").write_text("[1]"), "not that of a checkpoint of this"),
+    "a newer version": (changed(format=2, package="9.0"), r"has format 2 \(written by version 9.0\).*reads format 1"),
+    "no seed": (changed(seed=None), "does not say what 'seed' is"),
+    "files that are no list": (changed(files={"model.safetensors": 3}), "damaged: TypeError"),
+    "a state without options": (
+        changed(optimiser={"kind": "Adam", "options": [], "weights": {"model.x": {"options": 0}}}),
+        "damaged: IndexError",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_damaged_is_not_loaded(damage: str, recipe: Recipe, copied: Path):
+    spoil, said = DAMAGES[damage]
+    spoil(copied)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        check(copied, recipe)
+    assert str(copied) in str(caught.value)
+
+
+def test_no_rank_changes_where_a_checkpoint_is_damaged(recipe: Recipe, copied: Path):
+    flip("training.safetensors")(copied)
+    assert "are not those that were written" in refused(recipe, copied)
+
+
+def test_a_file_that_is_no_safetensors(recipe: Recipe, copied: Path):
+    """Its sum is right, as it was written so."""
+    (copied / "model.safetensors").write_bytes(b"text")
+    changed(files={"model.safetensors": {"bytes": 4, "crc32": 999008199}})(copied)
+    with pytest.raises(CheckpointError, match="damaged: SafetensorError"):
+        check(copied, recipe)
+
+
+def test_a_pickle_in_place_of_the_weights_is_never_run(recipe: Recipe, copied: Path, tmp_path: Path):
+    class Trap:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "sprung",))
+
+    torch.save({"weight": Trap()}, copied / "model.safetensors")
+    with pytest.raises(CheckpointError):
+        check(copied, recipe)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_places_without_a_checkpoint(recipe: Recipe, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / ".partial-00001").mkdir()
+    for path, said in (
+        (tmp_path / "nowhere", "there is no such folder"),
+        (tmp_path / "file", "there is no such folder"),
+        (tmp_path, "no checkpoint in this folder"),
+    ):
+        with pytest.raises(CheckpointError, match=said) as caught:
+            check(path, recipe)
+        assert str(path) in str(caught.value)
+
+
+# ---- of another training
+
+
+class Wider(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head[2], self.more = nn.Linear(6, 9), nn.Linear(1, 1)
+        del self.unused
+
+
+def test_another_model(stored: Path):
+    said = refused(recipe_of(PLAN, model=Wider()), stored)
+    assert "of another model: of its 18 tensors 14 are those of the 18 here; " in said
+    assert "2 not in it: more.bias, more.weight; 2 not here: unused.bias, unused.weight; " in said
+    assert "2 of another shape: head.2.bias (5,) instead of (9,), head.2.weight (5, 6) instead of (9, 6)" in said
+
+
+def test_another_optimiser_or_scheduler(stored: Path, recipe: Recipe):
+    assert "the optimiser of this checkpoint is Adam, and here it is SGD" in refused(recipe_of(PLAN, "sgd"), stored)
+    for other, name in (("none", "none"), ("cosine", "CosineAnnealingWarmRestarts")):
+        with pytest.raises(
+            CheckpointError, match=f"scheduler of this checkpoint is MultiStepLR, and here it is {name}"
+        ):
+            check(stored, recipe_of(PLAN, scheduler=other))
+    with pytest.raises(CheckpointError, match="its optimiser is Adam, and this one is SGD"):
+        optimiser_state(stored, net(), torch.optim.SGD(net().parameters()))
+
+
+def test_other_weights_are_trained(stored: Path):
+    model = net()
+    model.head[2].requires_grad_(False)
+    with pytest.raises(
+        CheckpointError, match=r"trains 8 weights, and this training 6: 2 not trained here: model.head.2"
+    ):
+        check(stored, recipe_of(PLAN, model=model))
+
+
+def test_other_groups_of_the_optimiser(recipe: Recipe, stored: Path, tmp_path: Path):
+    def apart(weights):
+        return torch.optim.Adam([{"params": [w], "lr": 0.1 + n} for n, w in enumerate(weights)], amsgrad=True)
+
+    several = replace(recipe_of(PLANS["one rank"]), optimiser=apart)
+    said = refused(several, stored)
+    assert "the scheduler has 1 learning rates, but there are 8 groups" in said
+    path = on_ranks(replace(several, scheduler=None), [], into=tmp_path).saved
+    assert "were in groups of the optimiser with other options" in refused(
+        recipe_of(PLANS["one rank"], scheduler="none"), path
+    )
+
+
+def test_a_loss_without_weights(stored: Path):
+    with pytest.raises(CheckpointError, match=r"it has no loss\.safetensors"):
+        check(stored, recipe_of(PLAN, loss=Weighted()))
+
+
+def test_an_optimiser_of_weights_that_are_not_the_models(stored: Path):
+    with pytest.raises(CheckpointError, match=r"moves a tensor \(2,\) that is no weight of the model"):
+        optimiser_state(stored, net(), torch.optim.Adam([nn.Parameter(torch.zeros(2))]))
+
+
+# ---- saving that fails
+
+
+def saved_or_said(recipe: Recipe, into: Path, feed: object = None, keep: int = 3) -> str:
+    """What every rank says; and then they train on."""
+    whole = data(recipe, 2)
+
+    def work(world: LoopbackWorld) -> str:
+        training = RankTraining(world, recipe)
+        training.step(training.cut(whole[0]))
+        with pytest.raises(CheckpointError) as caught:
+            save(training, into, feed, keep)
+        training.step(training.cut(whole[1]))
+        assert training.worker.steps == 3
+        return str(caught.value)
+
+    said = set(run_ranks(recipe.plan.ranks, work))
+    assert len(said) == 1
+    return said.pop()
+
+
+def untouched(before: Path, into: Path) -> bool:
+    """The checkpoint that was there loads still, and nothing else is there."""
+    return checkpoints(into) == [before] and [path.name for path in into.iterdir()] == [before.name]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "training.safetensors", "checkpoint.json"])
+def test_a_disk_that_becomes_full_while_it_is_written(file: str, recipe: Recipe, tmp_path: Path, monkeypatch):
+    before = on_ranks(recipe, [], into=tmp_path).saved
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    class Full(TensorFile):
+        def __init__(self, path: Path, specs: object) -> None:
+            super().__init__(path, specs)
+            if path.name == file:
+                self.add = full
+
+    monkeypatch.setattr(writers, "TensorFile", Full)
+    if file == "checkpoint.json":
+        monkeypatch.setattr(writers, "complete", full)
+    said = saved_or_said(recipe, tmp_path)
+    assert said.startswith(f"{tmp_path}: a checkpoint needs ")
+    assert "bytes, but there are" in said
+    assert "free (No space left on device)" in said
+    assert untouched(before, tmp_path)
+    check(before, recipe)
+
+
+def test_too_little_space_is_known_before(recipe: Recipe, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 999, 999))
+    said = saved_or_said(recipe, tmp_path)
+    assert "bytes, but there are 999 free. " in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_of_the_system(recipe: Recipe, tmp_path: Path):
+    """A real one: no file may be larger than that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    try:
+        said = saved_or_said(recipe, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "(File too large)" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_that_cannot_be_written_to(recipe: Recipe, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
+        with pytest.raises(CheckpointError, match=r"no checkpoint can be written here: .* Name a folder") as caught:
+            check_writable(path)
+        assert str(path) in str(caught.value)
+    assert "no checkpoint can be written here" in saved_or_said(recipe, tmp_path / "file")
+
+
+def test_two_trainings_do_not_share_a_folder(recipe: Recipe, tmp_path: Path):
+    with locked(tmp_path):
+        assert "another training is saving into this folder" in saved_or_said(recipe, tmp_path)
+
+
+def test_what_cannot_be_saved(recipe: Recipe, tmp_path: Path):
+    assert "feed's state cannot be written as JSON" in saved_or_said(recipe, tmp_path, feed={1j})
+    assert "keep=0 must be at least 1" in saved_or_said(recipe, tmp_path, keep=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_training_in_the_middle_of_a_step(recipe: Recipe, tmp_path: Path):
+    def work(world: LoopbackWorld) -> None:
+        training = RankTraining(world, recipe)
+        training.start(training.cut(data(recipe, 1)[0]))
+        if world.rank == 0:
+            training.worker.step()
+        with pytest.raises(CheckpointError, match="in the middle of a step"):
+            save(training, tmp_path)
+
+    run_ranks(recipe.plan.ranks, work)
+
+
+def test_what_no_checkpoint_holds():
+    with pytest.raises(CheckpointError, match="SGD keeps a object, which a checkpoint does not hold"):
+        to_json({"x": object()}, "SGD")
+    assert from_json(to_json({1: (float("inf"), torch.tensor([1.5, float("nan")]))}, ""))[1][0] == float("inf")
+
+
+# ---- a folder over time
+
+
+def test_the_last_ones_stay_and_leftovers_go(recipe: Recipe, tmp_path: Path):
+    (tmp_path / ".partial-00001").mkdir()
+    (tmp_path / ".partial-00001" / "model.safetensors").write_text("half")
+    (tmp_path / "notes.txt").write_text("the user's own")
+    whole = data(recipe, 1)[0]
+
+    def work(world: LoopbackWorld) -> None:
+        training = RankTraining(world, recipe)
+        for _ in range(5):
+            training.step(training.cut(whole))
+            save(training, tmp_path, keep=2)
+
+    run_ranks(recipe.plan.ranks, work)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00004-step-4", "00005-step-5", "notes.txt"]
+    assert check(tmp_path, recipe).step == 5
+
+
+def test_what_is_saved_last_is_the_newest_whatever_its_step(recipe: Recipe, stored: Path, tmp_path: Path):
+    """Who goes back to an earlier checkpoint and trains on from there resumes there, not at the old end."""
+    on_ranks(recipe, data(recipe, 4), into=tmp_path)
+    on_ranks(recipe, [], resume=stored, into=tmp_path)
+    assert check(tmp_path, recipe).step == 1
+    (tmp_path / "100000-step-9").mkdir()
+    assert checkpoints(tmp_path)[-1].name == "100000-step-9"
+
+
+def test_a_keeper_saves_when_it_is_time(recipe: Recipe, tmp_path: Path, capsys):
+    whole = data(recipe, 1)[0]
+
+    def work(world: LoopbackWorld, every: int | None) -> list[list[str]]:
+        training = RankTraining(world, recipe)
+        keeper = Keeper(training, tmp_path / str(every), lambda: {"at": training.worker.steps}, every, keep=9)
+        for step in range(5):
+            training.step(training.cut(whole))
+            keeper.after_step()
+            if step == 2:
+                keeper.after_epoch()
+        keeper.after_all()
+        keeper.after_all()
+        return [path.name for path in checkpoints(tmp_path / str(every))]
+
+    by_epoch, *_ = run_ranks(recipe.plan.ranks, partial(work, every=None))
+    assert by_epoch == ["00001-step-3", "00002-step-5"]
+    by_steps, *_ = run_ranks(recipe.plan.ranks, partial(work, every=2))
+    assert by_steps == ["00001-step-2", "00002-step-4", "00003-step-5"]
+    assert check(tmp_path / "2", recipe).feed == {"at": 6}
+
+
+def test_a_keeper_trains_on_where_the_disk_is_full(recipe: Recipe, tmp_path: Path, monkeypatch, capsys):
+    whole = data(recipe, 1)[0]
+
+    def work(world: LoopbackWorld) -> int:
+        training = RankTraining(world, recipe)
+        keeper = Keeper(training, tmp_path, lambda: None, every=1)
+        world.rest()
+        monkeypatch.setattr(writers, "check_space", lambda folder, needed: folders.check_space(folder, 10**18))
+        for _ in range(2):
+            training.step(training.cut(whole))
+            keeper.after_step()
+        with pytest.raises(CheckpointError):
+            keeper.after_all()
+        return training.worker.steps
+
+    assert set(run_ranks(recipe.plan.ranks, work)) == {3}
+    told = capsys.readouterr().err.splitlines()
+    assert [line[:22] for line in told] == ["Not saved after 1 step", "Not saved after 2 step"]

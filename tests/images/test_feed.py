@@ -1,0 +1,360 @@
+"""The order of images, what is read ahead, what a bad image does, and how a feed goes on after a break."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.comm.loopback import LoopbackWorld, loopback, run_ranks
+from engines.errors import ImageError, PlanError
+from engines.images.feed import Feed, Feeding, Served
+from engines.images.labelled import in_order
+from engines.images.own import OwnPart
+from engines.images.synthetic import SyntheticImages
+from engines.layer.graph import TensorSpec
+from engines.spatial.tiles import Grid, Tile
+
+SIZE, COUNT = (8, 12), 4
+
+
+class Numbered(SyntheticImages):
+    """Every pixel of an image is its number, and one channel its draw; some images cannot be read, in some tiles."""
+
+    def __init__(
+        self, count: int, bad: tuple[int, ...] = (), where: Callable[[Tile], bool] = lambda tile: True
+    ) -> None:
+        super().__init__(count, SIZE, 1000)
+        self.bad, self.where, self.asked = bad, where, []
+
+    def name(self, index: int) -> str:
+        return f"folder/{index}.png"
+
+    def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
+        self.asked.append((index, tile))
+        if index in self.bad and self.where(tile):
+            raise ImageError(f"folder/{index}.png is damaged")
+        pixels = torch.full((3, *tile.shape), float(index), dtype=torch.float64)
+        pixels[1] = float(draw % 1_000_003)
+        return pixels
+
+    def label(self, index: int) -> int:
+        return index
+
+
+class Cut:
+    """Stands for a rank of a plan that cuts columns; the last rank has the labels alone, the one before it nothing."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+
+    def cut(self, inputs: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+        if self.ranks == 1:
+            return {0: inputs}
+        if self.rank == self.ranks - 1:
+            return {0: {"labels": inputs["labels"]}}
+        if self.rank == self.ranks - 2:
+            return {0: {}}
+        tile = Grid(1, self.ranks - 2).cut(*SIZE)[self.rank]
+        return {0: {"images": inputs["images"][..., tile.cols.start : tile.cols.stop]}}
+
+
+def feed(world: LoopbackWorld, images: SyntheticImages, feeding: Feeding | None = None, count: int = COUNT) -> Feed:
+    specs = {"images": TensorSpec((count, 3, *SIZE), "float64"), "labels": TensorSpec((count,), "int64")}
+    return Feed(world, OwnPart(Cut(world.rank, world.size), images, specs), count, feeding)
+
+
+def numbers(served: Served, name: str = "images") -> list[int]:
+    """Which images a step has."""
+    tensor = served.parts[0][name]
+    return (tensor[:, 0, 0, 0] if name == "images" else tensor).long().tolist()
+
+
+def draws(served: Served) -> list[int]:
+    return served.parts[0]["images"][:, 1, 0, 0].long().tolist()
+
+
+def epochs(feed: Feed, count: int) -> list[list[Served]]:
+    """All steps of so many epochs."""
+    found: list[list[Served]] = []
+    with feed:
+        for _ in range(count):
+            found.append([])
+            while (served := feed.next()) is not None:
+                feed.advance()
+                found[-1].append(served)
+    return found
+
+
+def seen(feed: Feed, count: int = 1) -> list[list[int]]:
+    return [numbers(served) for steps in epochs(feed, count) for served in steps]
+
+
+def alone(images: SyntheticImages, feeding: Feeding | None = None, count: int = COUNT) -> Feed:
+    return feed(loopback(1)[0], images, feeding, count)
+
+
+# ---- order
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_the_order_is_the_seeds_and_steps_are_full(workers: int):
+    steps = seen(alone(Numbered(10), Feeding(seed=7, workers=workers)), 3)
+    orders = [in_order(10, 7, epoch) for epoch in range(3)]
+    assert steps == [order[start : start + COUNT] for order in orders for start in (0, 4)]
+    assert orders[0] != orders[1] != orders[2]
+
+
+def test_the_same_on_every_number_of_ranks_and_workers():
+    def on(ranks: int, workers: int) -> list[Any]:
+        def work(world: LoopbackWorld) -> list[list[Served]]:
+            return epochs(feed(world, Numbered(9, bad=(5,)), Feeding(3, None, workers, "skip")), 2)
+
+        first = run_ranks(ranks, work)[0]
+        return [(served.place, numbers(served), draws(served)) for steps in first for served in steps]
+
+    expected = on(1, 0)
+    assert len(expected) == 4
+    for ranks, workers in ((1, 2), (4, 0), (4, 2), (5, 1)):
+        assert on(ranks, workers) == expected
+
+
+def test_an_images_draw_follows_from_seed_epoch_and_image():
+    by_image: dict[tuple[int, int, int], int] = {}
+    for seed in (0, 1):
+        for epoch, steps in enumerate(epochs(alone(Numbered(8), Feeding(seed)), 2)):
+            for served in steps:
+                by_image |= {(seed, epoch, i): d for i, d in zip(numbers(served), draws(served), strict=True)}
+    assert len(by_image) == len(set(by_image.values())) == 32
+    (first, *_), *_ = epochs(alone(Numbered(8), Feeding(0), count=8), 1)  # all eight in one step
+    assert all(by_image[0, 0, i] == d for i, d in zip(numbers(first), draws(first), strict=True))
+
+
+def test_an_epoch_may_end_early():
+    steps = seen(alone(Numbered(12), Feeding(steps=1)), 2)
+    assert steps == [in_order(12, 0, epoch)[:COUNT] for epoch in (0, 1)]
+
+
+# ---- who reads what
+
+
+def test_each_rank_reads_its_own_and_no_more():
+    def asked(world: LoopbackWorld) -> set[tuple[int, Tile]]:
+        images = Numbered(8)
+        with feed(world, images, Feeding(workers=1)) as mine:
+            assert mine.next() is not None
+        return {tile for _, tile in images.asked}
+
+    tiles = Grid(1, 2).cut(*SIZE)
+    assert run_ranks(4, asked) == [{tiles[0]}, {tiles[1]}, set(), set()]
+
+
+# ---- ahead
+
+
+class Slow(Numbered):
+    """Reading takes a while; how many at once is counted."""
+
+    def __init__(self, count: int, reading_s: float = 0.02) -> None:
+        super().__init__(count)
+        self.reading_s, self.at_once, self.most, self.lock = reading_s, 0, 0, threading.Lock()
+
+    def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
+        with self.lock:
+            self.at_once += 1
+            self.most = max(self.most, self.at_once)
+        time.sleep(self.reading_s)
+        with self.lock:
+            self.at_once -= 1
+        return super().part(index, tile, draw)
+
+
+def test_workers_read_while_a_step_is_computed():
+    def waited_s(workers: int) -> float:
+        total = 0.0
+        with alone(Slow(16), Feeding(workers=workers)) as mine:
+            for step in range(4):
+                served = mine.next()
+                mine.advance()
+                total += served.wait_s if step else 0.0  # nobody can have read the first one ahead
+                time.sleep(0.1)
+        return total
+
+    assert waited_s(0) > 3 * 4 * 0.02
+    assert waited_s(2) < 0.08
+
+
+def test_what_is_read_ahead_is_bounded():
+    images = Slow(400, reading_s=0.0)
+    with alone(images, Feeding(workers=3)) as mine:
+        mine.next()
+        time.sleep(0.2)
+        assert len(images.asked) == 3 * COUNT  # this step and two more
+        assert images.most <= 3
+
+
+def workers_alive() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("feed")]
+
+
+def test_no_worker_outlives_its_feed():
+    with alone(Slow(16), Feeding(workers=2)) as mine:
+        mine.next()
+        assert len(workers_alive()) == 2
+    assert not workers_alive()
+    with pytest.raises(ImageError), alone(Numbered(16, bad=tuple(range(16))), Feeding(workers=2)) as mine:
+        mine.next()
+    assert not workers_alive()
+
+
+# ---- bad images
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_image_ends_the_training_when_its_step_comes(workers: int):
+    """And not before, though it was read before; on all ranks, though one alone has seen it."""
+    order = in_order(12, 0, 0)
+    images = Numbered(12, bad=(order[9],), where=lambda tile: tile.cols.start > 0)
+
+    def steps(world: LoopbackWorld) -> tuple[int, str]:
+        with feed(world, images, Feeding(workers=workers)) as mine:
+            for step in range(3):
+                try:
+                    assert mine.next() is not None
+                except ImageError as error:
+                    return step, str(error)
+                mine.advance()
+        return 3, ""
+
+    assert run_ranks(4, steps) == [(2, f"folder/{order[9]}.png is damaged")] * 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_skipped_image_is_as_if_it_were_not_in_the_order(workers: int):
+    order = in_order(11, 0, 0)
+    bad = (order[1], order[5])
+    images = Numbered(11, bad, where=lambda tile: tile.cols.start > 0)
+
+    def work(world: LoopbackWorld) -> tuple[list[str], list[list[int]]]:
+        mine = feed(world, images, Feeding(workers=workers, on_bad_image="skip"))
+        name = "labels" if world.rank == 3 else "images"
+        steps = epochs(mine, 2)
+        return mine.bad, [numbers(served, name) for steps in steps for served in steps if served.parts[0]]
+
+    first, second = ([index for index in in_order(11, 0, epoch) if index not in bad] for epoch in (0, 1))
+    expected = [first[:4], first[4:8], second[:4], second[4:8]]
+    said = [f"folder/{index}.png is damaged" for index in bad]
+    assert run_ranks(4, work) == [(said, [] if rank == 2 else expected) for rank in range(4)]
+
+
+def test_where_no_full_step_is_left_it_is_said():
+    images = Numbered(8, bad=(0, 1, 2, 3, 4))
+    with pytest.raises(ImageError, match=r"(?s)5 of 8 images cannot be read.*step of 4.*\nfolder/\d.png is damaged"):
+        seen(alone(images, Feeding(on_bad_image="skip")))
+
+
+def test_an_epoch_that_bad_images_shorten_ends_in_order():
+    order = in_order(8, 0, 0)
+    mine = alone(Numbered(8, bad=(order[6],)), Feeding(on_bad_image="skip"))
+    assert [len(steps) for steps in epochs(mine, 2)] == [1, 1]
+    assert mine.bad == [f"folder/{order[6]}.png is damaged"]
+
+
+def test_a_fault_of_the_program_is_not_skipped():
+    class Faulty(Numbered):
+        def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
+            return super().part(index, tile, draw) / self.nothing
+
+    with pytest.raises(ImageError, match=r"folder/\d.png: AttributeError: .*nothing") as caught:
+        alone(Faulty(8), Feeding(workers=1, on_bad_image="skip")).next()
+    assert isinstance(caught.value.__cause__, AttributeError)
+
+
+def test_what_the_system_says_is_told_with_the_images_name():
+    class Gone(Numbered):
+        def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
+            raise FileNotFoundError(2, "No such file or directory")
+
+    with pytest.raises(ImageError, match=r"^folder/\d.png: \[Errno 2\] No such file or directory"):
+        alone(Gone(8)).next()
+
+
+# ---- going on
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("done", range(6))
+def test_it_goes_on_as_if_there_had_been_no_break(done: int, workers: int):
+    """After any number of steps, in any epoch, with images that were left out before."""
+    feeding = Feeding(11, None, workers, "skip")
+    images = Numbered(14, bad=tuple(in_order(14, 11, 0)[2:4]))
+    whole = [served for steps in epochs(alone(images, feeding), 2) for served in steps]
+    assert len(whole) == 6
+
+    with alone(images, feeding) as first:
+        while first.place.epoch * 3 + first.place.step < done:
+            if first.next() is not None:
+                first.advance()
+        state = json.loads(json.dumps(first.state()))
+    second = alone(images, feeding)
+    second.resume(state)
+    with second:
+        rest = []
+        while len(rest) < 6 - done:
+            served = second.next()
+            if served is not None:
+                second.advance()
+                rest.append(served)
+    for mine, theirs in zip(rest, whole[done:], strict=True):
+        assert (mine.place, numbers(mine), draws(mine)) == (theirs.place, numbers(theirs), draws(theirs))
+
+
+def test_a_step_that_was_not_done_comes_again():
+    mine = alone(Numbered(8))
+    first = mine.next()
+    assert mine.state()["step"] == 0
+    assert numbers(mine.next()) == numbers(first)
+
+
+def test_a_state_of_other_images_is_refused():
+    state = alone(Numbered(8)).state()
+    with pytest.raises(ImageError, match="had 8 images, but there are 9"):
+        alone(Numbered(9)).resume(state)
+
+
+def test_an_image_of_another_size_is_refused():
+    """Its corner would be trained on, and nobody would know."""
+
+    class Large(Numbered):
+        def shape(self, index: int) -> tuple[int, int]:
+            return (9, 12) if index == 3 else SIZE
+
+    with pytest.raises(ImageError, match=r"folder/3.png has 9 x 12 pixels, but the training was made for 8 x 12"):
+        seen(alone(Large(4)))
+
+
+# ---- said before anything starts
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"on_bad_image": "ignore"}, "on_bad_image='ignore' must be one of 'raise', 'skip'"),
+        ({"workers": -1}, "workers=-1 must be a whole number"),
+        ({"steps": 0}, "steps=0 must be at least 1"),
+    ],
+)
+def test_what_cannot_be_asked_for(wrong: dict[str, Any], said: str):
+    with pytest.raises(PlanError, match=said):
+        Feeding(**wrong)
+
+
+def test_too_few_images():
+    with pytest.raises(ImageError, match="There are 3 images, but a step takes 4"):
+        alone(Numbered(3))

@@ -1,0 +1,242 @@
+"""Label tables: what they may say, and everything that can be wrong with one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from engines.errors import ImageError
+from engines.images.tables import table_images, write_table
+from engines.spatial.tiles import Span, Tile
+
+SIZE = (12, 10)
+PIXELS = np.random.default_rng(0).integers(0, 256, (24, 20, 3), dtype=np.uint8)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Pictures a to d and masks of theirs, in folders."""
+    for name in "abcd":
+        for kind, pixels in (("images", PIXELS), ("masks", PIXELS[..., 0] % 2)):
+            (tmp_path / kind).mkdir(exist_ok=True)
+            Image.fromarray(pixels).save(tmp_path / kind / f"{name}.png")
+    return tmp_path
+
+
+def table(folder: Path, text: str) -> Path:
+    path = folder / "table.csv"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_table_with_everything(folder: Path):
+    text = """slide,path,mask,label,region,level
+s1,images/a.png,masks/a.png,ill,2 3 8 9,0
+
+s1,images/b.png,,well,,
+ s2 , images/c.png ,masks/c.png,"ill",-3  -4 10 10,
+"""
+    images = table_images(table(folder, text), SIZE, classes=2)
+    assert (images.names, images.classes, len(images)) == (("ill", "well"), 2, 3)
+    assert [images.label(index) for index in range(3)] == [0, 1, 0]
+    assert [images.slide(index) for index in range(3)] == ["s1", "s1", "s2"]
+    assert images.examples[0].region == Tile(Span(2, 10), Span(3, 12))
+    assert images.examples[2].region == Tile(Span(-3, 7), Span(-4, 6))
+    assert images.examples[1].region is None
+    assert images.part(2, Tile.whole(*SIZE)).shape == (3, *SIZE)
+    assert images.mask(1, Tile.whole(*SIZE)).unique().tolist() == [1]
+    own = table_images(table(folder, text), None, classes=2)
+    whole = own.mask(0, Tile.whole(8, 9))
+    assert np.array_equal(whole, PIXELS[2:10, 3:12, 0] % 2)
+
+
+def test_numbers_are_classes_and_names_are_sorted(folder: Path):
+    numbers = table(folder, "path,label\nimages/a.png,2\nimages/b.png,0\n")
+    images = table_images(numbers, SIZE)
+    assert (images.classes, [images.label(0), images.label(1)]) == (3, [2, 0])
+    names = table(folder, "path,label\nimages/a.png,b10\nimages/b.png,b9\n")
+    images = table_images(names, SIZE)
+    assert (images.names, [images.label(0), images.label(1)]) == (("b10", "b9"), [0, 1])
+
+
+def test_held_out_tables_have_the_classes_of_the_model(folder: Path):
+    other = table(folder, "path,label\nimages/a.png,well\n")
+    images = table_images(other, SIZE, names=["ill", "well"])
+    assert (images.classes, images.label(0)) == (2, 1)
+
+
+def test_masks_need_no_labels(folder: Path):
+    path = table(folder, "path,mask\nimages/a.png,masks/a.png\nimages/b.png,masks/b.png\n")
+    assert table_images(path, SIZE, classes=4).classes == 4
+    images = table_images(path, None, threshold=0)
+    assert images.classes == 2
+    assert np.array_equal(images.mask(1, Tile.whole(24, 20)), PIXELS[..., 0] % 2)
+    with pytest.raises(ImageError, match=r"table\.csv has masks\. Say how many classes .*\(classes=\).*\(threshold=\)"):
+        table_images(path, SIZE)
+
+
+def test_a_spreadsheets_mark_and_line_ends_are_taken(folder: Path):
+    path = folder / "table.csv"
+    path.write_bytes(b"\xef\xbb\xbfpath,label\r\nimages/a.png,1\r\nimages/b.png,0\r\n")
+    assert len(table_images(path, SIZE)) == 2
+
+
+def test_paths_are_relative_to_the_table_when_written_and_read(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    (folder / "tables").mkdir()
+    monkeypatch.chdir(folder)
+    rows = [(Path("images/a.png"), "x"), ((folder / "images" / "b.png"), "y, z")]
+    assert write_table(Path("tables/t.csv"), rows) == 2
+    assert (folder / "tables" / "t.csv").read_text().splitlines() == [
+        "path,label", "../images/a.png,x", '../images/b.png,"y, z"',
+    ]  # fmt: skip
+    monkeypatch.chdir("/")
+    images = table_images(folder / "tables" / "t.csv", SIZE)
+    assert images.names == ("x", "y, z")
+    assert images.part(1, Tile.whole(*SIZE)).shape == (3, *SIZE)
+    with pytest.raises(ImageError, match=r"none/t\.csv cannot be written: No such file"):
+        write_table(folder / "none" / "t.csv", rows)
+
+
+GOOD = "path,label\nimages/a.png,0\n"
+BAD = {
+    "no such file": ("path,label\nimages/a.png,0\nimages/x.png,1\n", r"line 3: the file .*images/x\.png is missing"),
+    "many missing": (
+        "path,label\n" + "".join(f"images/x{number}.png,1\n" for number in range(9)),
+        r"line 2: .*x0\.png is missing; line 3: .*x1\.png .*line 6: .*x4\.png is missing; and 4 more lines\. Mend",
+    ),
+    "no such mask": ("path,mask\nimages/a.png,masks/x.png\n", r"line 2: the mask .*masks/x\.png is missing"),
+    "no path": ("path,label\n,1\n", "line 2: it has no path"),
+    "no label": ("path,label\nimages/a.png,1\nimages/b.png, \n", "line 3: it has no label"),
+    "no mask": ("path,mask\nimages/a.png,\n", "line 2: it has no mask"),
+    "an unknown column": (
+        "path,label,weight\na,1,2\n",
+        r"line 1: unknown columns 'weight'\. The columns are path, label",
+    ),
+    "semicolons": ("path;label\nimages/a.png;1\n", "line 1: unknown columns 'path;label'.*between commas"),
+    "no header": ("images/a.png,1\n", r"line 1: unknown columns 'images/a\.png', '1'"),
+    "one column": ("path\nimages/a.png\n", "line 1: there must be a column `path`, and `label` or `mask`"),
+    "a column twice": ("path,label,label\na,1,2\n", "line 1: a column is there twice"),
+    "nothing": ("", r"line 1: unknown columns \(none\)"),
+    "no lines": ("path,label\n\n", r"table\.csv is empty\. Give it a line for each image"),
+    "too many cells": ("path,label\nimages/a.png,1,2\n", "line 2: it has 3 cells, but the header has 2.*quotation"),
+    "too few cells": (GOOD + "images/b.png\n", "line 3: it has 1 cells"),
+    "a region of three": (
+        "path,label,region\nimages/a.png,1,1 2 3\n",
+        "line 2: the region '1 2 3' is not y0 x0 height",
+    ),
+    "a region of words": ("path,label,region\nimages/a.png,1,a b c d\n", "line 2: the region 'a b c d' is not"),
+    "a region of fractions": ("path,label,region\nimages/a.png,1,0 0 1.5 2\n", "the region '0 0 1.5 2' is not"),
+    "an empty region": ("path,label,region\nimages/a.png,1,0 0 0 5\n", "line 2: the region '0 0 0 5' has no pixels"),
+    "a level of words": ("path,label,level\nimages/a.png,1,low\n", "line 2: the level 'low' is not one whole number"),
+    "a level below zero": ("path,label,level\nimages/a.png,1,-1\n", "line 2: the level '-1' is not one whole number"),
+    "an open quotation": ('path,label\nimages/a.png,"1\n', r"table\.csv is no table of comma-separated UTF-8 text"),
+    "zeros": ("path,label\nimages/\x00a.png,1\n", "line 2: the file .*a.png is missing"),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), BAD.values(), ids=BAD)
+def test_what_is_wrong_is_said_with_the_line(text: str, said: str, folder: Path):
+    with pytest.raises(ImageError, match=said) as caught:
+        table_images(table(folder, text), SIZE, classes=2 if "mask" in text else None)
+    assert "table.csv" in str(caught.value)
+
+
+UNFIT = {
+    "a damaged picture": ("path,label\nimages/bad.png,1\n", r"line 2: .*images/bad\.png is damaged"),
+    "a text": ("path,label\nimages/text.svs,1\n", r"line 2: .*images/text\.svs is not a PNG"),
+    "a folder": ("path,label\nimages,1\n", r"line 2: .*images is a folder"),
+    "a region beyond": ("path,label,region\nimages/a.png,1,24 0 5 5\n", "line 2: The region of 5 x 5 .* lies outside"),
+    "a huge region": (
+        "path,label,region\nimages/a.png,1,0 0 1 2000000\n",
+        "line 2: The region of 1 x 2000000 .* 64 times as large",
+    ),
+    "a level": ("path,label,level\nimages/a.png,1,2\n", r"line 2: a\.png has no level 2"),
+    "a small mask": ("path,mask\nimages/a.png,small.png\n", r"line 2: The mask .*small\.png has 23 x 20 .* 24 x 20"),
+    "a mask of text": ("path,mask\nimages/a.png,images/text.svs\n", r"line 2: .*images/text\.svs is not a PNG"),
+    "a mask of no array": ("path,mask\nimages/a.png,bad.npy\n", r"line 2: .*bad\.npy is damaged"),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), UNFIT.values(), ids=UNFIT)
+def test_what_does_not_fit_is_said_before_any_image_is_read(text: str, said: str, folder: Path):
+    (folder / "images" / "bad.png").write_bytes((folder / "images" / "a.png").read_bytes()[:20])
+    (folder / "images" / "text.svs").write_text("not a slide")
+    (folder / "bad.npy").write_text("no array")
+    Image.fromarray(PIXELS[:23, :, 0]).save(folder / "small.png")
+    with pytest.raises(ImageError, match=said) as caught:
+        table_images(table(folder, text), SIZE, classes=2)
+    assert "table.csv, line 2" in str(caught.value)
+
+
+def test_bad_images_can_be_left_for_later(folder: Path):
+    (folder / "images" / "a.png").write_text("no picture")
+    path = table(folder, "path,label\nimages/a.png,1\nimages/b.png,0\n")
+    images = table_images(path, SIZE, check=False)
+    assert images.part(1, Tile.whole(*SIZE)).shape == (3, *SIZE)
+    with pytest.raises(ImageError, match=r"images/a\.png is not"):
+        images.part(0, Tile.whole(*SIZE))
+
+
+def test_headers_are_enough_to_check_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("engines.images.pillow._decode", lambda path: pytest.fail("it was decoded"))
+    text = "path,label,mask,region\nimages/a.png,1,masks/a.png,2 2 9 9\nimages/b.png,0,,\n"
+    assert len(table_images(table(folder, text), SIZE, classes=2)) == 2
+
+
+def test_a_label_that_is_no_class_is_named(folder: Path):
+    path = table(folder, "path,label\nimages/a.png,well\nimages/b.png,dead\n")
+    with pytest.raises(ImageError, match="line 3: the label 'dead' is none of ill, well"):
+        table_images(path, SIZE, names=["ill", "well"])
+
+
+def test_a_class_beside_masks_must_be_one_of_theirs(folder: Path):
+    path = table(folder, "path,label,mask\nimages/a.png,0,masks/a.png\nimages/b.png,5,\n")
+    with pytest.raises(ImageError, match="line 3: it has no mask, and its class 5 is none of the 2 of the masks"):
+        table_images(path, SIZE, classes=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: None, r"table .*table\.csv does not exist \(looked for in"),
+        (lambda path: path.mkdir(), r"table\.csv cannot be read: Is a directory"),
+        (lambda path: path.write_bytes(b"path,label\n\xff\xfe,1\n"), r"table\.csv is no table of .*UTF-8"),
+        (lambda path: path.write_bytes(bytes(range(256)) * 40), r"table\.csv"),
+    ],
+    ids=["missing", "a folder", "another encoding", "bytes"],
+)
+def test_a_table_that_cannot_be_read_is_named(make, said: str, tmp_path: Path):
+    make(tmp_path / "table.csv")
+    with pytest.raises(ImageError, match=said):
+        table_images(tmp_path / "table.csv", SIZE)
+
+
+# ---- fuzz
+
+SOUND = 'path,label,mask,region,level,slide\nimages/a.png,"x, y",,0 0 5 5,0,s\nimages/b.png,y,masks/b.png,,,\n'
+CHANGES = st.lists(
+    st.tuples(st.integers(0, len(SOUND) - 1), st.sampled_from(["", *'",\n\r\0 0129-x/\ufeffé²'])),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(CHANGES, st.sampled_from(["utf-8", "utf-16", "latin-1"]), st.booleans())
+def test_a_spoiled_table_is_read_or_refused(folder: Path, changes, encoding: str, insert: bool):
+    text = list(SOUND)
+    for place, character in changes:
+        text[place] = text[place] + character if insert else character
+    (folder / "table.csv").write_bytes("".join(text).encode(encoding, "replace"))
+    try:
+        images = table_images(folder / "table.csv", SIZE, classes=9)
+    except ImageError as error:
+        assert "table.csv" in str(error)  # noqa: PT017 (either outcome is right)
+    else:
+        for index in range(len(images)):
+            assert images.part(index, Tile.whole(*SIZE)).shape == (3, *SIZE)

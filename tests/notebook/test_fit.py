@@ -1,0 +1,296 @@
+"""`fit` on images that the ranks read by themselves: the losses of one process, breaks, bad images, what is told."""
+
+from __future__ import annotations
+
+import _thread
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engines.errors import ImageError, PlanError
+from engines.images.augmented import Augmented
+from engines.images.labelled import LabelledImages, in_order
+from engines.images.synthetic import SyntheticImages
+from engines.metrics import count
+from engines.models.unet import UNet
+from engines.oracle import OneProcess
+from engines.spatial.draws import step_seed
+from engines.spatial.tiles import Tile
+from engines.training import sgd
+from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.fitting import History
+
+SIZE, BATCH = (12, 20), 2
+TILES = Plan(split_size=1, num_spatial_parts=4, precision="float64")
+MIXED = Plan(split_size=2, num_spatial_parts=2, slice_method="vertical", precision="float64", parts=2)
+ALONE = Plan(split_size=1, spatial_size=0, precision="float64")
+
+
+@pytest.fixture(scope="module", params=[(TILES, 4), (MIXED, 3)], ids=["tiles", "mixed"])
+def ranks(request):
+    plan, count = request.param
+    with Cluster(count, backend="loopback") as cluster:
+        yield plan, cluster
+
+
+@pytest.fixture(scope="module")
+def one():
+    with Cluster(1, backend="loopback") as cluster:
+        yield ALONE, cluster
+
+
+def unet() -> nn.Module:
+    torch.manual_seed(0)
+    return UNet(num_classes=3, width=4, depth=1)
+
+
+def training(ranks: tuple[Plan, Cluster]) -> Training:
+    plan, cluster = ranks
+    return Training(unet(), plan, cluster, (BATCH, 3, *SIZE))
+
+
+def images(count: int = 7) -> LabelledImages:
+    return Augmented(SyntheticImages(count, SIZE, 3, seed=1), ("flip", "rotate", "contrast"))
+
+
+class Bad(SyntheticImages):
+    """Some cannot be read, and only in the last columns."""
+
+    def __init__(self, bad: tuple[int, ...], count: int = 7) -> None:
+        super().__init__(count, SIZE, 3, seed=1)
+        self.bad = bad
+
+    def name(self, index: int) -> str:
+        return f"pictures/{index}.png"
+
+    def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
+        if index in self.bad and tile.cols.stop == SIZE[1]:
+            raise ImageError(f"pictures/{index}.png is damaged")
+        return super().part(index, tile, draw)
+
+
+def oracle(found: LabelledImages, numbers: list[tuple[int, int]], seed: int = 0, micro_batches: int = 1) -> list[float]:
+    """One process on whole images, `numbers` of (epoch, image), with the draws that the seed gives them."""
+    alone = OneProcess(unet(), nn.CrossEntropyLoss(), sgd, torch.float64, micro_batches=micro_batches)
+    whole, losses = Tile.whole(*SIZE), []
+    for start in range(0, len(numbers), BATCH):
+        drawn = [(i, step_seed(step_seed(seed, epoch), 1 + i)) for epoch, i in numbers[start : start + BATCH]]
+        batch = {
+            "images": torch.stack([found.part(i, whole, draw) for i, draw in drawn]).double(),
+            "labels": torch.stack([found.mask(i, whole, draw) for i, draw in drawn]),
+        }
+        losses.append(alone.step(batch))
+    return losses
+
+
+def feeders() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("feed")]
+
+
+def same(losses: list[float] | tuple[float, ...]) -> object:
+    return pytest.approx(losses, rel=1e-10, abs=0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_losses_are_those_of_one_process(ranks, workers: int):
+    """On augmented images with masks, over two epochs."""
+    history = training(ranks).fit(images(), epochs=2, progress=False, seed=5, workers=workers)
+    numbers = [(epoch, i) for epoch in range(2) for i in in_order(7, 5, epoch)[:6]]
+    assert history.losses == same(oracle(images(), numbers, 5, ranks[0].micro_batches))
+    assert [epoch.steps for epoch in history.epochs] == [3, 3]
+    assert not feeders()
+
+
+def test_one_rank_and_several_tell_the_same(ranks, one):
+    many, alone = (training(where).fit(images(), epochs=2, progress=False) for where in (ranks, one))
+    if ranks[0].micro_batches == 1:  # otherwise batch norm has other images to norm by
+        assert many.losses == same(alone.losses)
+        assert [epoch.counts for epoch in many.epochs] == [epoch.counts for epoch in alone.epochs]
+    assert all(sum(epoch.counts.true) == 6 * SIZE[0] * SIZE[1] and epoch.counts.pixels for epoch in many.epochs)
+
+
+def test_the_next_fit_goes_on_with_the_next_epoch(ranks):
+    whole = training(ranks).fit(images(), epochs=3, progress=False)
+    mine = training(ranks)
+    parts = [mine.fit(images(), epochs=epochs, progress=False) for epochs in (1, 2)]
+    assert parts[0].losses + parts[1].losses == whole.losses
+    assert [epoch.epoch for part in parts for epoch in part.epochs] == [0, 1, 2]
+
+
+def test_it_begins_anew_where_it_is_told_to_or_with_other_images(ranks):
+    mine = training(ranks)
+    for found, go_on, state in ((images(), True, 1), (images(), False, 1), (images(), True, 2), (images(6), True, 1)):
+        mine.fit(found, progress=False, go_on=go_on)
+        assert mine.feed_state["epoch"] == state
+        assert mine.feed_state["images"] == len(found)
+
+
+def test_a_break_in_mid_epoch_changes_nothing(ranks):
+    """A bad image ends it; when the picture is mended, it goes on in the middle of the epoch."""
+    whole = training(ranks).fit(SyntheticImages(7, SIZE, 3, seed=1), epochs=2, progress=False)
+    broken = in_order(7, 0, 1)[2]
+    mine = training(ranks)
+    first = mine.fit(Bad(()), progress=False)
+    with pytest.raises(ImageError, match=rf"pictures/{broken}.png is damaged"):
+        mine.fit(Bad((broken,)), progress=False)
+    assert not feeders()
+    state = json.loads(json.dumps(mine.feed_state))
+    assert (state["epoch"], state["step"], state["position"]) == (1, 1, 2)
+    with pytest.raises(ImageError, match=r"ended early, at step 1 .* order of seed 0: these are 6 images, seed None"):
+        mine.fit(Bad((), 6), progress=False)
+    rest = mine.fit(Bad(()), progress=False)
+    assert first.losses + rest.losses == same([*whole.losses[:3], *whole.losses[4:]])
+    assert rest.epochs[0].steps == 2
+
+
+def test_bad_images_are_left_out_and_told_once(ranks, capsys):
+    order = in_order(7, 0, 0)
+    bad = tuple(order[1:3])
+    history = training(ranks).fit(Bad(bad), epochs=2, progress=False, on_bad_image="skip")
+    good = [(epoch, i) for epoch in range(2) for i in in_order(7, 0, epoch) if i not in bad]
+    numbers = [*good[:4], *good[5:9]]
+    assert history.losses == same(oracle(SyntheticImages(7, SIZE, 3, seed=1), numbers, 0, ranks[0].micro_batches))
+    texts = [f"pictures/{index}.png is damaged" for index in bad]
+    assert sorted(history.left_out) == sorted(texts)
+    assert [epoch.left_out for epoch in history.epochs] == [2, 2]
+    said = capsys.readouterr().out
+    assert all(said.count(f"Left out from now on: {text}") == 1 for text in texts)
+
+
+def test_held_out_images_are_judged_and_change_nothing(ranks):
+    judge = SyntheticImages(3, SIZE, 3, seed=9)
+    mine = training(ranks)
+    history = mine.fit(images(), epochs=2, progress=False, held_out=judge)
+    assert history.losses == same(training(ranks).fit(images(), epochs=2, progress=False).losses)
+
+    model, whole = unet().double(), Tile.whole(*SIZE)
+    model.load_state_dict(mine.state_dict())
+    model.eval()
+    scores = model(torch.stack([judge.part(i, whole) for i in range(3)]).double()).detach()
+    labels = torch.stack([judge.mask(i, whole) for i in range(3)])
+    last = history.epochs[-1].held_out
+    assert last.loss == pytest.approx(nn.functional.cross_entropy(scores, labels).item(), rel=1e-10)
+    assert last.counts == count(scores, labels)
+    assert last.counts.dice == history.epochs[-1].record["held_out_dice"]
+
+
+def test_bad_held_out_images_end_it_or_are_left_out(one, capsys):
+    judge = Bad((1,), 3)
+    with pytest.raises(ImageError, match=r"pictures/1.png is damaged"):
+        training(one).fit(images(), progress=False, held_out=judge)
+    found = training(one).fit(images(), epochs=2, progress=False, held_out=judge, on_bad_image="skip")
+    assert [sum(epoch.held_out.counts.true) for epoch in found.epochs] == [2 * SIZE[0] * SIZE[1]] * 2
+    assert [epoch.left_out for epoch in found.epochs] == [0, 0]
+    assert capsys.readouterr().out.count("Left out from now on: pictures/1.png is damaged") == 1
+
+
+def test_epochs_are_logged(ranks, tmp_path: Path):
+    mine, path = training(ranks), tmp_path / "log.jsonl"
+    histories: list[History] = [mine.fit(images(), progress=False, log=path) for _ in range(2)]
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert records == [dict(epoch.record) for history in histories for epoch in history.epochs]
+    assert [record["epoch"] for record in records] == [0, 1]
+    assert all(0 <= record["data_wait"] <= 1 and record["images_per_s"] > 0 for record in records)
+    assert all(0 < record["dice"] < 1 and record["held_out_loss"] is None for record in records)
+
+
+def test_batches_are_told_by_epoch_too(one):
+    random = torch.Generator().manual_seed(1)
+    pixels, classes = (
+        torch.randn((BATCH, 3, *SIZE), generator=random),
+        torch.randint(3, (BATCH, *SIZE), generator=random),
+    )
+    history = training(one).fit([(pixels, classes)] * 2, epochs=2, progress=False)
+    assert [(epoch.epoch, epoch.steps, sum(epoch.counts.true)) for epoch in history.epochs] == [
+        (epoch, 2, 2 * BATCH * SIZE[0] * SIZE[1]) for epoch in (0, 1)
+    ]
+
+
+_ENOUGH = threading.Event()
+
+
+class Waiting(SyntheticImages):
+    """The reading of an image of the second step takes until somebody has had enough."""
+
+    def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
+        if index == in_order(7, 0, 0)[3]:
+            _ENOUGH.wait(20)
+        return super().part(index, tile, draw)
+
+
+@pytest.mark.parametrize(("interrupts", "done"), [(1, 2), (2, 1)], ids=["after this step", "at once"])
+def test_an_interrupt_ends_fit_and_its_workers_and_it_goes_on(ranks, interrupts: int, done: int):
+    whole = training(ranks).fit(SyntheticImages(7, SIZE, 3), progress=False)
+    mine = training(ranks)
+    _ENOUGH.clear()
+
+    def interrupt() -> None:
+        while mine.feed_state is None:  # the first step is done
+            time.sleep(0.01)
+        for _ in range(interrupts):
+            time.sleep(0.2)
+            _thread.interrupt_main()
+        time.sleep(0.2)
+        _ENOUGH.set()
+
+    patience = threading.Thread(target=interrupt, daemon=True)
+    patience.start()
+    with pytest.raises(KeyboardInterrupt):
+        mine.fit(Waiting(7, SIZE, 3), progress=False)
+    patience.join()
+    assert not feeders()
+    assert mine.feed_state["step"] == done
+    rest = mine.fit(SyntheticImages(7, SIZE, 3), progress=False)
+    assert rest.losses == same(whole.losses[done:])
+
+
+def test_weights_that_only_some_ranks_have_changed_are_told(ranks):
+    """As where a second interrupt comes in the midst of an update: which cannot be timed, so it is done by hand."""
+    mine = training(ranks)
+
+    class Spoiled(SyntheticImages):
+        def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
+            raise ImageError("no picture")
+
+    def change(host: object, name: str) -> None:
+        host.courses[name].training.worker.steps += host.world.rank
+
+    begin = mine.cluster.call
+
+    def call(function, *arguments, **more):
+        if function.__name__ == "_go_on":
+            begin(change, mine.name)
+        return begin(function, *arguments, **more)
+
+    mine.cluster.call = call
+    try:
+        with pytest.raises(ImageError), pytest.warns(UserWarning, match=rf"1 of {ranks[0].ranks} have not done so"):
+            mine.fit(Spoiled(7, SIZE, 3), progress=False)
+    finally:
+        del mine.cluster.call
+
+
+# ---- said before a rank is asked
+
+
+def test_more_classes_than_the_model_answers_for(one):
+    with pytest.raises(ImageError, match="have 5 classes, but the model answers for 3"):
+        training(one).fit(SyntheticImages(7, SIZE, 5))
+
+
+def test_nothing_to_judge_by(one):
+    with pytest.raises(ImageError, match="no held-out images"):
+        training(one).fit(images(), held_out=SyntheticImages(0, SIZE, 3))
+
+
+def test_a_log_that_cannot_be_written_ends_it_before_the_first_step(one, tmp_path: Path):
+    mine = training(one)
+    with pytest.raises(PlanError, match="cannot be written"):
+        mine.fit(images(), log=tmp_path / "gone" / "log.csv")
+    assert mine.feed_state is None
+    assert not feeders()

@@ -1,0 +1,176 @@
+"""Trainings from tables and folders: augmentation on the ranks, held-out images, and the flags that ask for them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from engines import train_options
+from engines.comm.loopback import LoopbackWorld, run_ranks
+from engines.errors import ImageError, PlanError
+from engines.images.augmented import KINDS, Augmented
+from engines.images.own import OwnPart
+from engines.images.tables import table_images
+from engines.models.unet import UNet
+from engines.plan import Plan
+from engines.spatial.tiles import Tile
+from engines.training import RankTraining, prepare
+
+SIZE = (24, 24)
+PLANS = {
+    "2x2 to the loss": Plan(split_size=1, slice_method="2x2"),
+    "strips, micro-batches": Plan(split_size=1, slice_method="1x3", parts=2),
+    "stages": Plan(split_size=2, slice_method="2x1"),
+}
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """Eight pictures of two slides each, larger than `SIZE`, with masks of their dark pixels."""
+    random, lines = np.random.default_rng(0), ["path,label,mask,slide"]
+    for number in range(8):
+        pixels = random.integers(0, 256, (40, 30, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+        Image.fromarray((pixels[..., 0] < 128).astype(np.uint8) * 255).save(tmp_path / f"{number}-mask.png")
+        lines.append(f"{number}.png,{number % 2},{number}-mask.png,slide {number // 2}")
+    (tmp_path / "table.csv").write_text("\n".join(lines))
+    return tmp_path / "table.csv"
+
+
+def unet() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return UNet(num_classes=2, width=4, depth=1)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_all_ranks_read_one_augmented_image(plan: Plan, table: Path):
+    images = Augmented(table_images(table, None, threshold=127), KINDS, SIZE)
+    made, numbers, draws = prepare(unet(), plan, (4, 3, *SIZE), device="cpu"), [5, 0, 7, 2], [11, 2**63 + 5, 13, 17]
+    drawn, whole = list(zip(numbers, draws, strict=True)), Tile.whole(*SIZE)
+    inputs = {
+        "images": torch.stack([images.part(index, whole, draw) for index, draw in drawn]),
+        "labels": torch.stack([images.mask(index, whole, draw) for index, draw in drawn]),
+    }
+    assert not torch.equal(inputs["images"][0], images.part(5, whole))
+
+    def check(world: LoopbackWorld) -> None:
+        training = RankTraining(world, made)
+        read = OwnPart(training, images, made.step_specs).read(numbers, draws)
+        cut = training.cut(inputs)
+        assert read.keys() == cut.keys()
+        for number, part in cut.items():
+            assert all(torch.equal(read[number][name], tensor) for name, tensor in part.items())
+
+    run_ranks(plan.ranks, check)
+
+
+def test_images_travel_to_the_ranks_as_their_paths(table: Path):
+    train, _ = table_images(table, None, threshold=127).split(0.25)
+    images, whole = Augmented(train, KINDS, SIZE), Tile.whole(*SIZE)
+    images.part(0, whole, 1)
+    sent = pickle.dumps(images)
+    assert len(sent) < 10_000
+    assert torch.equal(pickle.loads(sent).part(0, whole, 1), images.part(0, whole, 1))
+
+
+# ---- flags
+
+
+def chosen(*flags: object):
+    return train_options.train_parser().parse_args([str(flag) for flag in flags])
+
+
+def medical(table: Path, *flags: object):
+    app = ("--app", "medical", "--datapath", table, "--image-size", "24", "--num-classes", 2)
+    return train_options.applications(chosen(*app, *flags), 4)
+
+
+def test_a_table_is_taken_where_a_folder_is(table: Path):
+    images, others = medical(table, "--mask-threshold", 127)
+    assert (len(images), images.classes, others) == (8, 2, None)
+    assert images.part(3, Tile.whole(*SIZE)).shape == (3, *SIZE)
+    assert images.mask(3, Tile.whole(*SIZE)).unique().tolist() == [0, 1]
+    with pytest.raises(ImageError, match=r"holds 255 at row \d+, column \d+, which is no class: there are 2"):
+        medical(table)[0].mask(3, Tile.whole(*SIZE))
+
+
+def test_images_fit_as_they_are_told_to(table: Path):
+    scaled, cropped = (medical(table, "--mask-threshold", 127, "--fit", fit)[0] for fit in ("scale", "crop"))
+    pixels = np.asarray(Image.open(table.parent / "3.png"))[8:32, 3:27]
+    whole = Tile.whole(*SIZE)
+    assert torch.equal(((cropped.part(3, whole) + 1) * 127.5).round().byte().permute(1, 2, 0), torch.tensor(pixels))
+    assert not torch.equal(scaled.part(3, whole), cropped.part(3, whole))
+
+
+def test_what_is_judged_by_is_held_out_by_slide_and_never_augmented(table: Path):
+    images, others = medical(table, "--mask-threshold", 127, "--held-out", 0.25, "--augment", "flip,rotate,stain,crop")
+    assert (len(images), len(others)) == (6, 2)
+    assert not {images.slide(index) for index in range(6)} & {others.slide(index) for index in range(2)}
+    whole = Tile.whole(*SIZE)
+    assert images.shape(0) == others.shape(0) == SIZE
+    assert len({images.part(0, whole, draw).numpy().tobytes() for draw in range(6)}) == 6
+    judged = next(index for index in range(8) if others.name(0).endswith(f"{index}.png"))
+    middle = np.asarray(Image.open(table.parent / f"{judged}.png"))[8:32, 3:27]
+    for draw in (None, 1):
+        read = ((others.part(0, whole, draw) + 1) * 127.5).round().byte().permute(1, 2, 0)
+        assert np.array_equal(read, middle)
+
+
+def test_crops_that_do_not_fit_are_said_before_training(table: Path):
+    flags = ("--mask-threshold", 127, "--augment", "crop", "--image-size", "41x24")
+    with pytest.raises(ImageError, match=r"0\.png has 40 x 30 pixels, of which no 41 x 24 can be cropped"):
+        medical(table, *flags)
+    images, _ = medical(table, *flags, "--on-bad-image", "skip")
+    with pytest.raises(ImageError, match=r"3\.png has 40 x 30 pixels"):
+        images.part(3, Tile.whole(41, 24), 0)
+
+
+def test_validation_images_have_the_classes_of_the_training(tmp_path: Path):
+    for name in ("train/ill/1.png", "train/well/1.png", "other/well/1.png"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        Image.fromarray(np.zeros((24, 24, 3), np.uint8)).save(tmp_path / name)
+    images, others = medical(tmp_path / "train", "--validate-path", tmp_path / "other")
+    assert [images.label(0), images.label(1), others.label(0)] == [0, 1, 1]
+    (tmp_path / "table.csv").write_text("path,label\nother/well/1.png,dead\n")
+    with pytest.raises(ImageError, match="line 2: the label 'dead' is none of ill, well"):
+        medical(tmp_path / "train", "--validate-path", tmp_path / "table.csv")
+
+
+def test_the_test_batch_of_cifar_judges(tmp_path: Path):
+    random = np.random.default_rng(0)
+    for name, label in (("data_batch_1", 3), ("data_batch_2", 4), ("test_batch", 7)):
+        records = random.integers(0, 256, (5, 3073), dtype=np.uint8)
+        records[:, 0] = label
+        records.tofile(tmp_path / f"{name}.bin")
+    flags = chosen("--app", "cifar", "--datapath", tmp_path, "--validate-path", tmp_path, "--augment", "flip")
+    images, others = train_options.applications(flags, 4)
+    assert {images.label(index) for index in range(len(images))} == {3, 4}
+    assert {others.label(index) for index in range(len(others))} == {7}
+    (tmp_path / "test_batch.bin").unlink()
+    with pytest.raises(ImageError, match=r"no CIFAR-10 in .*: neither test_batch\.bin nor test_batch, nor a folder"):
+        train_options.applications(flags, 4)
+
+
+def test_flags_that_cannot_be(table: Path):
+    with pytest.raises(PlanError, match=r"'spin' is none of flip, rotate, stain, brightness, contrast, crop"):
+        chosen("--augment", "flip,spin")
+    with pytest.raises(PlanError, match=r"--augment crop takes parts of images .* only --app medical"):
+        train_options.applications(chosen("--app", "synthetic", "--augment", "crop"), 4)
+
+
+def test_a_segmenter_learns_from_a_table_as_a_shell_starts_it(mpiexec, table: Path):
+    flags = ("--model", "engines.models.unet:UNet", "--model-args", '{"num_classes": 2, "width": 4, "depth": 1}')
+    plan = ("--split-size", 1, "--slice-method", "1x2", "--num-spatial-parts", 2, "--spatial-size", 1)
+    data = ("--app", "medical", "--datapath", table, "--mask-threshold", 127, "--num-classes", 2, "--image-size", 24)
+    more = ("--augment", "flip,rotate,crop,stain", "--held-out", 0.25, "--batch-size", 2, "--num-epochs", 2)
+    done = mpiexec(2, "-m", "engines", "train", *flags, *plan, *data, *more, "--learning-rate", 0.05)
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert (line["epochs"], line["steps"]) == (2, 6)
+    assert 0 < line["loss"] < 1.5
