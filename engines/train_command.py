@@ -12,7 +12,7 @@ from torch import nn
 
 from engines import options, train_options
 from engines.checkpoint.interrupts import Interrupts
-from engines.checkpoint.keeper import Keeper
+from engines.checkpoint.keeper import Keeper, keeper_of_ranks
 from engines.checkpoint.load import load
 from engines.comm.together import together
 from engines.comm.world import World
@@ -54,7 +54,7 @@ def _kept(course: RankCourse, chosen: argparse.Namespace) -> Iterator[Keeper | N
         yield None
         return
     with Interrupts() as asked:
-        yield Keeper(course.training, chosen.save, course.feed.state, chosen.save_every, chosen.keep, asked)
+        yield keeper_of_ranks(course.training, chosen.save, course.feed.state, chosen.save_every, chosen.keep, asked)
 
 
 def _resume(course: RankCourse, chosen: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engines.checkpoint.plain import optimiser_state, scheduler_state
 from engines.images.picture import open_image
 from engines.plan import Plan
 from mpi4dl_nb.cluster import Cluster
@@ -17,6 +18,8 @@ __all__ = [
     "Plan",
     "Training",
     "open_image",
+    "optimiser_state",
+    "scheduler_state",
     "show_asynchrony",
     "show_schedule",
     "show_slicing",

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
 from engines.checkpoint.interrupts import Interrupts
+from engines.checkpoint.keeper import Keeper
+from engines.checkpoint.writer import check_writable
 from engines.errors import ImageError, PlanError, RankError
 from engines.images.feed import Feeding
 from engines.images.labelled import LabelledImages
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from engines.host import Host
     from mpi4dl_nb.training import Training
 
-__all__ = ["Batch", "BatchCourse", "History", "ImageCourse", "continued", "end", "fit", "held", "is_images"]
+__all__ = ["Batch", "BatchCourse", "History", "ImageCourse", "continued", "end", "fit", "held", "is_images", "kept"]
 
 Batch = tuple[Any, Any]
 Evaluate = Callable[[], Scores | None]
@@ -53,17 +55,24 @@ def is_images(data: object) -> bool:
     return all(hasattr(data, name) for name in ("classes", "__len__", "name", "shape", "part", "label", "mask"))
 
 
-def fit(course: BatchCourse | ImageCourse, epochs: int, log: str | PathLike[str] | None, progress: bool) -> History:
+def fit(
+    course: BatchCourse | ImageCourse,
+    epochs: int,
+    log: str | PathLike[str] | None,
+    progress: bool,
+    keeper: Keeper | None = None,
+) -> History:
     """Go through a course with a bar that shows loss and images per second, and a line for each epoch.
 
-    An interrupt ends it between two steps; a second one at once.
+    `keeper` has it saved as it goes. An interrupt ends it between two steps; a second one at once.
     """
     losses: list[float] = []
     ended: list[Epoch] = []
     images, start_s = 0, time.perf_counter()
     total = None if course.steps is None else epochs * course.steps
     bar = tqdm(total=total, unit="step", disable=not progress)
-    with closing(course), bar, nullcontext() if log is None else EpochLog(log) as book, _patience() as asked:
+    noted = Interrupts([signal.SIGINT]) if keeper is None else nullcontext(lambda: 0)  # a keeper notes them itself
+    with closing(course), bar, nullcontext() if log is None else EpochLog(log) as book, noted as asked:
         for event in run(course, epochs):
             match event:
                 case LeftOut():
@@ -74,22 +83,34 @@ def fit(course: BatchCourse | ImageCourse, epochs: int, log: str | PathLike[str]
                     rate = images / (time.perf_counter() - start_s)
                     bar.set_postfix_str(f"loss {event.loss:.4f}, {rate:.2f} images/s")
                     bar.update()
+                    if keeper:
+                        keeper.after_step()
                 case Epoch():
                     ended.append(event)
                     _note(event, book, progress)
+                    if keeper:
+                        keeper.after_epoch()
             if asked():
                 raise KeyboardInterrupt
+        if keeper:
+            keeper.after_all()
     return History(tuple(losses), images / (time.perf_counter() - start_s), tuple(ended), tuple(course.bad))
 
 
 @contextmanager
-def _patience() -> Iterator[Callable[[], int]]:
-    """Notes the first interrupt, where that can be done."""
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: 0
+def kept(
+    training: Training, folder: str | PathLike[str] | None, every: int | None, keep: int
+) -> Iterator[Keeper | None]:
+    """What saves a training as it goes: the first interrupt waits until the step is done and saved.
+
+    None where there is no folder. Raises CheckpointError where it cannot be written to.
+    """
+    if folder is None:
+        yield None
         return
-    with Interrupts((signal.SIGINT,)) as asked:
-        yield asked
+    check_writable(Path(folder).absolute())
+    with Interrupts([signal.SIGINT]) as asked:
+        yield Keeper(lambda: training.save(folder, keep), lambda: training.steps, every, asked, tqdm.write)
 
 
 def _note(epoch: Epoch, book: EpochLog | None, progress: bool) -> None:
@@ -165,7 +186,7 @@ class ImageCourse:
         heard = [answer.heard for answer in answers if answer.heard is not None]
         if not heard:
             return None
-        self.training.reports = [answer.report for answer in answers]
+        self.training.heard([answer.report for answer in answers])
         return told(heard)
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ from engines.program.update import Scheduler
 from engines.program.worker import Inputs
 from engines.train import Heard, stepped, told
 from engines.training import Loss, Optimiser, RankTraining, Recipe, StepReport, cut_inputs, prepare, sgd
-from mpi4dl_nb.fitting import Batch, BatchCourse, History, ImageCourse, continued, end, fit, held, is_images
+from mpi4dl_nb.fitting import Batch, BatchCourse, History, ImageCourse, continued, end, fit, held, is_images, kept
 
 if TYPE_CHECKING:
     from engines.host import Host
@@ -76,6 +76,7 @@ class Training:
         self.recipe = self._prepare(plan)
         self.programs = compile_plan(self.recipe.graph, plan)
         self.name = uuid.uuid4().hex
+        self.steps = 0
         self.reports: list[StepReport] = []
         self.feed_state: Mapping[str, Any] | None = None  # where `fit` goes on in the images
         cluster.call(_create, self.name, per_rank=[(self.recipe.of_rank(program),) for program in self.programs])
@@ -94,8 +95,12 @@ class Training:
         whole = self._checked(images, labels)
         parts = [(cut_inputs(program, whole),) for program in self.programs]
         answers = self.cluster.call(_step, self.name, len(whole["images"]), per_rank=parts)
-        self.reports = [report for report, _ in answers]
+        self.heard([report for report, _ in answers])
         return [heard for _, heard in answers]
+
+    def heard(self, reports: list[StepReport]) -> None:
+        """A step is done, of which the ranks tell this."""
+        self.reports, self.steps = reports, self.steps + 1
 
     def fit(
         self,
@@ -110,6 +115,9 @@ class Training:
         workers: int = 2,
         on_bad_image: str = "raise",
         go_on: bool = True,
+        save: str | PathLike[str] | None = None,
+        save_every: int | None = None,
+        keep: int = KEEP,
     ) -> History:
         """Train for `epochs` epochs, with a bar that shows loss and images per second, and a line for each epoch.
 
@@ -123,6 +131,9 @@ class Training:
 
         `held_out` images are judged after each epoch. `log` is a .csv, .json or .jsonl file, which gets a record for
         each epoch; where TensorBoard is installed, so does the folder `NAME.tensorboard`.
+
+        Checkpoints go into the folder `save` after every `save_every` steps, or after each epoch, of which the last
+        `keep` stay; an interrupt then waits for the step, saves, and is raised as StoppedError.
         Raises ImageError, on all ranks, where an image cannot be read, LossError, RankError or PlanError.
         """
         judge = None if held_out is None else HeldOut(self.model, self.loss, self.recipe, held_out, on_bad_image)
@@ -130,11 +141,12 @@ class Training:
         def evaluate() -> Scores | None:
             return None if judge is None else judge.scores(self.cluster.call(_tensors, self.name))
 
-        if not is_images(data):
-            return fit(BatchCourse(self, data, evaluate), epochs, log, progress)
-        state = continued(self.feed_state, data, seed) if go_on else None
-        feeding = Feeding(seed or 0, steps, workers, on_bad_image)
-        return fit(ImageCourse(self, data, feeding, state, evaluate), epochs, log, progress)
+        with kept(self, save, save_every, keep) as keeper:
+            if not is_images(data):
+                return fit(BatchCourse(self, data, evaluate), epochs, log, progress, keeper)
+            state = continued(self.feed_state, data, seed) if go_on else None
+            feeding = Feeding(seed or 0, steps, workers, on_bad_image)
+            return fit(ImageCourse(self, data, feeding, state, evaluate), epochs, log, progress, keeper)
 
     def verify(
         self, data: Iterable[Batch] | None = None, seed: int = 0, precision: str = "float64"
@@ -188,7 +200,7 @@ class Training:
         """
         found = check(Path(path).absolute(), self.recipe)
         self.cluster.call(_load, self.name, found.path)
-        self.feed_state = found.feed
+        self.feed_state, self.steps = found.feed, found.step
         return found.step
 
     def close(self) -> None:

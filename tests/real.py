@@ -83,17 +83,19 @@ def classifier(seed: int) -> nn.Module:
     return resnet20_v1(num_classes=3)
 
 
-def train_brecahad(cluster: Cluster, folder: Path, tables: Path, seed: int, epochs: int) -> dict[str, object]:
+def train_brecahad(
+    cluster: Cluster, folder: Path, tables: Path, seed: int, epochs: int, width: int
+) -> dict[str, object]:
     train, judge = brecahad(folder, tables, seed=seed)
     adam = partial(torch.optim.Adam, lr=3e-3)
     falls = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=5e-3, total_steps=epochs * len(train))
-    training = Training(segmenter(seed), TILES, cluster, (1, 3, *SIZE), nuclei_loss, adam, scheduler=falls)
+    training = Training(segmenter(seed, width), TILES, cluster, (1, 3, *SIZE), nuclei_loss, adam, scheduler=falls)
     history = training.fit(train, epochs, False, held_out=judge, seed=seed, log=tables / f"brecahad{seed}.jsonl")
     training.close()
     return {**_line(history), "baseline_all_nuclei_dice": _everything(judge), "baseline_dark_dice": _dark(train, judge)}
 
 
-def train_bccd(cluster: Cluster, folder: Path, tables: Path, seed: int, epochs: int) -> dict[str, object]:
+def train_bccd(cluster: Cluster, folder: Path, tables: Path, seed: int, epochs: int, _: int) -> dict[str, object]:
     train, judge = bccd(folder, tables, 48)
     adam = partial(torch.optim.Adam, lr=2e-3)
     training = Training(classifier(seed), MIXED, cluster, (16, 3, 48, 48), optimiser=adam)
@@ -166,6 +168,7 @@ def main(arguments: Sequence[str]) -> int:
     flags.add_argument("--seeds", type=int, default=3)
     flags.add_argument("--first-seed", type=int, default=0)
     flags.add_argument("--epochs", type=int, default=12)
+    flags.add_argument("--width", type=int, default=4, help="channels of the segmenter at full size, of `brecahad`")
     flags.add_argument("--keep", type=Path, help="a folder for the tables and for the log of each epoch")
     flags.add_argument("--steps", type=int, default=3, help="of `same`")
     chosen = flags.parse_args(arguments)
@@ -184,7 +187,7 @@ def main(arguments: Sequence[str]) -> int:
         with Cluster(4) as cluster:
             for seed in range(chosen.first_seed, chosen.first_seed + chosen.seeds):
                 start_s = time.perf_counter()
-                line = work(cluster, folder, tables, seed, chosen.epochs)
+                line = work(cluster, folder, tables, seed, chosen.epochs, chosen.width)
                 line["whole_seconds"] = round(time.perf_counter() - start_s, 1)
                 print(json.dumps({"what": chosen.what, "seed": seed, **line}), flush=True)
     return 0

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 from engines.errors import Mpi4dlError
 
-__all__ = ["Interrupts", "StoppedError"]
+__all__ = ["SIGNALS", "Interrupts", "StoppedError"]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """`mpiexec` hands only the last one on: told to end by the others, it ends the ranks at once."""
 
 
@@ -24,13 +25,14 @@ class StoppedError(Mpi4dlError):
 
 
 class Interrupts:
-    """Within it, the first signal is only noted: calling it tells which one, 0 for none. The next one does as before.
+    """Within it, the first signal is only noted: calling it tells which one, 0 for none. The next one is not held back.
 
-    Only the main thread of a process can do this.
+    Only the main thread of a process hears of signals: elsewhere nothing is noted.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals] = _SIGNALS) -> None:
-        self._number, self._signals = 0, signals
+    def __init__(self, signals: Sequence[signal.Signals] = SIGNALS) -> None:
+        self._signals = signals if threading.current_thread() is threading.main_thread() else ()
+        self._number = 0
         self._before: dict[signal.Signals, Any] = {}
 
     def __call__(self) -> int:

@@ -16,41 +16,32 @@ from engines.comm.together import together
 from engines.errors import CheckpointError
 from engines.training import RankTraining
 
-__all__ = ["Keeper"]
+__all__ = ["Keeper", "keeper_of_ranks"]
 
 
 class Keeper:
-    """Saves into `folder` after every `every` steps, or after each epoch where that is None; the last `keep` stay.
+    """Has a training saved after every `every` steps, or after each epoch where that is None.
 
-    `state()` tells where the feed is, `asked()` which signal asks this rank to end, 0 for none. All ranks make one
-    together and call it together. Raises CheckpointError, on every rank, where the folder cannot be written to.
+    `save()` saves it, `step()` tells how many steps are done, `asked()` which signal asks it to end, 0 for none.
+    `tell` is given what went wrong where training goes on all the same.
     """
 
     def __init__(
-        self, training: RankTraining, folder: Path, state: Callable[[], Any], every: int | None = None,
-        keep: int = KEEP, asked: Callable[[], int] = lambda: 0,
+        self, save: Callable[[], Path], step: Callable[[], int], every: int | None, asked: Callable[[], int],
+        tell: Callable[[str], object],
     ) -> None:  # fmt: skip
-        self.training, self.world = training, training.worker.world
-        self.folder, self.every, self.keep = folder, every, keep
-        self.state, self.asked = state, asked
-        self.saved_step = self.step
-        together(self.world, partial(check_writable, folder) if self.world.rank == 0 else lambda: None, CheckpointError)
-
-    @property
-    def step(self) -> int:
-        """How many steps are done."""
-        return self.training.worker.steps - 1
+        self.save, self.step, self.every, self.asked, self.tell = save, step, every, asked, tell
+        self.saved_step = step()
 
     def after_step(self) -> None:
         """Save if it is time; of a full disk it tells, and training goes on. Raises StoppedError if asked to end."""
-        number = max(self.world.gather(self.asked()))
-        if number:
+        if number := self.asked():
             path = self._save()
+            name = signal.Signals(number).name
             raise StoppedError(
-                f"Stopped by {signal.Signals(number).name} after {self.step} steps. Saved as {path}: go on from there.",
-                number,
+                f"Stopped by {name} after {self.step()} steps. Saved as {path}: go on from there.", number
             )
-        if self.every and self.step % self.every == 0:
+        if self.every and self.step() % self.every == 0:
             self._try()
 
     def after_epoch(self) -> None:
@@ -60,17 +51,35 @@ class Keeper:
 
     def after_all(self) -> None:
         """Save the end of the training, unless that is done. Raises CheckpointError."""
-        if self.saved_step != self.step:
+        if self.saved_step != self.step():
             self._save()
 
     def _save(self) -> Path:
-        path = save(self.training, self.folder, self.state(), self.keep)
-        self.saved_step = self.step
+        path = self.save()
+        self.saved_step = self.step()
         return path
 
     def _try(self) -> None:
         try:
             self._save()
         except CheckpointError as error:
-            if self.world.rank == 0:
-                print(f"Not saved after {self.step} steps: {error}", file=sys.stderr, flush=True)
+            self.tell(f"Not saved after {self.step()} steps: {error}")
+
+
+def keeper_of_ranks(
+    training: RankTraining, folder: Path, state: Callable[[], Any], every: int | None = None, keep: int = KEEP,
+    asked: Callable[[], int] = lambda: 0,
+) -> Keeper:  # fmt: skip
+    """One that all ranks make together and call together; `state()` tells where the feed is, `asked()` of this rank.
+
+    Raises CheckpointError, on every rank, where the folder cannot be written to.
+    """
+    world = training.worker.world
+    together(world, lambda: None if world.rank else check_writable(folder), CheckpointError)
+    return Keeper(
+        save=lambda: save(training, folder, state(), keep),
+        step=lambda: training.worker.steps - 1,
+        every=every,
+        asked=lambda: max(world.gather(asked())),
+        tell=partial(print, file=sys.stderr, flush=True) if world.rank == 0 else lambda text: None,
+    )

@@ -19,7 +19,7 @@ from torch import nn
 from engines.checkpoint import folder as folders
 from engines.checkpoint import writer as writers
 from engines.checkpoint.folder import checkpoints, locked
-from engines.checkpoint.keeper import Keeper
+from engines.checkpoint.keeper import keeper_of_ranks
 from engines.checkpoint.load import check, load
 from engines.checkpoint.plain import optimiser_state
 from engines.checkpoint.save import save
@@ -367,7 +367,7 @@ def test_a_keeper_saves_when_it_is_time(recipe: Recipe, tmp_path: Path, capsys):
 
     def work(world: LoopbackWorld, every: int | None) -> list[list[str]]:
         training = RankTraining(world, recipe)
-        keeper = Keeper(training, tmp_path / str(every), lambda: {"at": training.worker.steps}, every, keep=9)
+        keeper = keeper_of_ranks(training, tmp_path / str(every), lambda: {"at": training.worker.steps}, every, keep=9)
         for step in range(5):
             training.step(training.cut(whole))
             keeper.after_step()
@@ -389,7 +389,7 @@ def test_a_keeper_trains_on_where_the_disk_is_full(recipe: Recipe, tmp_path: Pat
 
     def work(world: LoopbackWorld) -> int:
         training = RankTraining(world, recipe)
-        keeper = Keeper(training, tmp_path, lambda: None, every=1)
+        keeper = keeper_of_ranks(training, tmp_path, lambda: None, every=1)
         world.rest()
         monkeypatch.setattr(writers, "check_space", lambda folder, needed: folders.check_space(folder, 10**18))
         for _ in range(2):

@@ -30,13 +30,11 @@ from tests.checkpoint.trainings import (
 
 PAIRS = [  # saved under, loaded under, what moves the weights
     ("tiles and a stage", "stages", "adam", "step"),
-    ("stages", "tiles and a stage", "rmsprop", "cosine"),
-    ("tiles to the loss", "zero bubble", "adagrad", "none"),
+    ("stages", "tiles to the loss", "rmsprop", "cosine"),
     ("zero bubble", "shares", "sgd", "step"),
-    ("shares", "one rank", "sgd", "cycle"),
-    ("one rank", "shares", "adam", "cosine"),
-    ("both ways", "replicas", "sgd", "step"),
-    ("replicas", "both ways", "plain sgd", "cycle"),
+    ("shares", "one rank", "adagrad", "none"),
+    ("both ways", "replicas", "plain sgd", "cycle"),
+    ("replicas", "both ways", "sgd", "step"),
 ]
 
 
@@ -157,7 +155,7 @@ def test_the_loss_scale_goes_on(tmp_path: Path):
     assert again.losses[-1] != straight.losses[0], "all steps were skipped"
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_another_precision_goes_on_with_its_own_types(precision: str, tmp_path: Path):
     path = on_ranks(recipe_of(PLANS["stages"]), data(recipe_of(PLANS["stages"]), HALF), into=tmp_path).saved
     recipe = recipe_of(replace(PLANS["stages"], precision=precision))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -85,13 +85,20 @@ SCHEDULERS = {
 
 def recipe_of(
     plan: Plan, optimiser: str = "adam", scheduler: str = "step", model: nn.Module | None = None,
-    loss: Loss | None = None, **more: object,
+    loss: Loss | None = None,
 ) -> Recipe:  # fmt: skip
-    model = model or net()
+    traced = _traced(plan, model or net(), loss) if model or loss else _usual(plan)
+    return replace(traced, optimiser=OPTIMISERS[optimiser], scheduler=SCHEDULERS[scheduler])
+
+
+@cache
+def _usual(plan: Plan) -> Recipe:
+    return _traced(plan, net(), None)
+
+
+def _traced(plan: Plan, model: nn.Module, loss: Loss | None) -> Recipe:
     torch.manual_seed(7)
-    return prepare(
-        model, plan, SHAPE, loss, OPTIMISERS[optimiser], device="cpu", scheduler=SCHEDULERS[scheduler], **more
-    )  # fmt: skip
+    return prepare(model, plan, SHAPE, loss, device="cpu")
 
 
 def data(recipe: Recipe, steps: int = 2 * HALF) -> list[dict[str, Tensor]]:

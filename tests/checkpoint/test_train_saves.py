@@ -1,0 +1,116 @@
+"""`engines train` over MPI: saved on five ranks and resumed on three, stopped by a signal, killed without warning."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from engines.checkpoint.folder import checkpoints
+from engines.checkpoint.plain import optimiser_state
+from engines.comm.loopback import run_ranks
+from engines.errors import CheckpointError, ImageError, PlanError
+from engines.train_command import train_command
+from tests.checkpoint.survivor import survivor
+from tests.survival import survive
+
+MODEL = ("--model", "tests.checkpoint.survivor:survivor", "--image-size", 24, "--batch-size", 2, "--optimiser", "adam")
+FIVE = ("--split-size", 2, "--num-spatial-parts", 4, "--slice-method", "square")
+THREE = ("--split-size", 3, "--spatial-size", 0)
+COURSE = ("--num-epochs", 2, "--max-steps", 3, "--dtype", "float64", "-v")
+
+
+def train(*flags: object) -> tuple[object, ...]:
+    return ("-m", "engines", "train", *MODEL, *flags)
+
+
+def losses(printed: str) -> list[str]:
+    return re.findall(r"^Step: \d+, (loss: [\d.]+)", printed, re.MULTILINE)
+
+
+def test_five_ranks_save_three_resume_and_plain_pytorch_predicts_the_same(mpiexec, tmp_path: Path):
+    """The break is in the middle of the second epoch; float64: 1e-12."""
+    five, three = tmp_path / "five", tmp_path / "three"
+    whole = mpiexec(5, *train(*FIVE, *COURSE, "--save", five, "--save-every", 4))
+    assert whole.returncode == 0, whole.stderr
+    assert [path.name for path in checkpoints(five)] == ["00001-step-4", "00002-step-6"]
+    rest = mpiexec(3, *train(*THREE, *COURSE, "--resume", five / "00001-step-4", "--save", three))
+    assert rest.returncode == 0, rest.stderr
+    assert "Resumed after 4 steps" in rest.stdout
+    assert losses(rest.stdout) == losses(whole.stdout)[4:]
+    ends = [checkpoints(folder)[-1] for folder in (five, three)]
+    assert [path.name for path in ends] == ["00002-step-6", "00001-step-6"]
+    stored = [safetensors.torch.load_file(path / "model.safetensors") for path in ends]
+    answers, images = [], torch.randn(3, 3, 24, 24, dtype=torch.float64)
+    for state in stored:
+        model = survivor().double().eval()
+        model.load_state_dict(state, strict=True)
+        answers.append(model(images))
+    torch.testing.assert_close(answers[0], answers[1], rtol=1e-12, atol=1e-14)
+    before = safetensors.torch.load_file(checkpoints(five)[0] / "model.safetensors")
+    assert not torch.equal(stored[0]["0.weight"], before["0.weight"])
+    moves = optimiser_state(ends[1], model, torch.optim.Adam(model.parameters()))
+    assert [float(each["step"]) for each in moves["state"].values()] == [6.0] * 8
+
+
+def test_a_signal_to_one_rank_stops_all_when_the_step_is_done_and_saved(mpiexec, tmp_path: Path):
+    stopping = ("--model", "tests.checkpoint.survivor:stopping")
+    done = mpiexec(3, *train(*THREE, *stopping, "--num-epochs", 10**6, "--save", tmp_path))
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("Stopped by")]
+    told = re.fullmatch(r"Stopped by SIGTERM after (\d+) steps\. Saved as (.*): go on from there\.", said)
+    assert told, said
+    assert checkpoints(tmp_path)[-1] == Path(told[2])
+    assert told[2].endswith(f"-step-{told[1]}")
+    assert done.returncode == 128 + 15
+
+
+def test_what_cannot_be_resumed_is_said_in_one_line(mpiexec):
+    done = mpiexec(1, *train("--split-size", 1, "--spatial-size", 0, "--max-steps", 1, "--resume", "nowhere"))
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines() == [
+        "CheckpointError: nowhere: there is no such folder. Name a checkpoint, or a folder of checkpoints."
+    ]
+    assert done.stdout == ""
+
+
+def alone(*flags: object) -> bool:
+    """The command on one rank, in this process."""
+    plan = ("--split-size", 1, "--spatial-size", 0, "--max-steps", 2, *flags)
+    given = [str(flag) for flag in train(*plan)[3:]]
+    return run_ranks(1, lambda world: train_command(world, given))[0]
+
+
+def test_what_cannot_be_saved_is_said_before_the_first_step(capsys):
+    with pytest.raises(CheckpointError, match="/proc/nowhere: no checkpoint can be written here"):
+        alone("--save", "/proc/nowhere")
+    with pytest.raises(PlanError, match="--resume without a folder goes on from that of --save, which is not given"):
+        alone("--resume")
+    assert capsys.readouterr().out == ""
+
+
+def test_resume_alone_begins_where_there_is_nothing_and_ends_where_all_is_done(tmp_path: Path, capsys):
+    assert alone("--save", tmp_path, "--resume")
+    assert "Resumed" not in capsys.readouterr().out
+    assert alone("--save", tmp_path, "--resume", "--num-epochs", 2)
+    assert f"Resumed after 2 steps: {tmp_path}/00001-step-2" in capsys.readouterr().out
+    assert alone("--save", tmp_path, "--resume", "--num-epochs", 2)
+    assert "No steps are left to do: all epochs are done." in capsys.readouterr().out
+    assert [path.name for path in checkpoints(tmp_path)] == ["00001-step-2", "00002-step-4"]
+
+
+def test_other_images_cannot_go_on_in_the_middle(tmp_path: Path):
+    assert alone("--save", tmp_path)
+    with pytest.raises(ImageError, match="The training that is to go on had 20 images, but there are 40"):
+        alone("--resume", tmp_path, "--batch-size", 4, "--num-epochs", 2)
+
+
+def test_a_training_that_is_killed_resumes_every_time(tmp_path: Path):
+    """Three times here; `python -m tests.survival` does it twenty times."""
+    report = survive(tmp_path, kills=3, seed=1)
+    assert report.wrong == []
+    assert sum(report.kills.values()) == 3
+    assert report.resumed_at
+    assert report.losses_compared > 0

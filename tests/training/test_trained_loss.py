@@ -1,0 +1,38 @@
+"""A loss that is a module with weights and buffers of its own: trained on the ranks as in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engines.bench.verify import batches, rank_record, verify
+from engines.comm.loopback import LoopbackWorld, run_ranks
+from engines.oracle import OneProcess
+from engines.plan import Plan
+from engines.training import RankTraining
+from tests.checkpoint.trainings import PLANS, Weighted, net, recipe_of
+
+
+@pytest.mark.parametrize("name", ["tiles and a stage", "both ways", "tiles to the loss"])
+def test_a_loss_is_trained_as_in_one_process(name: str):
+    recipe, model = recipe_of(PLANS[name], "sgd", loss=Weighted()), net()
+    line, *_ = run_ranks(recipe.plan.ranks, lambda world: verify(world, recipe, model, Weighted(), seed=0))
+    assert line["ok"], line
+
+
+def test_the_gradients_of_the_loss_are_told_under_names_that_no_module_has():
+    recipe = recipe_of(Plan(split_size=2, spatial_size=0, precision="float64"), "sgd", "none", loss=Weighted())
+    (whole,) = batches(recipe, seed=0, steps=1)
+
+    def work(world: LoopbackWorld):
+        training = RankTraining(world, recipe)
+        return rank_record(training, [training.cut(whole)])
+
+    _, last = run_ranks(2, work)
+    alone = OneProcess(net(), Weighted(), recipe.optimiser, torch.float64, recipe.draws)
+    alone.step(whole)
+    mine, theirs = last.gradients[0]["loss: temperature"], alone.gradients["loss: temperature"]
+    torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=0)
+    assert theirs.abs() > 1e-6
+    assert torch.equal(alone.buffers["loss: shares"].float(), Weighted().shares)
+    assert alone.loss.temperature in set(alone.trained)
