@@ -6,8 +6,9 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,18 @@ if TYPE_CHECKING:
     from engines.host import Host
     from mpi4dl_nb.training import Training
 
-__all__ = ["Batch", "BatchCourse", "History", "ImageCourse", "continued", "end", "fit", "held", "is_images", "kept"]
+__all__ = [
+    "Batch",
+    "BatchCourse",
+    "History",
+    "ImageCourse",
+    "Saving",
+    "continued",
+    "end",
+    "fit",
+    "held",
+    "is_images",
+]
 
 Batch = tuple[Any, Any]
 Evaluate = Callable[[], Scores | None]
@@ -55,24 +67,38 @@ def is_images(data: object) -> bool:
     return all(hasattr(data, name) for name in ("classes", "__len__", "name", "shape", "part", "label", "mask"))
 
 
+@dataclass(frozen=True)
+class Saving:
+    """Checkpoints go into `folder` after every `every` steps, or after each epoch; the last `keep` stay."""
+
+    folder: str | PathLike[str] | None
+    every: int | None
+    keep: int
+
+    def keeper(self, training: Training, asked: Callable[[], int]) -> Keeper | None:
+        """What saves a training; None where there is no folder. Raises CheckpointError if it cannot be written to."""
+        if self.folder is None:
+            return None
+        check_writable(Path(self.folder).absolute())
+        save = partial(training.save, self.folder, self.keep)
+        return Keeper(save, lambda: training.steps, self.every, asked, tqdm.write)
+
+
 def fit(
-    course: BatchCourse | ImageCourse,
-    epochs: int,
-    log: str | PathLike[str] | None,
-    progress: bool,
-    keeper: Keeper | None = None,
+    course: BatchCourse | ImageCourse, epochs: int, log: str | PathLike[str] | None, progress: bool, saving: Saving
 ) -> History:
     """Go through a course with a bar that shows loss and images per second, and a line for each epoch.
 
-    `keeper` has it saved as it goes. An interrupt ends it between two steps; a second one at once.
+    An interrupt ends it between two steps, saved if it is saved at all; a second one at once.
     """
     losses: list[float] = []
     ended: list[Epoch] = []
     images, start_s = 0, time.perf_counter()
     total = None if course.steps is None else epochs * course.steps
     bar = tqdm(total=total, unit="step", disable=not progress)
-    noted = Interrupts([signal.SIGINT]) if keeper is None else nullcontext(lambda: 0)  # a keeper notes them itself
-    with closing(course), bar, nullcontext() if log is None else EpochLog(log) as book, noted as asked:
+    interrupts = Interrupts((signal.SIGINT,))
+    with closing(course), bar, nullcontext() if log is None else EpochLog(log) as book, interrupts as asked:
+        keeper = saving.keeper(course.training, asked)
         for event in run(course, epochs):
             match event:
                 case LeftOut():
@@ -83,34 +109,23 @@ def fit(
                     rate = images / (time.perf_counter() - start_s)
                     bar.set_postfix_str(f"loss {event.loss:.4f}, {rate:.2f} images/s")
                     bar.update()
-                    if keeper:
-                        keeper.after_step()
                 case Epoch():
                     ended.append(event)
                     _note(event, book, progress)
-                    if keeper:
-                        keeper.after_epoch()
-            if asked():
-                raise KeyboardInterrupt
+            _look_after(event, keeper, asked)
         if keeper:
             keeper.after_all()
     return History(tuple(losses), images / (time.perf_counter() - start_s), tuple(ended), tuple(course.bad))
 
 
-@contextmanager
-def kept(
-    training: Training, folder: str | PathLike[str] | None, every: int | None, keep: int
-) -> Iterator[Keeper | None]:
-    """What saves a training as it goes: the first interrupt waits until the step is done and saved.
-
-    None where there is no folder. Raises CheckpointError where it cannot be written to.
-    """
-    if folder is None:
-        yield None
-        return
-    check_writable(Path(folder).absolute())
-    with Interrupts([signal.SIGINT]) as asked:
-        yield Keeper(lambda: training.save(folder, keep), lambda: training.steps, every, asked, tqdm.write)
+def _look_after(event: LeftOut | Told | Epoch, keeper: Keeper | None, asked: Callable[[], int]) -> None:
+    """Save if it is time. Raises StoppedError, saved, or KeyboardInterrupt, if the training is to end."""
+    if keeper and (isinstance(event, Told) or asked()):
+        keeper.after_step()
+    if keeper and isinstance(event, Epoch):
+        keeper.after_epoch()
+    if asked():
+        raise KeyboardInterrupt
 
 
 def _note(epoch: Epoch, book: EpochLog | None, progress: bool) -> None:

@@ -32,7 +32,7 @@ from engines.program.update import Scheduler
 from engines.program.worker import Inputs
 from engines.train import Heard, stepped, told
 from engines.training import Loss, Optimiser, RankTraining, Recipe, StepReport, cut_inputs, prepare, sgd
-from mpi4dl_nb.fitting import Batch, BatchCourse, History, ImageCourse, continued, end, fit, held, is_images, kept
+from mpi4dl_nb.fitting import Batch, BatchCourse, History, ImageCourse, Saving, continued, end, fit, held, is_images
 
 if TYPE_CHECKING:
     from engines.host import Host
@@ -133,7 +133,7 @@ class Training:
         each epoch; where TensorBoard is installed, so does the folder `NAME.tensorboard`.
 
         Checkpoints go into the folder `save` after every `save_every` steps, or after each epoch, of which the last
-        `keep` stay; an interrupt then waits for the step, saves, and is raised as StoppedError.
+        `keep` stay; an interrupt is then raised as StoppedError, once all is saved.
         Raises ImageError, on all ranks, where an image cannot be read, LossError, RankError or PlanError.
         """
         judge = None if held_out is None else HeldOut(self.model, self.loss, self.recipe, held_out, on_bad_image)
@@ -141,12 +141,12 @@ class Training:
         def evaluate() -> Scores | None:
             return None if judge is None else judge.scores(self.cluster.call(_tensors, self.name))
 
-        with kept(self, save, save_every, keep) as keeper:
-            if not is_images(data):
-                return fit(BatchCourse(self, data, evaluate), epochs, log, progress, keeper)
-            state = continued(self.feed_state, data, seed) if go_on else None
-            feeding = Feeding(seed or 0, steps, workers, on_bad_image)
-            return fit(ImageCourse(self, data, feeding, state, evaluate), epochs, log, progress, keeper)
+        saving = Saving(save, save_every, keep)
+        if not is_images(data):
+            return fit(BatchCourse(self, data, evaluate), epochs, log, progress, saving)
+        state = continued(self.feed_state, data, seed) if go_on else None
+        feeding = Feeding(seed or 0, steps, workers, on_bad_image)
+        return fit(ImageCourse(self, data, feeding, state, evaluate), epochs, log, progress, saving)
 
     def verify(
         self, data: Iterable[Batch] | None = None, seed: int = 0, precision: str = "float64"

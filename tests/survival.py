@@ -171,7 +171,7 @@ def _hear(run: Run, report: Report, expected: Sequence[str]) -> None:
         report.losses_compared += 1
         if loss != expected[step]:
             report.wrong.append(f"step {step}: {loss} instead of {expected[step]}")
-    if "CheckpointError" in run.errors:
+    if re.search(r"^CheckpointError: ", run.errors, re.MULTILINE):
         report.wrong.append(run.errors)
 
 

@@ -16,6 +16,7 @@ from engines.checkpoint.optimisers import WeightState, kind_of, weight_states
 from engines.checkpoint.stored import FORMAT, STATE, tensors_of
 from engines.checkpoint.tensor_file import file_bytes, spec_of_tensor
 from engines.checkpoint.values import to_json
+from engines.errors import CheckpointError
 from engines.layer.graph import TensorSpec
 from engines.layer.names import OWNERS
 from engines.training import RankTraining, Recipe
@@ -34,6 +35,7 @@ class Part:
     states: Mapping[str, WeightState]
     optimiser: str | None
     scheduler: Mapping[str, Any] | None
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class Share:
         paced = descent.scheduler
         scheduler = {"kind": kind_of(paced), "state": to_json(paced.state_dict(), kind_of(paced))} if paced else None
         specs = {name: spec_of_tensor(tensor, name) for name, tensor in tensors.items()}
-        return cls(tensors, Part(specs, states, kind_of(descent.optimiser) if descent.optimiser else None, scheduler))
+        optimiser = kind_of(descent.optimiser) if descent.optimiser else None
+        return cls(tensors, Part(specs, states, optimiser, scheduler, training.worker.steps))
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,12 @@ class Contents:
 
     @classmethod
     def of(cls, recipe: Recipe, parts: Sequence[Part]) -> Contents:
-        """The same on every rank that has all parts."""
+        """The same on every rank that has all parts. Raises CheckpointError where they do not belong together."""
+        if len(steps := {part.steps for part in parts}) > 1:
+            raise CheckpointError(
+                f"Ranks were stopped while they changed their weights, after {min(steps) - 1} to {max(steps) - 1} "
+                "steps: what they hold is no state of the training. Load the last checkpoint."
+            )
         files = {
             tensors_of(owner): {name: names.held.get(name, OWNERS[owner] + name) for name in names.names}
             for owner, names in recipe.names.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -102,6 +103,10 @@ class MpiWorld:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """MPI's errors as ours; whoever sees that another rank has failed tells the rest."""
+        if isinstance(error, pickle.UnpicklingError | EOFError) and self.comm.Get_failed().size:
+            # A gather during which a rank died may come back without an error, and with no sense in it.
+            self.fail()
+            raise ReleasedError("released: another rank has died") from error
         if not isinstance(error, MPI.Exception):
             return
         released = self._others_failed(error)

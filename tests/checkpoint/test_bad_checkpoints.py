@@ -327,6 +327,19 @@ def test_a_training_in_the_middle_of_a_step(recipe: Recipe, tmp_path: Path):
     run_ranks(recipe.plan.ranks, work)
 
 
+def test_ranks_that_were_stopped_in_an_update(recipe: Recipe, tmp_path: Path):
+    """As by a second interrupt: some have changed their weights and some have not."""
+
+    def work(world: LoopbackWorld) -> None:
+        training = RankTraining(world, recipe)
+        training.worker.steps += world.rank == 1
+        with pytest.raises(CheckpointError, match="stopped while they changed their weights, after 0 to 1 steps"):
+            save(training, tmp_path)
+
+    run_ranks(recipe.plan.ranks, work)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_no_checkpoint_holds():
     with pytest.raises(CheckpointError, match="SGD keeps a object, which a checkpoint does not hold"):
         to_json({"x": object()}, "SGD")
