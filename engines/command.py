@@ -25,6 +25,7 @@ from engines.bench.verify import verify
 from engines.checkpoint.interrupts import StoppedError
 from engines.comm.world import World
 from engines.errors import CheckpointError, ImageError, PlanError, RankError, ReleasedError, TraceError
+from engines.inference.command import predict
 from engines.layout import check_fits
 from engines.train_command import train_command
 
@@ -81,6 +82,12 @@ def _tell(world: World, text: str) -> None:
 def _print(world: World, line: dict[str, object]) -> None:
     if world.rank == 0:
         print(json.dumps(line), flush=True)
+
+
+def _predict(world: World, arguments: Sequence[str]) -> bool:
+    """A region of a picture, tile after tile."""
+    _print(world, predict(world, arguments))
+    return True
 
 
 def _verify(world: World, arguments: Sequence[str]) -> bool:
@@ -193,6 +200,7 @@ def _bench_asynchronous(world: World, arguments: Sequence[str]) -> bool:
 
 _COMMANDS: dict[str, Command] = {
     "train": train_command,
+    "predict": _predict,
     "verify": _verify,
     "bench step": _bench_step,
     "bench memory": _bench_memory,

@@ -31,12 +31,13 @@ _BY_OTHERS = re.compile("MPI_ERR_(REVOKED|PROC_FAILED)")
 
 
 class Host:
-    """One rank's state between two calls: its end of the world, its trainings by name, and those under way."""
+    """One rank's state between two calls: its end of the world; trainings, courses and predictions by name."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.trainings: dict[str, RankTraining] = {}
         self.courses: dict[str, RankCourse] = {}
+        self.predictions: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)

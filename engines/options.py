@@ -20,6 +20,7 @@ from engines.training import Optimiser, Recipe, prepare
 
 __all__ = [
     "Parser",
+    "add_model_flags",
     "build_model",
     "halo_case",
     "halo_parser",

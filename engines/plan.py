@@ -10,7 +10,7 @@ from typing import Any
 from engines.errors import PlanError
 from engines.spatial.tiles import Grid
 
-__all__ = ["HALF", "Plan"]
+__all__ = ["HALF", "PRECISIONS", "Plan"]
 
 SCHEDULES = ("fill_drain", "1f1b", "interleaved", "zero_bubble", "gems")
 PRECISIONS = ("float32", "float64", "bfloat16", "float16")

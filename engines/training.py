@@ -29,7 +29,20 @@ from engines.program.worker import Inputs, Worker
 from engines.spatial.additions import Additions
 from engines.spatial.draws import has_draws
 
-__all__ = ["Loss", "Optimiser", "RankTraining", "Recipe", "StepReport", "label_spec", "prepare", "sgd"]
+__all__ = [
+    "Loss",
+    "Optimiser",
+    "RankTraining",
+    "Recipe",
+    "StepReport",
+    "label_spec",
+    "micro_batch",
+    "own_copy",
+    "prepare",
+    "sgd",
+    "shared",
+    "state_of",
+]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Optimiser = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -107,23 +120,23 @@ def prepare(
     if len(image_shape) != 4 or any(size < 1 for size in image_shape):
         raise ImageError(f"image_shape={tuple(image_shape)} must be (N, C, H, W), four positive numbers.")
     loss = loss or nn.CrossEntropyLoss()
-    images = _micro_batch("images", TensorSpec(tuple(image_shape), plan.held_in), plan)
+    images = micro_batch("images", TensorSpec(tuple(image_shape), plan.held_in), plan)
     usual = label_spec(model, images)
-    answers = _micro_batch("labels", labels, plan) if labels else usual
+    answers = micro_batch("labels", labels, plan) if labels else usual
     graph = trace(model, loss, images, answers, plan.precision, autocast_type(device))
     if plan.local_dp > 1:
-        parts = (_shared(spec, plan) for spec in (images, answers))
+        parts = (shared(spec, plan) for spec in (images, answers))
         graph = replace(graph, share=trace(model, loss, *parts, plan.precision, autocast_type(device)))
     compile_plan(graph, plan)
     _check_rules(optimiser, clip_norm, scheduler)
     names = state_names(model, loss, {name for node in graph.nodes for name in node.reads})
     return Recipe(
-        graph, plan, optimiser, _state(model, loss, graph), device, torch.initial_seed(), Additions.now(),
+        graph, plan, optimiser, state_of(model, loss, graph), device, torch.initial_seed(), Additions.now(),
         clip_norm, scheduler, names=names,
     )  # fmt: skip
 
 
-def _micro_batch(name: str, batch: TensorSpec, plan: Plan) -> TensorSpec:
+def micro_batch(name: str, batch: TensorSpec, plan: Plan) -> TensorSpec:
     """One of the `parts` of a batch. Raises PlanError where it cannot be cut into so many."""
     if not batch.shape and plan.micro_batches * plan.local_dp > 1:
         raise PlanError(
@@ -139,7 +152,7 @@ def _micro_batch(name: str, batch: TensorSpec, plan: Plan) -> TensorSpec:
     return replace(batch, shape=(count // plan.parts, *batch.shape[1:])) if batch.shape else batch
 
 
-def _shared(micro_batch: TensorSpec, plan: Plan) -> TensorSpec:
+def shared(micro_batch: TensorSpec, plan: Plan) -> TensorSpec:
     """What one of `local_dp` ranks has of a micro-batch. Raises PlanError where they cannot share it evenly."""
     count = micro_batch.shape[0]
     if count % plan.local_dp:
@@ -181,7 +194,7 @@ def label_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
     return TensorSpec((*shape[:1], *shape[2:]), "int64")
 
 
-def _state(model: nn.Module, loss: Loss, graph: ModelGraph) -> dict[str, Tensor]:
+def state_of(model: nn.Module, loss: Loss | None, graph: ModelGraph) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for prefix, owner in zip(OWNERS.values(), (model, loss), strict=True):
         if isinstance(owner, nn.Module):
@@ -213,8 +226,9 @@ class RankTraining:
         self.recipe, self.program, self.graph = recipe, program, recipe.graph
         self.device = choose_device(recipe.device, world.rank)
         self.threads = threads_of(recipe.plan, world.rank)
-        self.weights = {name: self._own(recipe.state[name]) for name in program.weights}
-        self.buffers = {name: self._own(recipe.state[name]) for name in program.buffers}
+        held_in = recipe.graph.inputs["images"].dtype
+        self.weights = {name: own_copy(recipe.state[name], held_in, self.device) for name in program.weights}
+        self.buffers = {name: own_copy(recipe.state[name], held_in, self.device) for name in program.buffers}
         self.kept = {
             f"{prefix}{name}": tensor.clone()
             for owner, prefix in OWNERS.items()
@@ -231,13 +245,6 @@ class RankTraining:
     def trained(self) -> list[Tensor]:
         """The weights that the optimiser moves, in its order."""
         return [w.requires_grad_() for name, w in self.weights.items() if name in self.graph.trainable]
-
-    def _own(self, tensor: Tensor) -> Tensor:
-        """A copy on this rank's device, in the type and memory format that it holds them in."""
-        image = self.graph.inputs["images"]
-        dtype = getattr(torch, image.dtype) if tensor.is_floating_point() else tensor.dtype
-        layout = memory_format(tensor.dim())
-        return tensor.detach().to(device=self.device, dtype=dtype, copy=True, memory_format=layout)
 
     def step(self, inputs: Inputs) -> StepReport:
         """One training step on this rank's parts of the inputs.
@@ -285,6 +292,13 @@ class RankTraining:
             group: {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
             for group, tensors in groups.items()
         }
+
+
+def own_copy(tensor: Tensor, held_in: str, device: torch.device) -> Tensor:
+    """A copy of a weight or buffer on a rank's device, in the type and memory format that it holds them in."""
+    dtype = getattr(torch, held_in) if tensor.is_floating_point() else tensor.dtype
+    layout = memory_format(tensor.dim())
+    return tensor.detach().to(device=device, dtype=dtype, copy=True, memory_format=layout)
 
 
 def cut_inputs(program: Program, inputs: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:

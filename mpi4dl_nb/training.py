@@ -21,6 +21,7 @@ from engines.errors import ImageError, PlanError
 from engines.evaluation import HeldOut, plain_state
 from engines.images.feed import Feeding
 from engines.images.labelled import LabelledImages
+from engines.inference.sweep import Swept
 from engines.layer.graph import TensorSpec
 from engines.layout import check_fits
 from engines.metrics import Scores
@@ -33,6 +34,7 @@ from engines.program.worker import Inputs
 from engines.train import Heard, stepped, told
 from engines.training import Loss, Optimiser, RankTraining, Recipe, StepReport, cut_inputs, prepare, sgd
 from mpi4dl_nb.fitting import Batch, BatchCourse, History, ImageCourse, Saving, continued, end, fit, held, is_images
+from mpi4dl_nb.prediction import drop, is_batch, predict_batch, predict_picture
 
 if TYPE_CHECKING:
     from engines.host import Host
@@ -77,6 +79,7 @@ class Training:
         self.programs = compile_plan(self.recipe.graph, plan)
         self.name = uuid.uuid4().hex
         self.steps = 0
+        self.predicted: Swept | None = None
         self.reports: list[StepReport] = []
         self.feed_state: Mapping[str, Any] | None = None  # where `fit` goes on in the images
         cluster.call(_create, self.name, per_rank=[(self.recipe.of_rank(program),) for program in self.programs])
@@ -171,6 +174,26 @@ class Training:
         line = verdict(recipe, self.model, self.loss, whole, records)
         return {**line, "seconds": round(time.perf_counter() - start_s, 2)}
 
+    def predict(
+        self, source: Any, to: str | Path | None = None, region: Sequence[int] | None = None, level: int = 0,
+        kind: str = "classes", memory_mb: int = 1000, progress: bool = True,
+    ) -> Any:  # fmt: skip
+        """What the model says with the weights as they are now, in evaluation mode.
+
+        Of a batch (N, C, H, W), of any N: the tensor `model.eval()(batch)`, computed under the plan.
+
+        Of a picture of any size (a path, an (H, W, C) array, ...) or a `region` (y0, x0, height, width) of one `level`
+        of it: tile after tile on all ranks, none of which takes more than `memory_mb` megabytes. `kind` is `classes`,
+        `probabilities` or `scores`. Where the model answers for each pixel it is an array (H, W) or (H, W, K), or the
+        path of the pyramidal TIFF `to`; otherwise a class, or a tensor (K,). `predicted` has its costs.
+
+        Raises ImageError, PlanError or TraceError, before any rank is touched where that is possible.
+        """
+        if is_batch(source):
+            return predict_batch(self, source, held)
+        self.predicted = predict_picture(self, source, held, to, region, level, kind, memory_mb, progress)
+        return self.predicted.answer
+
     def timeline(self) -> Timeline:
         """What each rank did when in the last step. Raises PlanError before the first one."""
         if not self.reports:
@@ -205,6 +228,7 @@ class Training:
 
     def close(self) -> None:
         """Free the ranks' memory."""
+        self.cluster.call(drop, self.name)
         self.cluster.call(_drop, self.name)
 
     def _checked(self, images: Any, labels: Any, recipe: Recipe | None = None) -> dict[str, Tensor]:

@@ -16,7 +16,13 @@ import torch
 from torch import nn
 
 from engines.bench.verify import batches
-from engines.comm.device import choose_device, give_memory_back, has_own_memory, peak_of_own_memory
+from engines.comm.device import (
+    choose_device,
+    give_memory_back,
+    has_own_memory,
+    peak_of_own_memory,
+    process_bytes,
+)
 from engines.comm.world import World
 from engines.errors import RankError
 from engines.oracle import OneProcess
@@ -101,12 +107,7 @@ def _peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
 
 def host_peak_bytes(work: Callable[[], object]) -> int:
     """The most bytes of host memory in use while `work` runs, beyond what the process had before."""
-    before = _status_bytes("VmRSS")
+    before = process_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from now
     work()
-    return _status_bytes("VmHWM") - before
-
-
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+    return process_bytes("VmHWM") - before

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -19,11 +20,16 @@ __all__ = [
     "cores",
     "give_memory_back",
     "has_own_memory",
+    "keep_memory_tight",
     "memory_format",
     "peak_of_own_memory",
+    "process_bytes",
     "threads_of",
     "wait_for",
 ]
+
+
+_MMAP_THRESHOLD, _MMAP_MAX = -3, -4  # of `mallopt`, from glibc's malloc.h
 
 
 def choose_device(wish: str, rank: int) -> torch.device:
@@ -68,6 +74,27 @@ def peak_of_own_memory(device: torch.device, work: Callable[[], object]) -> int:
     before = torch.cuda.memory_allocated(device)
     work()
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def keep_memory_tight(tight: bool) -> None:
+    """Whether large blocks go back to the system as soon as they are free, where the C library can do so (glibc).
+
+    Otherwise it keeps what is free for later, and what a process holds is more than its tensors by as much again.
+    Huge pages (`THP_MEM_ALLOC_ENABLE=1`) make up for the time that fresh pages take.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    if tight:
+        give_memory_back()
+    mallopt(_MMAP_THRESHOLD, 1 << 20 if tight else 32 << 20)
+    mallopt(_MMAP_MAX, 1 << 16 if tight else int(os.environ.get("MALLOC_MMAP_MAX_", "65536")))
+
+
+def process_bytes(field: str) -> int:
+    """The kernel's account of this process (Linux): `VmRSS` is what memory it has now, `VmHWM` the most it ever had."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def cores() -> int:

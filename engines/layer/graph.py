@@ -104,9 +104,9 @@ class Node:
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """A model with its loss, traced at whole-image size.
+    """A model with its loss, or alone (`loss` is None), traced at whole-image size.
 
-    `inputs` are `images` and `labels`; `weights` the parameters, `trainable` the names of those with a
+    `inputs` are `images` and, for a loss, `labels`; `weights` the parameters, `trainable` the names of those with a
     gradient from the loss; `buffers` everything else that the model owns. `answers` name the tensors that the
     model answers with, and `loss` the loss.
     `chains` are the modules that only run their children one after another. `share` is the same model with fewer
@@ -119,7 +119,7 @@ class ModelGraph:
     buffers: Mapping[str, TensorSpec]
     nodes: tuple[Node, ...]
     answers: tuple[str, ...]
-    loss: str
+    loss: str | None
     chains: frozenset[str] = frozenset()
     share: ModelGraph | None = None
 

@@ -32,11 +32,12 @@ _OURS = ("/torch/", str(Path(__file__).parent))
 class Reader:
     """Reads an exported module into our own data, with in-place operators made plain.
 
-    `first_names` maps every name of a weight or buffer to the first one of the same tensor.
+    `first_names` maps every name of a weight or buffer to the first one of the same tensor. `has_loss`: the first
+    output is the loss.
     """
 
-    def __init__(self, module: fx.GraphModule, first_names: Mapping[str, str]) -> None:
-        self.module, self.first_names = module, first_names
+    def __init__(self, module: fx.GraphModule, first_names: Mapping[str, str], has_loss: bool = True) -> None:
+        self.module, self.first_names, self.has_loss = module, first_names, has_loss
         self.names: dict[str, str] = {}  # fx name -> the value that the name stands for by now
         self.storage: dict[str, str] = {}  # value -> the first value in the same memory
         self.spoiled: dict[str, Node] = {}  # aliases of memory that was written -> who wrote it
@@ -56,22 +57,23 @@ class Reader:
                 outputs = tuple(references(self._refs(node.args[0])))
             elif not is_check(node):
                 self._call(node)
-        return self._checked(*outputs)
+        return self._checked(outputs[0], outputs[1:]) if self.has_loss else self._checked(None, outputs)
 
-    def _checked(self, loss: str, *answers: str) -> ModelGraph:
+    def _checked(self, loss: str | None, answers: Sequence[str]) -> ModelGraph:
         specs = {name: spec_of(tensor) for name, tensor in self.owned.items()}
         weights = {name for name, tensor in self.owned.items() if isinstance(tensor, nn.Parameter)}
         nodes = tuple(self._named(answers))
+        reached = behind(loss, nodes) if loss else set()
         graph = ModelGraph(
             inputs=self.inputs,
             weights={name: specs[name] for name in specs if name in weights},
-            trainable=frozenset(n for n in weights & behind(loss, nodes) if self.owned[n].requires_grad),
+            trainable=frozenset(n for n in weights & reached if self.owned[n].requires_grad),
             buffers={name: specs[name] for name in specs if name not in weights},
             nodes=nodes,
             answers=answers,
             loss=loss,
         )
-        if graph.specs[loss].shape != ():
+        if loss and graph.specs[loss].shape != ():
             raise TraceError(f"The loss must be one number, but its shape is {graph.specs[loss].shape}. Reduce it.")
         return graph
 
@@ -79,7 +81,7 @@ class Reader:
         """What follows the last answer, and is in no module, is the loss."""
         made = [index for index, node in enumerate(self.nodes) if node.name in answers]
         if not made:
-            raise TraceError("The model answers with its own input: there is nothing to train.")
+            raise TraceError("The model answers with its own input: there is nothing to compute.")
         for index, node in enumerate(self.nodes):
             yield replace(node, module="loss") if index > made[-1] and not node.module else node
 

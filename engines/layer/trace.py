@@ -1,4 +1,4 @@
-"""Trace any `nn.Module` and its loss, at full image size and without memory, into a `ModelGraph`.
+"""Trace any `nn.Module`, with a loss or without, at full image size and without memory, into a `ModelGraph`.
 
 The model is exported by `torch.export` on the meta device, never run, and never changed.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ from engines.layer.graph import LOSS, MODEL, ModelGraph, TensorSpec, plain_name
 from engines.layer.reader import Reader, spec_of
 from engines.plan import HALF
 
-__all__ = ["LOSS", "MODEL", "answer", "first_names", "plain_name", "trace"]
+__all__ = ["LOSS", "MODEL", "answer", "first_names", "plain_name", "trace", "trace_alone"]
 
 _ONE_AT_A_TIME = threading.Lock()  # torch.export keeps global state; ranks may be threads
 
@@ -58,6 +58,19 @@ class _WithLoss(nn.Module):
         return loss, *found.values()
 
 
+class _Alone(nn.Module):
+    """The model in evaluation mode: no dropout, batch norm by its running statistics."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.eval()
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        with _DataAsDetached():
+            return tuple(tensors_of(prediction_of(self.model(images))).values())
+
+
 def trace(
     model: nn.Module,
     loss: Callable[[Tensor, Tensor], Tensor],
@@ -75,13 +88,28 @@ def trace(
     dtype = getattr(torch, images.dtype)
     judge = _on_meta(loss).to(dtype) if isinstance(loss, nn.Module) else loss
     whole = _WithLoss(_on_meta(model).to(dtype), judge)
-    inputs = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in (images, labels)]
-    with _following(model, images):
+    return _exported(model, whole, (images, labels), precision, device, (model, loss))
+
+
+def trace_alone(model: nn.Module, images: TensorSpec, precision: str = "", device: str = "cpu") -> ModelGraph:
+    """The graph of `model.eval()(images)`, for prediction: it has no loss, and nothing in it is trained.
+
+    The rest is as in `trace`; the model itself stays in the mode that it is in.
+    """
+    whole = _Alone(_on_meta(model).to(getattr(torch, images.dtype)))
+    return _exported(model, whole, (images,), precision, device, (model,))
+
+
+def _exported(
+    model: nn.Module, whole: nn.Module, specs: Sequence[TensorSpec], precision: str, device: str, owners: Sequence[Any]
+) -> ModelGraph:
+    inputs = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs]
+    with _following(model, specs[0]):
         exported = torch.export.export(whole, tuple(inputs), strict=False).module()
         if precision in HALF:
             with torch.device(device):
                 with_casts(exported, getattr(torch, precision), device)
-        graph = Reader(exported, first_names(model, loss)).graph()
+        graph = Reader(exported, first_names(*owners), has_loss=isinstance(whole, _WithLoss)).graph()
     return replace(graph, chains=frozenset(_chains(model)))
 
 

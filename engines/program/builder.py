@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from engines.errors import TraceError
 from engines.layer.graph import WITHOUT_GRADIENT, Node, Ref, TensorSpec, references
 from engines.program.bounds import bounded
 from engines.program.holdings import Holdings, Value
@@ -81,8 +82,7 @@ class Builder(Holdings):
             and any(self._carries(name) for name in references((arguments, keywords)))
         )
         self.values[out] = Value(out, like, axes, differentiable)
-        if axes and out in self.wide.held:
-            self._held[out] = self.wide.held[out]
+        self.hold_wide(out)
         return Ref(out)
 
     def _carries(self, name: str) -> bool:
@@ -121,6 +121,8 @@ class Builder(Holdings):
         return self._windows[key]
 
     def _exchange(self, ref: Ref, wanted: Mapping[int, Tile], fill: float) -> Ref:
+        if self.in_turn and self.wide.groups:
+            raise TraceError(f"{self._node} reads all pixels of {ref.name} at once, which no tile has by itself.")
         self.tag += 2
         value, target = self.value(ref), f"{ref.name}.window{self.tag}"
         owned = self.tiles(value.size_px)

@@ -24,7 +24,7 @@ from engines.program.instructions import (
     Update,
 )
 from engines.program.lowering import STAGE_TAGS, Lowering
-from engines.program.program import Program, Step, Way
+from engines.program.program import Feed, Program, Step, Way
 
 __all__ = ["Compiler", "compile_plan"]
 
@@ -42,7 +42,8 @@ def compile_plan(graph: ModelGraph, plan: Plan, input_gradient: bool = False) ->
 class Compiler:
     """Compiles rank by rank; what does not depend on the rank is computed once.
 
-    `overlap`: sums of gradients begin while backward still runs.
+    Without a loss in the graph a program ends with the forward passes. `overlap`: sums of gradients begin while
+    backward still runs.
     """
 
     def __init__(self, graph: ModelGraph, plan: Plan, input_gradient: bool = False, overlap: bool = True) -> None:
@@ -82,7 +83,7 @@ class Compiler:
         return schedule(plan.schedule, placement, flushes)
 
     def program(self, rank: int) -> Program:
-        """What rank `rank` does in one training step."""
+        """What rank `rank` does in one training step, or for one prediction."""
         roles = self.layout.roles[rank]
         ways = {
             direction: self._way([role for role in roles if role.direction == direction])
@@ -93,7 +94,7 @@ class Compiler:
         sums = [each for each in self.sums if rank in each.group]
         trained = self._trained if self.overlap else lambda _: set()
         steps = woven(self._walked(work, ways), sums, trained)
-        ends = (*sums, *self._updates(rank, roles, work))
+        ends = (*sums, *self._updates(rank, roles, work)) if self.graph.loss else ()
         return Program(
             rank=rank,
             steps=(*steps, *(Step(item, Phase.UPDATE) for item in ends)),
@@ -108,7 +109,8 @@ class Compiler:
         """What a rank does in turn; its replica's micro-batches follow those of the replica before."""
         first = replica * self.plan.replica_batches * self.plan.parts
         order = self.schedule.order(rank % self.plan.replica_ranks)
-        return [replace(work, micro_batch=first + work.micro_batch) for work in order]
+        asked = [work for work in order if self.graph.loss or work.kind is Kind.FORWARD]
+        return [replace(work, micro_batch=first + work.micro_batch) for work in asked]
 
     def _walked(self, work: Iterable[Work], ways: dict[int, Way]) -> Iterable[Step]:
         apart = self.plan.schedule == "zero_bubble"
@@ -135,15 +137,23 @@ class Compiler:
         builders = {role: self.lowering.builder(role) for role in roles}
         last = next((role for role in roles if role.stage == self.plan.split_size - 1), None)
         lasting = {entry.moments for builder in builders.values() for entry in builder.statistics}
-        lasting.update((self.graph.loss, self.graph.prediction) if last else ())
+        ends = (self.graph.prediction, *([self.graph.loss] if self.graph.loss else []))
+        lasting.update(ends if last else ())
         return Way(
             stages={role.stage: self.lowering.forward(role, lasting) for role in roles},
             feeds={name: feed for role in roles for name, feed in self.lowering.feeds(role)},
             loss=self.graph.loss if last else None,
             prediction=self.graph.prediction if last else None,
-            seeds_loss=last is not None and last.tile == 0,
+            predicts=self._predicts(last) if last else None,
+            seeds_loss=self.graph.loss is not None and last is not None and last.tile == 0,
             lasting=frozenset(lasting),
         )
+
+    def _predicts(self, role: Role) -> Feed | None:
+        """What of the prediction is this rank's to tell; what all tiles hold is told by the first."""
+        found = self.lowering.predicts(role)
+        own = found.axes is not None or (found.tile is not None and found.tile.images is not None)
+        return found if own or role.tile == 0 else None
 
     def _updates(self, rank: int, roles: Sequence[Role], work: Sequence[Work]) -> Iterable[Instruction]:
         """What follows when all gradients are summed: statistics, agreement, and the optimiser's step."""

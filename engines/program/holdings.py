@@ -41,6 +41,7 @@ class Holdings:
     """Of every value of a stage, which pixels and images each rank has; `tile` is the number of the rank asked.
 
     `parted` are the values of which the ranks hold different images, `wide` what they hold beyond their tiles.
+    `in_turn`: tiles are computed one after another and nothing travels between them, so no other tile is looked at.
     """
 
     graph: ModelGraph
@@ -50,6 +51,7 @@ class Holdings:
     values: dict[str, Value] = field(default_factory=dict)
     wide: Wide = field(default_factory=Wide)
     parted: frozenset[str] = frozenset()
+    in_turn: bool = False
     _held: dict[str, Mapping[int, Tile]] = field(default_factory=dict)
     _node: str = ""
     _flops: dict[str, int] = field(default_factory=dict)
@@ -79,7 +81,7 @@ class Holdings:
         if value.axes is None:
             return [value.spec.numel // groups]
         per_px = value.spec.numel // groups // math.prod(value.size_px)
-        return [per_px * tile.pixels for tile in self.tiles(value.size_px).values()]
+        return [per_px * tile.pixels for tile in self.stage.grid.cut(*value.size_px)]
 
     def value(self, ref: Ref) -> Value:
         """The value that an argument refers to."""
@@ -87,6 +89,8 @@ class Holdings:
 
     def tiles(self, size_px: tuple[int, int]) -> dict[int, Tile]:
         """The tiles of an image of that size, by rank: what each owns."""
+        if self.in_turn:
+            return {self.rank: self.stage.grid.tile(self.tile, *size_px)}
         return dict(zip(self.stage.ranks, self.stage.grid.cut(*size_px), strict=True))
 
     def fits(self, size_px: tuple[int, int]) -> bool:
@@ -100,6 +104,11 @@ class Holdings:
     def holds(self, ref: Ref) -> Mapping[int, Tile]:
         """What each rank has of a tiled value: its tile, or more."""
         return self._held.get(ref.name) or self.tiles(self.value(ref).size_px)
+
+    def hold_wide(self, name: str) -> None:
+        """Each rank has what is read of a tiled value within its group, where that is more than its tile."""
+        if self.values[name].axes and name in self.wide.held:
+            self._held[name] = self.wide.held[name]
 
     def hold_like(self, out: Ref, ref: Ref) -> None:
         """Each rank has the same pixels of `out` as of `ref`."""

@@ -46,12 +46,16 @@ class _Crossing:
 class Lowering:
     """The forward pass of every stage as each of its ranks sees it; what ranks have in common is found once.
 
-    `reads` are the names that each stage reads. Raises PlanError or TraceError where the plan does not fit the model.
+    `reads` are the names that each stage reads. `in_turn`: the tiles of the one stage are computed one after another,
+    all its layers fused from the image on, so that a tile needs no other one but for sums over the image.
+    Raises PlanError or TraceError where the plan does not fit the model.
     """
 
-    def __init__(self, graph: ModelGraph, plan: Plan, layout: Layout, input_gradient: bool) -> None:
+    def __init__(
+        self, graph: ModelGraph, plan: Plan, layout: Layout, input_gradient: bool, in_turn: bool = False
+    ) -> None:
         self.graph, self.plan, self.layout = graph, plan, layout
-        self.input_gradient = input_gradient
+        self.input_gradient, self.in_turn = input_gradient, in_turn
         self.spans = cut(graph, plan)
         self.stage_of = {node.name: index for index, span in enumerate(self.spans) for node in self._nodes(span)}
         self.reads = [{name for node in self._nodes(span) for name in node.reads} for span in self.spans]
@@ -60,6 +64,7 @@ class Lowering:
         self.crossing_values: dict[str, Value] = {}
         self._builders: dict[Role, Builder] = {}
         self._wides: dict[Role, Wide] = {}
+        self._scouts: dict[Role, Builder] = {}
         for stage in range(len(self.spans)):
             builder = self.builder(Role(stage, 0))
             made = {node.name for node in self._nodes(self.spans[stage])}
@@ -74,6 +79,11 @@ class Lowering:
             self._builders[role] = builder
         return self._builders[role]
 
+    def forget(self, role: Role) -> None:
+        """Of many tiles in turn no more is kept than that of the one whose turn it is."""
+        self._builders.pop(role, None)
+        self._wides.pop(role, None)
+
     def forward(self, role: Role, lasting: Iterable[str]) -> tuple[Linear, ...]:
         """The instructions of a rank's stage going forward; `lasting` values stay to the end of the step."""
         kept = {crossing.value for crossing in self.crossings if crossing.source == role.stage}
@@ -87,8 +97,17 @@ class Lowering:
         builder = self.builder(role)
         for name in self.graph.inputs:
             if name in self.reads[role.stage]:
-                value = replace(builder.values[name], spec=self.graph.inputs[name])
-                yield name, Feed(self._parts(builder.stage, value, name)[builder.rank], value.axes)
+                yield name, self._feed(builder, name)
+
+    def predicts(self, role: Role) -> Feed:
+        """The part of the prediction that a rank of the last stage has, once it is made."""
+        return self._feed(self.builder(role), self.graph.prediction)
+
+    def _feed(self, builder: Builder, name: str) -> Feed:
+        value = replace(builder.values[name], spec=self.graph.specs.get(name, builder.values[name].spec))
+        if self.in_turn and value.axes:
+            return Feed(builder.holds(Ref(name))[builder.rank], value.axes)
+        return Feed(self._parts(builder.stage, value, name)[builder.rank], value.axes)
 
     def owned(self, stages: Iterable[int], names: Iterable[str]) -> tuple[str, ...]:
         """Those of the names that some of the stages read."""
@@ -132,7 +151,9 @@ class Lowering:
                     )
 
     def _groups(self, stage: int, scout: Builder) -> dict[str, int]:
-        """The group of each node of a stage. The prediction is one by itself: whoever reads it gets own tiles."""
+        """The group of each node of a stage. The prediction is one by itself: the loss gets own tiles of it."""
+        if self.in_turn:
+            return dict.fromkeys((*self.graph.inputs, *(node.name for node in self.graph.nodes)), 0)
         span, found = self.spans[stage], layers(self.graph)
         names = [[n.name for n in self._nodes(layer.nodes)] for layer in found if layer.nodes.start in span]
         fused = self.plan.fused_layers
@@ -143,17 +164,25 @@ class Lowering:
             sizes = evenly(len(names), fused)
         numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
         groups = {name: number for number, layer in zip(numbers, names, strict=True) for name in layer}
-        return groups | {self.graph.prediction: -1}
+        return groups | ({self.graph.prediction: -1} if self.graph.loss else {})
 
     def _wide(self, role: Role) -> Wide:
-        """What the ranks of a stage hold beyond their tiles, for fused halos; found once without them."""
-        first = replace(role, tile=0)
-        if first not in self._wides:
-            self._wides[first] = Wide()
+        """What the ranks of a stage hold beyond their tiles, for fused halos; of tiles in turn it is one by one."""
+        key = role if self.in_turn else replace(role, tile=0)
+        if key not in self._wides:
+            self._wides[key] = Wide()
             if self.plan.halo_d2 and self._ranks(role, role.stage).grid.tiles > 1:
-                scout = self._lowered(first, Wide())
-                self._wides[first] = widened(scout.reads, self._groups(role.stage, scout), scout.extent)
-        return self._wides[first]
+                scout = self._scout(role)
+                scout.tile = key.tile
+                self._wides[key] = widened(scout.reads, self._groups(role.stage, scout), scout.extent)
+        return self._wides[key]
+
+    def _scout(self, role: Role) -> Builder:
+        """A stage without fused halos: what its nodes read, which is the same for every tile."""
+        first = replace(role, tile=0)
+        if first not in self._scouts:
+            self._scouts[first] = self._lowered(first, Wide())
+        return self._scouts[first]
 
     @cached_property
     def _ends_segment(self) -> set[str]:
@@ -194,7 +223,7 @@ class Lowering:
         parted = self.parted if ranks.shares > 1 else frozenset()
         builder = Builder(
             self._seen[role.stage], ranks, role.tile, STAGE_TAGS * block, wide=wide, parted=parted,
-            sync_batchnorm=self.plan.sync_batchnorm,
+            in_turn=self.in_turn, sync_batchnorm=self.plan.sync_batchnorm,
         )  # fmt: skip
         self._receive(builder, role)
         span = self.spans[role.stage]
@@ -214,6 +243,7 @@ class Lowering:
             axes = (-2, -1) if builder.stage.shares == 1 and (cuts or name == "images") else None
             differentiable = self.input_gradient and spec.is_floating
             builder.values[name] = Value(name, spec, axes, differentiable)
+            builder.hold_wide(name)
         for crossing in self.crossings:
             if crossing.target == role.stage:
                 value = self.crossing_values[crossing.value]

@@ -23,7 +23,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """The part of a micro-batch's input that a rank gets: `tile` of it, or all where that is None."""
+    """The part of a micro-batch's input, or prediction, that a rank has: `tile` of it, or all where that is None."""
 
     tile: Tile | None
     axes: tuple[int, int] | None
@@ -33,9 +33,10 @@ class Feed:
 class Way:
     """What a rank does for the micro-batches of one direction: the forward pass of each of its stages.
 
-    `feeds` are the parts of the inputs that it needs; `loss` is the name of the loss where it has it, and
-    `seeds_loss` is true on the one rank whose loss the gradient starts from: a value that all tiles share has
-    its gradient counted once. `lasting` values stay to the end of the step.
+    `feeds` are the parts of the inputs that it needs; `loss` is the name of the loss where it has it, `prediction` that
+    of the model's answer, of which it `predicts` a part, and `seeds_loss` is true on the one rank whose loss the
+    gradient starts from: a value that all tiles share has its gradient counted once. `lasting` values stay to the end
+    of the step.
     """
 
     stages: Mapping[int, tuple[Linear, ...]]
@@ -44,6 +45,7 @@ class Way:
     prediction: str | None
     seeds_loss: bool
     lasting: frozenset[str]
+    predicts: Feed | None = None
 
     @property
     def forward(self) -> tuple[Linear, ...]:
@@ -62,7 +64,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Program:
-    """Everything that one rank does in one training step, in order.
+    """Everything that one rank does in one training step, or for one prediction, in order.
 
     `ways` are by direction, and `directions` says in which one each of the rank's micro-batches goes, of the
     `micro_batches` that a step has on all ranks together. `weights` and `buffers` are what the rank owns.

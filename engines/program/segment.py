@@ -38,8 +38,9 @@ class Segment:
                 kernel(op.kernel),
                 _lookup(op.arguments),
                 _lookup(dict(op.keywords)),
+                read_last,
             )
-            for op in segment.ops
+            for op, read_last in zip(segment.ops, _read_last(segment), strict=True)
         ]
 
     def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:
@@ -48,9 +49,21 @@ class Segment:
         `again`: no exchange will read them, as none does where backward computes them a second time.
         """
         scope: dict[str, Any] = {**self.owned, SEED.name: seed, **{name: values[name] for name in self.inputs}}
-        for out, run, plain, arguments, keywords in self.calls:
+        for out, run, plain, arguments, keywords, read_last in self.calls:
             scope[out] = (plain if again else run)(*arguments(scope), **keywords(scope))
+            for name in read_last:
+                del scope[name]
         return tuple(scope[name] for name in self.outputs)
+
+
+def _read_last(segment: Compute) -> list[list[str]]:
+    """For each operator the names of what the segment makes that is of no use behind it, and may go."""
+    needed, made, found = set(segment.outputs), {op.out for op in segment.ops}, []
+    for op in reversed(segment.ops):
+        here = dict.fromkeys((op.out, *references((op.arguments, op.keywords))))
+        found.append([name for name in here if name in made and name not in needed])
+        needed.update(here)
+    return found[::-1]
 
 
 def _is_trained(owned: Any) -> bool:

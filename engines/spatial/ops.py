@@ -83,6 +83,8 @@ def lower(b: Builder, node: Node) -> None:
     try:
         _lower(b, node)
     except (WholeError, PlanError) as refusal:
+        if b.in_turn and len(b.stage.ranks) > 1:
+            raise  # no tile ever has what all of them hold
         b.forget()
         _instead(b, node, refusal)
     except TraceError:

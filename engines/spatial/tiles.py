@@ -139,11 +139,25 @@ class Grid:
         >>> Grid(1, 2).cut(4, 5)[1].cols
         Span(start=2, stop=5)
         """
+        self._check(height_px, width_px)
+        rows, cols = self.spans(height_px, self.rows), self.spans(width_px, self.cols)
+        return tuple(Tile(rows[row], cols[col]) for row, col in self)
+
+    def tile(self, number: int, height_px: int, width_px: int) -> Tile:
+        """One of them, without looking at the others.
+
+        >>> Grid(1, 2).tile(1, 4, 5) == Grid(1, 2).cut(4, 5)[1]
+        True
+        """
+        self._check(height_px, width_px)
+        row, col = divmod(number, self.cols)
+        rows, cols = ((height_px, row, self.rows), (width_px, col, self.cols))
+        return Tile(*(Span(px * at // parts, px * (at + 1) // parts) for px, at, parts in (rows, cols)))
+
+    def _check(self, height_px: int, width_px: int) -> None:
         for name, size_px, parts in (("rows", height_px, self.rows), ("columns", width_px, self.cols)):
             if size_px < parts:
                 raise PlanError(
                     f"{size_px} {name} of pixels cannot be cut into {parts} tiles. "
                     f"Use a grid with at most {size_px} along that axis, or end the spatial stages earlier."
                 )
-        rows, cols = self.spans(height_px, self.rows), self.spans(width_px, self.cols)
-        return tuple(Tile(rows[row], cols[col]) for row, col in self)

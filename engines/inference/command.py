@@ -1,0 +1,108 @@
+"""`predict`: a region of a picture, tile after tile, on all ranks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from engines import options
+from engines.comm.together import together
+from engines.comm.world import World
+from engines.errors import CheckpointError, ImageError, PlanError
+from engines.images.picture import open_image
+from engines.inference.answers import KINDS
+from engines.inference.prepare import prepare_region
+from engines.inference.pyramid import pyramid_of
+from engines.inference.region import Region, region_of
+from engines.inference.sink import Shape, Sink
+from engines.inference.sweep import Ask, Sweep, Swept
+from engines.inference.weights import load_weights
+from engines.plan import PRECISIONS
+
+__all__ = ["line_of", "predict", "predict_parser"]
+
+
+def predict_parser() -> argparse.ArgumentParser:
+    """The flags of `predict`."""
+    flags = options.Parser(
+        description="Classify or segment a region of a picture of any size, tile after tile, in bounded memory.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    options.add_model_flags(flags)
+    flags.add_argument("--weights", default=None, help="a checkpoint, a folder of them, or a safetensors file")
+    flags.add_argument("--image", required=True, help="a picture or slide; every rank opens it")
+    flags.add_argument("--region", default=None, help="y0,x0,height,width in pixels of the level; default: all of it")
+    flags.add_argument("--level", type=int, default=0, help="0 is the finest")
+    flags.add_argument("--to", default=None, help="the pyramidal TIFF to write; needed where each pixel has an answer")
+    flags.add_argument("--kind", choices=KINDS, default="classes", help="what is kept of the model's scores")
+    flags.add_argument("--memory-mb", type=options.positive, default=1000, help="the most that any rank may take")
+    flags.add_argument("--tile-px", type=options.positive, default=None, help="side of the tiles, whatever they take")
+    flags.add_argument("--precision", "--dtype", choices=PRECISIONS, default="float32")
+    flags.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
+    flags.add_argument("--seed", type=int, default=0, help="of weights that are not given")
+    return flags
+
+
+def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
+    """What the flags ask for; one line of JSON, the same on every rank.
+
+    Raises ImageError, PlanError, TraceError or CheckpointError.
+    """
+    chosen = predict_parser().parse_args(arguments)
+    model = options.build_model(chosen)
+    if chosen.weights is not None:
+        together(world, lambda: load_weights(model, Path(chosen.weights)), CheckpointError)
+    box = _box(chosen.region)
+    region = together(world, lambda: region_of(open_image(chosen.image), box, chosen.level))
+    recipe, region = prepare_region(model, region, chosen.precision, chosen.device)
+    ask = Ask(region, chosen.kind, chosen.memory_mb * 10**6, chosen.tile_px)
+    sweep = Sweep(world, recipe, ask, partial(_pyramid, chosen.to, region, chosen.kind))
+    with tqdm(total=sweep.rounds, unit="round", disable=world.rank > 0 or not os.isatty(2)) as bar:
+        return line_of(sweep.run(bar.update), ask)
+
+
+def _box(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = text.split(",")
+    if len(parts) != 4 or not all(part.strip().lstrip("-").isdecimal() for part in parts):
+        raise PlanError(f"--region {text!r} must be four whole numbers of pixels: y0,x0,height,width.")
+    return tuple(map(int, parts))
+
+
+def _pyramid(path: str | None, region: Region, kind: str, shape: Shape, dtype: np.dtype[Any]) -> Sink:
+    """The file that a prediction for each pixel goes to. Raises ImageError where none is named."""
+    if path is None:
+        raise ImageError(
+            f"The model answers for each of {shape[0]} x {shape[1]} px. Say which file that is to go to, "
+            "such as --to prediction.tif."
+        )
+    return pyramid_of(Path(path), region, kind, shape, dtype)
+
+
+def line_of(swept: Swept, ask: Ask) -> dict[str, object]:
+    """A prediction as one line."""
+    height, width = ask.region.asked_px
+    answer = swept.answer.tolist() if hasattr(swept.answer, "tolist") else swept.answer
+    return {
+        "answer": answer,
+        "kind": ask.kind,
+        "per_pixel": swept.per_pixel,
+        "height_px": height,
+        "width_px": width,
+        "tiles": swept.tiles,
+        "tile_px": list(swept.tile_px),
+        "walks": swept.walks,
+        "overhead": swept.overhead,
+        "seconds": round(swept.seconds, 2),
+        "px_per_s": round(height * width / swept.seconds),
+        "memory_mb": ask.memory_bytes // 10**6,
+        "peak_bytes": list(swept.peak_bytes),
+    }

@@ -1,0 +1,123 @@
+"""Into how many tiles an image is cut so that each fits into a bound of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engines.comm.device import process_bytes
+from engines.comm.world import World
+from engines.errors import PlanError, TraceError
+from engines.inference.peak import turn_bytes
+from engines.layer.graph import ModelGraph, TensorSpec
+from engines.program.turns import Turn, Turns
+from engines.spatial.tiles import Grid
+
+__all__ = ["AT_WORK_BYTES", "LOOSE", "chosen", "fitted", "grid_of", "walks_of"]
+
+LOOSE = 1.15
+"""What a turn takes of the system, as a multiple of what its tensors hold (see `keep_memory_tight`): for the kernels'
+own needs. Measured with U-Nets and ResNets: 1.0 to 1.13."""
+
+_SIDES = tuple(round(128 * 2 ** (step / 4)) for step in range(29))  # to 16384 px
+
+
+AT_WORK_BYTES = 40 * 10**6
+"""What libraries take as soon as they compute (oneDNN's kernels, buffers of messages)."""
+
+
+def grid_of(size_px: tuple[int, int], side_px: int) -> Grid:
+    """Tiles of nearly one size, none with a side longer than `side_px`.
+
+    >>> str(grid_of((3000, 1000), 1024))
+    '3x1'
+    """
+    return Grid(-(-size_px[0] // side_px), -(-size_px[1] // side_px))
+
+
+def walks_of(turns: Turns) -> Iterator[tuple[dict[str, TensorSpec], Turn]]:
+    """The walks over an image, in order: the sums that are known by then, and what the middle tile does."""
+    known: dict[str, TensorSpec] = {}
+    middle = turns.grid.rows // 2 * turns.grid.cols + turns.grid.cols // 2
+    while True:
+        turn = turns.turn(middle, known)
+        yield dict(known), turn
+        if turn.ends:
+            return
+        known |= {each.target: each.spec for each in turn.sums}
+
+
+def fitted(graph: ModelGraph, ranks: int, bound_bytes: int) -> Turns:
+    """As few tiles as may be, each of which takes at most `bound_bytes`, but not fewer than there are ranks.
+
+    Raises PlanError where even the smallest tiles take more, TraceError where the model cannot be computed so.
+    """
+    size_px = graph.inputs["images"].shape[2:]
+    sides = [side for side in _SIDES if side < max(size_px)] + [max(size_px)]
+    sides = [side for side in sides if grid_of(size_px, side).tiles >= ranks] or sides[:1]
+    best, low, high = None, 0, len(sides)
+    refusal: PlanError | TraceError | None = None
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            turns = Turns(graph, grid_of(size_px, sides[middle]))
+            fits = (taken := _most_bytes(turns, graph)) <= bound_bytes
+        except PlanError as error:  # so small that a late layer has fewer pixels than there are tiles
+            refusal, turns, fits, taken = error, None, True, 0
+        if fits:
+            best, low = turns or best, middle + 1
+        else:
+            high = middle
+            refusal = PlanError(
+                f"A tile of {sides[middle]} px takes {_mb(taken)} MB beside what a rank holds anyway, but only "
+                f"{_mb(bound_bytes)} MB of the bound are left for it. Allow more memory, or predict a coarser level."
+            )
+    if best is None and refusal is not None:
+        raise refusal
+    return best or Turns(graph, grid_of(size_px, sides[-1]))
+
+
+def chosen(world: World, graph: ModelGraph, bound_bytes: int, side_px: int | None = None) -> Grid:
+    """The tiles of all ranks, of which none may have more than `bound_bytes` in all; rank 0 chooses them; collective.
+
+    Raises PlanError, TraceError as `fitted` does, on every rank.
+    """
+    taken = max(world.gather(process_bytes("VmRSS")))
+    choice: Grid | PlanError | TraceError | None = None
+    if world.rank == 0:
+        try:
+            choice = _chosen(graph, world.size, bound_bytes, taken, side_px)
+        except (PlanError, TraceError) as error:
+            choice = error
+    choice = world.gather(choice)[0]
+    if isinstance(choice, PlanError | TraceError):
+        raise type(choice)(str(choice))
+    return choice
+
+
+def _chosen(graph: ModelGraph, ranks: int, bound_bytes: int, taken_bytes: int, side_px: int | None) -> Grid:
+    if side_px is not None:
+        return Turns(graph, grid_of(graph.inputs["images"].shape[2:], side_px)).grid
+    left_bytes = bound_bytes - taken_bytes - AT_WORK_BYTES
+    if left_bytes <= 0:
+        raise PlanError(
+            f"A rank takes {_mb(taken_bytes + AT_WORK_BYTES)} MB before it computes anything, and the bound is "
+            f"{_mb(bound_bytes)} MB. Allow more memory."
+        )
+    return fitted(graph, ranks, left_bytes).grid
+
+
+def _most_bytes(turns: Turns, graph: ModelGraph) -> int:
+    """What the walk that takes most takes, the answer for its tile and the pixels as they are read included."""
+    most = 0
+    for known, turn in walks_of(turns):
+        taken = turn_bytes(turn, graph, known)
+        if turn.prediction is not None and turn.prediction.tile is not None:
+            taken += turn.prediction.tile.pixels * (8 + 8 * graph.specs[graph.prediction].shape[1])
+        if turn.window is not None and turn.window.tile is not None:
+            taken = max(taken, 40 * turn.window.tile.pixels)
+        most = max(most, taken)
+    return int(LOOSE * most)
+
+
+def _mb(count: int) -> int:
+    return -(-count // 10**6)

@@ -1,0 +1,121 @@
+"""Prediction by all ranks together, under the plan of a training: its forward pass, in evaluation mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from engines.comm.device import autocast_type, choose_device, memory_format, threads_of
+from engines.comm.world import World
+from engines.errors import PlanError
+from engines.layer.graph import TensorSpec
+from engines.layer.trace import trace_alone
+from engines.plan import Plan
+from engines.program.compile import Compiler, compile_plan
+from engines.program.program import Feed, Program
+from engines.program.worker import Inputs, Worker
+from engines.spatial.additions import Additions
+from engines.training import Recipe, micro_batch, own_copy, sgd, shared, state_of
+
+__all__ = ["Prediction", "RankPrediction", "fetched", "joined", "prepare_prediction"]
+
+Prediction = Mapping[int, Tensor]
+"""A rank's parts of the predictions, by micro-batch, on the host."""
+
+
+def prepare_prediction(model: nn.Module, plan: Plan, image_shape: Sequence[int], device: str = "auto") -> Recipe:
+    """What ranks must know to compute `model.eval()(images)`; `image_shape` is (N, C, H, W) of one batch of the plan.
+
+    The model is only read. Raises TraceError or PlanError where it cannot be run so.
+    """
+    images = micro_batch("images", TensorSpec(tuple(image_shape), plan.held_in), plan)
+    graph = trace_alone(model, images, plan.precision, autocast_type(device))
+    if plan.local_dp > 1:
+        part = trace_alone(model, shared(images, plan), plan.precision, autocast_type(device))
+        graph = replace(graph, share=part)
+    compile_plan(graph, plan)
+    return Recipe(graph, plan, sgd, state_of(model, None, graph), device, additions=Additions.now())
+
+
+class RankPrediction:
+    """One rank's weights and worker, going forward only; collective.
+
+    Weights are those `held` by the ranks of a training (by the graph's names); what a rank lacks of them it gets from
+    others, as it is now. Without `held` they are copies of the recipe's.
+    """
+
+    def __init__(self, world: World, recipe: Recipe, held: Mapping[str, Tensor] | None = None) -> None:
+        recipe.additions.adopt()
+        self.world, self.recipe, self.held = world, recipe, held
+        self.program = Compiler(recipe.graph, recipe.plan).program(world.rank)
+        self.device = choose_device(recipe.device, world.rank)
+        self.threads = threads_of(recipe.plan, world.rank)
+        wanted = (*self.program.weights, *self.program.buffers)
+        tensors = self._tensors(wanted)
+        weights, buffers = (
+            {name: tensors[name] for name in names} for names in (self.program.weights, self.program.buffers)
+        )
+        self.worker = Worker(self.program, world, weights, buffers, device=self.device, seed=recipe.seed)
+
+    def _tensors(self, wanted: Sequence[str]) -> Mapping[str, Tensor]:
+        held_in = self.recipe.graph.inputs["images"].dtype
+        if self.held is None:
+            return {name: own_copy(self.recipe.state[name], held_in, self.device) for name in wanted}
+        found = fetched(self.world, self.held, wanted)
+        return {**self.held, **{name: own_copy(tensor, held_in, self.device) for name, tensor in found.items()}}
+
+    def predict(self, inputs: Inputs) -> Prediction:
+        """This rank's parts of the predictions for its parts of the images; what all tiles have is told by one."""
+        torch.set_num_threads(self.threads)
+        placed = {
+            number: {name: part.to(self.device, memory_format=memory_format(part.dim())) for name, part in own.items()}
+            for number, own in inputs.items()
+        }
+        with torch.no_grad():
+            self.worker.run(placed)
+        found = {
+            number: self.worker.lanes[number].values[way.prediction].cpu().contiguous()
+            for number in self.program.directions
+            if (way := self.program.way(number)).predicts is not None
+        }
+        self.worker.restart({})
+        return found
+
+
+def fetched(world: World, held: Mapping[str, Tensor], wanted: Iterable[str]) -> dict[str, Tensor]:
+    """What a rank wants of tensors that it does not hold, from the first rank that does; collective.
+
+    Raises PlanError, on every rank, where no rank holds it.
+    """
+    told = world.gather(([name for name in wanted if name not in held], tuple(held)))
+    asked = dict.fromkeys(name for lacking, _ in told for name in lacking)
+    owner = {name: rank for rank, (_, names) in reversed(list(enumerate(told))) for name in names}
+    if missing := [name for name in asked if name not in owner]:
+        raise PlanError(f"No rank holds {missing[0]}, which the prediction reads. Make the training anew.")
+    offers = world.gather({name: held[name].detach().cpu() for name in asked if owner[name] == world.rank})
+    return {name: offers[owner[name]][name] for name in told[world.rank][0]}
+
+
+def joined(programs: Sequence[Program], parts: Sequence[Prediction], spec: TensorSpec) -> Tensor:
+    """The whole prediction for a step's images, of what all ranks have told; `spec` is that of one micro-batch."""
+    count = programs[0].micro_batches
+    shape = (count * spec.shape[0], *spec.shape[1:])
+    whole = torch.empty(shape, dtype=next(tensor.dtype for own in parts for tensor in own.values()))
+    for program, own in zip(programs, parts, strict=True):
+        for number, tensor in own.items():
+            chunk = whole.chunk(count)[number]
+            _place(chunk, program.way(number).predicts).copy_(tensor)
+    return whole
+
+
+def _place(chunk: Tensor, feed: Feed | None) -> Tensor:
+    """The part of a micro-batch's prediction that a rank has."""
+    if feed is not None and feed.tile is not None and feed.tile.images is not None:
+        chunk = chunk.narrow(0, feed.tile.images.start, len(feed.tile.images))
+    if feed is not None and feed.tile is not None and feed.axes is not None:
+        for axis, span in zip(feed.axes, (feed.tile.rows, feed.tile.cols), strict=True):
+            chunk = chunk.narrow(axis, span.start, len(span))
+    return chunk

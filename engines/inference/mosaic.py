@@ -1,0 +1,89 @@
+"""The tiles of a prediction on their way to rank 0, which puts them where they belong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engines.comm.together import together
+from engines.comm.world import Message, World
+from engines.errors import TraceError
+from engines.inference.answers import channels_of, type_of
+from engines.inference.region import Region
+from engines.inference.sink import MakeSink
+from engines.layer.graph import TensorSpec
+from engines.program.program import Feed
+from engines.spatial.tiles import Grid, Tile
+
+__all__ = ["Mosaic"]
+
+_TAG = 2
+
+
+class Mosaic:
+    """Takes one tile of each rank at a time; collective. `spec` is the whole prediction, `feed` a tile's part of it.
+
+    Raises TraceError where it is not a score for each class and pixel, ImageError where the sink cannot be made.
+    """
+
+    def __init__(
+        self, world: World, grid: Grid, spec: TensorSpec, feed: Feed, region: Region, kind: str, sink: MakeSink
+    ) -> None:
+        if feed.axes != (-2, -1) or len(spec.shape) != 4:
+            raise TraceError(
+                f"The model answers with {spec.shape}; only (N, K, H, W), a score for each class and pixel, can be put "
+                "together from tiles."
+            )
+        self.world, self.grid, self.size_px = world, grid, spec.shape[-2:]
+        sides = zip(region.asked_px, self.size_px, region.size_px, strict=True)
+        self.out_px = tuple(-(-asked * out // padded) for asked, out, padded in sides)  # what was padded is left out
+        self.channels = channels_of(kind, spec.shape[1])
+        self.dtype = type_of(kind, spec.shape[1], spec.dtype)
+        self.late = ""  # what went wrong with tiles while other ranks were at work again: told with the next
+        height, width = self.out_px
+        shape = height, width, self.channels
+        self.sink = together(world, lambda: sink(shape, self.dtype) if world.rank == 0 else None)
+
+    def check(self) -> None:
+        """Raises OSError where tiles could not be put."""
+        if self.late:
+            raise OSError(self.late)
+
+    def add(self, first: int, own: NDArray[Any] | None) -> None:
+        """The tiles from number `first` on, one of each rank; (h, w, C), None where there are no more."""
+        if self.world.rank:
+            if own is not None:
+                sent = torch.from_numpy(own.view(np.uint8).reshape(-1))
+                self.world.exchange([Message(0, _TAG, sent)], []).wait()
+            return
+        for rank in range(min(self.world.size, self.grid.tiles - first)):
+            tile = self.grid.tile(first + rank, *self.size_px)
+            self._put(tile, self._received(rank, tile) if rank or own is None else own)
+
+    def _received(self, rank: int, tile: Tile) -> NDArray[Any]:
+        shape = (*tile.shape, self.channels)
+        buffer = torch.empty(math.prod(shape) * self.dtype.itemsize, dtype=torch.uint8)
+        self.world.exchange([], [Message(rank, _TAG, buffer)]).wait()
+        return buffer.numpy().view(self.dtype).reshape(shape)
+
+    def _put(self, tile: Tile, pixels: NDArray[Any]) -> None:
+        inside = tile & Tile.whole(*self.out_px)
+        if inside and not self.late and self.sink is not None:
+            try:
+                self.sink.put(inside, pixels[inside.within(tile)])
+            except OSError as error:
+                self.late = str(error)
+
+    def finish(self) -> Any:
+        """What the sink answers, on rank 0. Raises OSError where it cannot."""
+        self.check()
+        return self.sink.finish() if self.sink is not None else None
+
+    def close(self) -> None:
+        """Leave nothing unfinished behind."""
+        if self.sink is not None:
+            self.sink.close()

@@ -1,0 +1,51 @@
+"""What ranks must know to predict a region of a picture tile after tile."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from engines.errors import TraceError
+from engines.inference.forward import prepare_prediction
+from engines.inference.region import Region
+from engines.plan import Plan
+from engines.training import Recipe
+
+__all__ = ["prepare_region"]
+
+_MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def prepare_region(
+    model: nn.Module, region: Region, precision: str = "float32", device: str = "auto"
+) -> tuple[Recipe, Region]:
+    """The model at the region's size; the region is padded where the model takes only multiples of some power of two.
+
+    Raises TraceError where it takes none of them.
+    """
+    plan = Plan(split_size=1, spatial_size=0, precision=precision)
+    refusal: TraceError | None = None
+    for px in _MULTIPLES:
+        padded = region.to_multiple_of(px)
+        if refusal is not None and padded.size_px == region.size_px:
+            continue
+        try:
+            with _quiet():
+                return prepare_prediction(model, plan, (1, 3, *padded.size_px), device), padded
+        except TraceError as error:
+            refusal = refusal or error
+    raise refusal or TraceError("unreachable")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch writes what it cannot trace to stderr, beside raising it."""
+    told = logging.getLogger("torch._subclasses.fake_tensor")
+    before, told.disabled = told.disabled, True
+    try:
+        yield
+    finally:
+        told.disabled = before

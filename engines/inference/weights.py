@@ -1,0 +1,40 @@
+"""Trained weights for a plain model: a safetensors file of its own names, or a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from engines.checkpoint.folder import newest
+from engines.errors import CheckpointError
+
+__all__ = ["load_weights"]
+
+_FILE = "model.safetensors"
+_SHOWN = 3
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Give a model the weights and buffers of a file, of a checkpoint, or of the newest one in a folder of them.
+
+    Raises CheckpointError where they cannot be read, or are those of another model; the model is as it was then.
+    """
+    file = newest(path) / _FILE if path.is_dir() else path
+    try:
+        found = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: no weights can be read from it ({error}). Give a safetensors file.") from error
+    ours, theirs = ({name: tuple(t.shape) for name, t in state.items()} for state in (model.state_dict(), found))
+    wrong = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    if wrong:
+        told = ", ".join(
+            f"{name} {theirs.get(name, 'missing')} instead of {ours.get(name, 'none')}" for name in wrong[:_SHOWN]
+        )
+        raise CheckpointError(
+            f"{file}: these are the weights of another model: of {len(ours)} tensors {len(wrong)} do not fit, such as "
+            f"{told}. Give the model (--model-args, --num-classes) that it was saved from."
+        )
+    model.load_state_dict(found)

@@ -1,0 +1,136 @@
+"""What a training says of images: batches under its own plan, pictures of any size tile after tile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from engines.errors import ImageError, Mpi4dlError, PlanError
+from engines.images.picture import Source, open_image
+from engines.inference.answers import channels_of, check_kind, type_of
+from engines.inference.forward import Prediction, RankPrediction, joined, prepare_prediction
+from engines.inference.prepare import prepare_region
+from engines.inference.pyramid import pyramid_of
+from engines.inference.region import region_of
+from engines.inference.sink import ArraySink, MakeSink
+from engines.inference.sweep import Ask, Sweep, Swept
+from engines.program.compile import compile_plan
+from engines.program.worker import Inputs
+from engines.training import RankTraining, Recipe, cut_inputs
+
+if TYPE_CHECKING:
+    from engines.host import Host
+    from mpi4dl_nb.training import Training
+
+__all__ = ["drop", "is_batch", "predict_batch", "predict_picture"]
+
+ARRAY_BYTES = 1 << 29  # a prediction that is larger goes to a file
+
+
+def is_batch(source: Any) -> bool:
+    """Whether these are images as a training step takes them: (N, C, H, W)."""
+    return isinstance(source, Tensor | np.ndarray) and source.ndim == 4
+
+
+def predict_batch(training: Training, images: Any, held: Callable[[Host, str], RankTraining]) -> Tensor:
+    """`model.eval()(images)` with the weights as they are now; `held` finds the training on a rank."""
+    images = torch.as_tensor(images).detach()
+    batch = training.recipe.graph.inputs["images"].shape
+    if images.shape[1] != batch[1] or not images.numel():
+        raise ImageError(
+            f"images have shape {tuple(images.shape)}, but the model was trained on {batch[1]} channels. "
+            f"Give (N, {batch[1]}, H, W)."
+        )
+    shape = (batch[0] * training.plan.parts, *images.shape[1:])
+    recipe = replace(prepare_prediction(training.model, training.plan, shape, training.recipe.device), state={})
+    programs = compile_plan(recipe.graph, training.plan)
+    training.cluster.call(_ready, training.name, held, recipe)
+    count = shape[0] * training.plan.batches
+    found = []
+    for part in images.to(getattr(torch, training.plan.held_in)).split(count):
+        filled = part[torch.arange(count) % len(part)]
+        parts = [(cut_inputs(program, {"images": filled}),) for program in programs]
+        told = training.cluster.call(_predict, training.name, per_rank=parts)
+        found.append(joined(programs, told, recipe.graph.specs[recipe.graph.prediction])[: len(part)])
+    return torch.cat(found)
+
+
+def predict_picture(
+    training: Training, source: Source, held: Callable[[Host, str], RankTraining], to: str | PathLike[str] | None,
+    region: Sequence[int] | None, level: int, kind: str, memory_mb: int, progress: bool,
+) -> Swept:  # fmt: skip
+    """A region of a picture, tile after tile, on all ranks of the training."""
+    check_kind(kind)
+    where = Path(source).absolute() if isinstance(source, str | PathLike) else source
+    asked = region_of(open_image(where), region, level)
+    recipe, asked = prepare_region(training.model, asked, training.plan.precision, training.recipe.device)
+    ask = Ask(asked, kind, memory_mb * 10**6)
+    sink: MakeSink = partial(pyramid_of, Path(to).absolute(), asked, kind) if to is not None else ArraySink
+    if to is None:
+        _check_small(recipe, ask)
+    try:
+        (rounds, *_) = training.cluster.call(_sweep, training.name, held, replace(recipe, state={}), ask, sink)
+        for _ in tqdm(range(rounds), unit="round", disable=not progress):
+            training.cluster.call(_step, training.name)
+        return training.cluster.call(_finish, training.name)[0]
+    finally:
+        with suppress(Mpi4dlError):
+            training.cluster.call(drop, training.name)
+
+
+def _check_small(recipe: Recipe, ask: Ask) -> None:
+    """Raises PlanError where an answer for each pixel is more than an array should hold."""
+    spec = recipe.graph.specs[recipe.graph.prediction]
+    if len(spec.shape) < 4:
+        return
+    bytes_px = channels_of(ask.kind, spec.shape[1]) * type_of(ask.kind, spec.shape[1], spec.dtype).itemsize
+    if (size := math.prod(spec.shape[2:]) * bytes_px) > ARRAY_BYTES:
+        raise PlanError(
+            f"The prediction of {ask.region.asked_px[0]} x {ask.region.asked_px[1]} px takes {size / 1e9:.1f} GB. "
+            "Write it to a file (to='prediction.tif'), or predict a region or a coarser level."
+        )
+
+
+def _ready(host: Host, name: str, held: Callable[[Host, str], RankTraining], recipe: Recipe) -> None:
+    host.predictions[name] = RankPrediction(host.world, recipe, _tensors(held(host, name)))
+
+
+def _predict(host: Host, name: str, inputs: Inputs) -> Prediction:
+    return host.predictions[name].predict(inputs)
+
+
+def _tensors(training: RankTraining) -> dict[str, Tensor]:
+    return {**training.kept, **training.weights, **training.buffers}
+
+
+def _sweep(
+    host: Host, name: str, held: Callable[[Host, str], RankTraining], recipe: Recipe, ask: Ask, sink: MakeSink
+) -> int:
+    host.predictions[name] = made = Sweep(host.world, recipe, ask, sink, _tensors(held(host, name)))
+    return made.rounds
+
+
+def _step(host: Host, name: str) -> None:
+    host.predictions[name].step()
+
+
+def _finish(host: Host, name: str) -> Swept:
+    return host.predictions[name].finish()
+
+
+def drop(host: Host, name: str) -> None:
+    """Free what a prediction holds on this rank."""
+    found = host.predictions.pop(name, None)
+    if isinstance(found, Sweep):
+        found.close()

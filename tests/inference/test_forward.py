@@ -1,0 +1,130 @@
+"""Prediction by all ranks together is that of one process, under any plan; the model itself is only read."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engines.comm.loopback import run_ranks
+from engines.errors import PlanError, TraceError
+from engines.inference.forward import RankPrediction, fetched, joined, prepare_prediction
+from engines.models.unet import UNet
+from engines.plan import Plan
+from engines.program.compile import compile_plan
+from engines.program.instructions import Phase
+from engines.training import cut_inputs
+from tests.exact import whole_numbers, with_whole_weights
+from tests.inference.test_turns import settled
+from tests.inference.turning import plain
+from tests.zoo import Segmenter
+
+PLANS = {
+    "tiles": Plan(split_size=1, slice_method="2x3", precision="float64"),
+    "fused halos": Plan(split_size=1, slice_method="2x2", halo_d2=True, fused_layers=3, precision="float64"),
+    "stages": Plan(split_size=3, spatial_size=2, num_spatial_parts=(4, 2), slice_method=("square", "vertical"),
+                   precision="float64"),
+    "micro-batches": Plan(split_size=3, slice_method="1x2", parts=2, schedule="1f1b", precision="float64"),
+    "both ways": Plan(split_size=2, spatial_size=0, parts=2, bidirectional=True, schedule="gems", precision="float64"),
+    "shares": Plan(split_size=2, slice_method="1x2", local_dp=2, data_parallel=2, precision="float64"),
+    "zero bubble": Plan(split_size=2, spatial_size=0, parts=2, schedule="zero_bubble", precision="float64"),
+}  # fmt: skip
+
+
+def predicted(model: nn.Module, plan: Plan, images: Tensor) -> Tensor:
+    shape = (len(images) // plan.batches, *images.shape[1:])
+    recipe = prepare_prediction(model, plan, shape)
+    programs = compile_plan(recipe.graph, plan)
+    assert all(step.phase is Phase.FORWARD for program in programs for step in program.steps)
+    told = run_ranks(
+        plan.ranks,
+        lambda world: RankPrediction(world, recipe).predict(cut_inputs(programs[world.rank], {"images": images})),
+    )
+    return joined(programs, told, recipe.graph.specs[recipe.graph.prediction])
+
+
+class Classifier(nn.Module):
+    """A skip over several layers, batch norms, dropout that is over in evaluation, a global pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.second, self.third = nn.Conv2d(4, 4, 5, padding=2), nn.Conv2d(8, 6, 3, stride=2, padding=1)
+        self.last, self.drop, self.head = nn.BatchNorm2d(6, momentum=0.3), nn.Dropout(0.5), nn.Linear(6, 5)
+
+    def forward(self, x):
+        skip = torch.relu(self.norm(self.first(x)))
+        x = torch.relu(self.last(self.third(torch.cat([self.second(skip), skip], 1))))
+        return self.head(self.drop(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("make", [Classifier, Segmenter])
+def test_any_plan(name: str, make: type[nn.Module]):
+    torch.manual_seed(0)
+    plan, model = PLANS[name], settled(make())
+    before = copy.deepcopy(model.state_dict())
+    images = torch.randn(2 * plan.parts * plan.batches, 3, 20, 36, dtype=torch.float64)
+    made = predicted(model, plan, images)
+    assert torch.allclose(made, plain(model, images), rtol=1e-12, atol=1e-12)
+    assert model.training
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_whole_numbers_to_the_bit():
+    model = with_whole_weights(nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.ConvTranspose2d(4, 2, 3, 2)))
+    images = whole_numbers(2, 3, 21, 30)
+    assert torch.equal(predicted(model, PLANS["tiles"], images), plain(model, images))
+
+
+def test_half_precision_is_that_of_autocast():
+    torch.manual_seed(0)
+    model, images = settled(UNet(width=4)), torch.randn(1, 3, 32, 48)
+    plan = Plan(split_size=1, slice_method="2x2", precision="bfloat16")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        usual = copy.deepcopy(model).eval()(images).float()
+    exact = plain(model, images.double())
+    made = predicted(model, plan, images).double()
+    assert (made - exact).norm() <= 4 * (usual - exact).norm()
+    assert (made - exact).norm() > 0
+
+
+def test_nothing_of_a_prediction_is_kept_for_backward():
+    recipe = prepare_prediction(Classifier(), PLANS["tiles"], (2, 3, 20, 36))
+    images = torch.randn(2, 3, 20, 36, dtype=torch.float64)
+
+    def work(world):
+        rank = RankPrediction(world, recipe)
+        rank.predict(cut_inputs(rank.program, {"images": images}))
+        return [lane.waits_for_backward or bool(lane.values) for lane in rank.worker.lanes.values()]
+
+    assert run_ranks(6, work) == [[False]] * 6
+
+
+def test_weights_come_from_the_ranks_that_hold_them():
+    """Here another rank holds each stage than the one that needs it."""
+    torch.manual_seed(0)
+    plan = Plan(split_size=2, spatial_size=0, precision="float64")
+    model, images = settled(Classifier()), torch.randn(2, 3, 20, 36, dtype=torch.float64)
+    recipe = prepare_prediction(model, plan, images.shape)
+    programs = compile_plan(recipe.graph, plan)
+
+    def work(world):
+        other = programs[1 - world.rank]
+        held = {name: recipe.state[name] for name in (*other.weights, *other.buffers)}
+        return RankPrediction(world, recipe, held).predict(cut_inputs(programs[world.rank], {"images": images}))
+
+    made = joined(programs, run_ranks(2, work), recipe.graph.specs[recipe.graph.prediction])
+    assert torch.allclose(made, plain(model, images), rtol=1e-12, atol=1e-12)
+
+
+def test_a_weight_that_no_rank_holds():
+    with pytest.raises(PlanError, match=r"No rank holds model\.lost"):
+        run_ranks(2, lambda world: fetched(world, {"model.there": torch.ones(1)}, ["model.there", "model.lost"]))
+
+
+def test_a_model_that_cannot_take_the_images():
+    with pytest.raises(TraceError, match="UNet cannot be traced"):
+        prepare_prediction(UNet(), PLANS["tiles"], (1, 3, 21, 20))

@@ -1,0 +1,95 @@
+"""`predict` on a command line: its line of JSON, and what it refuses in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from engines.comm.loopback import run_ranks
+from engines.errors import CheckpointError, ImageError, PlanError
+from engines.images.picture import open_image
+from engines.inference.command import predict
+from engines.inference.region import region_of
+from engines.inference.weights import load_weights
+from engines.models.unet import UNet
+from engines.spatial.tiles import Tile
+from tests.inference.test_turns import settled
+from tests.inference.turning import even, plain
+
+BOX = (10, 20, 64, 88)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A picture, and weights that the command cannot draw itself."""
+    torch.manual_seed(5)
+    pixels = np.random.default_rng(0).integers(0, 256, (100, 130, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "in.png")
+    images = region_of(open_image(pixels), BOX).part(Tile.whole(64, 88), torch.float64)
+    model = even(settled(UNet(num_classes=3, width=4)), images)
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    return tmp_path
+
+
+def flags(files: Path, **others: object) -> list[str]:
+    given = {
+        "model": "engines.models.unet:UNet", "model-args": '{"width": 4}', "num-classes": 3, "image": files / "in.png",
+        "weights": files / "weights.safetensors", "region": "10,20,64,88", "to": files / "out.tif", "tile-px": 40,
+        "precision": "float64", **others,
+    }  # fmt: skip
+    return [f"--{name}={value}" for name, value in given.items() if value is not None]
+
+
+def test_a_region_with_given_weights(files: Path):
+    lines = run_ranks(2, lambda world: predict(world, flags(files)))
+    assert lines[0]["answer"] == str(files / "out.tif")
+    assert (lines[0]["tiles"], lines[0]["height_px"], lines[0]["width_px"]) == (6, 64, 88)
+    assert json.loads(json.dumps(lines[0])) == lines[0]
+    model = UNet(num_classes=3, width=4)
+    load_weights(model, files / "weights.safetensors")
+    images = region_of(open_image(files / "in.png"), BOX).part(Tile.whole(64, 88), torch.float64)
+    expected = plain(model, images)[0].argmax(0).numpy()
+    assert len(np.unique(expected)) > 1
+    assert np.array_equal(open_image(files / "out.tif").read(0, 0, 64, 88)[..., 0], expected)
+
+
+def test_the_class_of_an_image(files: Path):
+    asked = {"model": "engines.models:resnet20_v1", "model-args": None, "weights": None, "to": None}
+    line = run_ranks(2, lambda world: predict(world, flags(files, kind="probabilities", **asked)))[1]
+    assert sum(line["answer"]) == pytest.approx(1)
+    assert (line["per_pixel"], line["walks"]) == (False, 2)
+
+
+@pytest.mark.parametrize(
+    ("others", "error", "message"),
+    [
+        ({"region": "1,2,3"}, PlanError, "must be four whole numbers"),
+        ({"region": "400,0,10,10"}, ImageError, "outside"),
+        ({"region": "0,0,0,10"}, ImageError, "no pixels"),
+        ({"image": "nowhere.tif"}, ImageError, "nowhere.tif"),
+        ({"to": None}, ImageError, "Say which file"),
+        ({"kind": "colours"}, PlanError, "invalid choice"),
+        ({"memory-mb": 0}, PlanError, "invalid positive value"),
+        ({"num-classes": 4}, CheckpointError, r"weights of another model: of \d+ tensors 2 do not fit, such as head"),
+        ({"weights": "nowhere.safetensors"}, CheckpointError, "no weights can be read"),
+    ],
+)
+def test_what_is_refused(others: dict[str, object], error: type[Exception], message: str, files: Path):
+    def one(world: object) -> None:
+        with pytest.raises(error, match=message):
+            predict(world, flags(files, **others))
+
+    run_ranks(2, one)
+    assert not (files / "out.tif").exists()
+
+
+def test_a_file_that_holds_no_weights(files: Path):
+    (files / "weights.safetensors").write_bytes(b"not at all")
+    with pytest.raises(CheckpointError, match="no weights can be read"):
+        load_weights(UNet(), files / "weights.safetensors")

@@ -1,0 +1,78 @@
+"""The file of a prediction: its levels, its scale, and that there is never half of it."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+
+from engines.images.picture import open_image
+from engines.inference.pyramid import PyramidSink
+from engines.spatial.tiles import Grid
+
+RANDOM = np.random.default_rng(1)
+
+
+def written(path: Path, pixels: np.ndarray, **settings: object) -> Path:
+    sink = PyramidSink(path, pixels.shape, pixels.dtype, **settings)
+    for tile in reversed(Grid(3, 2).cut(*pixels.shape[:2])):
+        sink.put(tile, pixels[tile.rows.start : tile.rows.stop, tile.cols.start : tile.cols.stop])
+    assert sink.finish() == str(path)
+    return path
+
+
+def levels(path: Path) -> list[np.ndarray]:
+    with tifffile.TiffFile(path) as file:
+        return [level.asarray() for level in file.series[0].levels]
+
+
+def test_classes_at_every_level(tmp_path: Path):
+    pixels = RANDOM.integers(0, 5, (1027, 2049, 1), np.uint8)
+    found = levels(written(tmp_path / "out.tif", pixels))
+    assert [level.shape for level in found] == [(1027, 2049), (514, 1025), (257, 513), (129, 257)]
+    for number, level in enumerate(found):
+        assert np.array_equal(level, pixels[:: 2**number, :: 2**number, 0])
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_probabilities_are_averaged(dtype: type, tmp_path: Path):
+    pixels = RANDOM.integers(0, 255, (601, 700, 3)).astype(dtype)
+    fine, coarse = levels(written(tmp_path / "out.tif", pixels, mixes=True))
+    assert np.array_equal(fine, pixels)
+    means = pixels[:600].astype(np.float32).reshape(300, 2, 350, 2, 3).mean((1, 3))
+    assert np.array_equal(coarse[:300], np.rint(means) if dtype is np.uint8 else means)
+    assert coarse.shape == (301, 350, 3)
+
+
+def test_our_own_reader_knows_its_levels_and_scale(tmp_path: Path):
+    pixels = RANDOM.integers(0, 5, (700, 900, 1), np.uint8)
+    picture = open_image(written(tmp_path / "out.tif", pixels, microns_per_px=0.25))
+    assert [level.shape for level in picture.levels] == [(700, 900), (350, 450)]
+    assert picture.microns_per_px == pytest.approx(0.25)
+    assert np.array_equal(picture.read(0, 0, 700, 900)[..., 0], pixels[..., 0])
+
+
+def test_no_half_file(tmp_path: Path, monkeypatch):
+    """Where writing fails, what was there before still is, and nothing else."""
+    pixels = np.ones((300, 300, 1), np.uint8)
+    path = written(tmp_path / "out.tif", pixels)
+    before = path.read_bytes()
+
+    def full(*given: object, **settings: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tifffile.TiffWriter, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        written(path, pixels * 2)
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == before
+
+
+def test_nothing_is_left_of_what_is_given_up(tmp_path: Path):
+    sink = PyramidSink(tmp_path / "out.tif", (100, 100, 1), np.dtype(np.uint8))
+    sink.put(Grid(2, 1).cut(100, 100)[0], np.ones((50, 100, 1), np.uint8))
+    sink.close()
+    assert list(tmp_path.iterdir()) == []

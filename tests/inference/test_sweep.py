@@ -1,0 +1,266 @@
+"""Sweeps: tiles in turn over ranks, from pictures, into arrays or files; within a bound, or refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from engines.comm.loopback import run_ranks
+from engines.errors import ImageError, PlanError, TraceError
+from engines.images.arrays import ArrayPicture
+from engines.images.picture import Picture, open_image
+from engines.inference.fitting import fitted
+from engines.inference.prepare import prepare_region
+from engines.inference.pyramid import pyramid_of
+from engines.inference.region import region_of
+from engines.inference.sink import ArraySink
+from engines.inference.sweep import Ask, Sweep, Swept
+from engines.models import resnet20_v1
+from engines.models.unet import UNet
+from engines.spatial.tiles import Tile
+from tests.inference.test_turns import Squeezed, settled
+from tests.inference.turning import even, plain
+
+RANDOM = np.random.default_rng(0)
+PICTURE = open_image(RANDOM.integers(0, 256, (150, 190, 3), np.uint8))
+ALL, PART = None, (3, 5, 97, 122)
+
+
+def swept(model: nn.Module, ranks: int, box: Any = ALL, kind: str = "scores", side_px: int | None = 50,
+          sink: Callable[..., Any] = ArraySink, picture: Picture = PICTURE, **bound: int) -> Swept:  # fmt: skip
+    recipe, region = prepare_region(model, region_of(picture, box), "float64")
+    ask = Ask(region, kind, side_px=side_px, **bound)
+    return run_ranks(ranks, lambda world: Sweep(world, recipe, ask, sink).run())[0]
+
+
+def oracle(model: nn.Module, box: Any = ALL, multiple: int = 1) -> torch.Tensor:
+    """(K,), or (H, W, K) of the region, which one process computes padded with white to that multiple."""
+    region = region_of(PICTURE, box)
+    images = region.part(Tile.whole(*region.to_multiple_of(multiple).size_px), torch.float64)
+    found = plain(model, images)[0]
+    height, width = region.asked_px
+    return found if found.dim() == 1 else found[:, :height, :width].permute(1, 2, 0)
+
+
+def unet() -> nn.Module:
+    torch.manual_seed(0)
+    images = region_of(PICTURE).part(Tile.whole(64, 80), torch.float64)
+    return even(settled(UNet(num_classes=3, width=4)), images)
+
+
+def resnet() -> nn.Module:
+    torch.manual_seed(0)
+    return settled(resnet20_v1())
+
+
+def monai(name: str, *arguments: Any, **keywords: Any) -> nn.Module:
+    nets = pytest.importorskip("monai.networks.nets")
+    torch.manual_seed(0)
+    return settled(getattr(nets, name)(*arguments, **keywords))
+
+
+# ---- the same as one process
+
+CASES: dict[str, tuple[Callable[[], nn.Module], int, Any, int]] = {
+    "U-Net, a size that it does not take": (unet, 3, PART, 4),
+    "ResNet": (resnet, 2, PART, 1),
+    "MONAI UNet": (lambda: monai("UNet", 2, 3, 3, (4, 8, 16), (2, 2), norm="batch"), 4, PART, 4),
+    "MONAI UNet, instance norm": (lambda: monai("UNet", 2, 3, 3, (4, 8, 16), (2, 2)), 2, PART, 4),
+    "MONAI DenseNet": (
+        lambda: monai("DenseNet", 2, 3, 5, init_features=8, growth_rate=4, block_config=(2, 2)),
+        4,
+        PART,
+        1,
+    ),
+    "squeezed": (Squeezed, 3, PART, 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_one_process(name: str):
+    make, ranks, box, multiple = CASES[name]
+    model = make()
+    found, expected = swept(model, ranks, box), oracle(model, box, multiple)
+    assert found.tiles == 6
+    assert found.per_pixel == (expected.dim() == 3)
+    assert torch.allclose(torch.as_tensor(found.answer), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_any_number_of_ranks_gives_the_same_bits(ranks: int):
+    model = unet()
+    found = swept(model, ranks, (0, 0, 140, 180), side_px=64)
+    assert found.tiles == 9
+    assert np.array_equal(found.answer, swept(model, 3, (0, 0, 140, 180), side_px=64).answer)
+    assert 2 < found.overhead < 3  # windows of 91 x 104 px for tiles of 47 x 60, less at the edges
+
+
+def test_kinds_of_answers_for_each_pixel():
+    model, expected = unet(), oracle(unet(), (0, 0, 64, 80))
+    kinds = {kind: swept(model, 2, (0, 0, 64, 80), kind).answer for kind in ("classes", "probabilities")}
+    assert {kind: (found.dtype.name, found.shape) for kind, found in kinds.items()} == {
+        "classes": ("uint8", (64, 80)),
+        "probabilities": ("uint8", (64, 80, 3)),
+    }
+    assert np.array_equal(kinds["classes"], expected.argmax(2).numpy())
+    assert np.array_equal(kinds["probabilities"], expected.softmax(2).mul(255).round().numpy())
+
+
+def test_kinds_of_answers_for_the_image():
+    model, expected = resnet(), oracle(resnet(), PART)
+    assert swept(model, 2, PART, "classes").answer == int(expected.argmax())
+    assert torch.allclose(swept(model, 2, PART, "probabilities").answer, expected.softmax(0), rtol=1e-10)
+
+
+def test_one_score_is_that_of_a_yes():
+    model = nn.Conv2d(3, 1, 3, padding=1)
+    expected = oracle(model)
+    assert np.array_equal(swept(model, 2, kind="classes").answer, (expected > 0)[..., 0].numpy())
+    yes = swept(model, 2, kind="probabilities").answer
+    assert np.array_equal(yes, expected.sigmoid().mul(255).round()[..., 0].numpy())
+
+
+def test_an_answer_coarser_than_the_image(tmp_path: Path):
+    model, path = nn.Conv2d(3, 2, 4, stride=4), tmp_path / "coarse.tif"
+    found = swept(model, 2, (0, 0, 120, 160), "scores")
+    assert found.answer.shape == (30, 40, 2)
+    assert np.allclose(found.answer, oracle(model, (0, 0, 120, 160)).numpy(), rtol=1e-12, atol=1e-12)
+    swept(model, 2, (0, 0, 120, 160), "classes", sink=partial(pyramid_of, path, region_of(PICTURE), "classes"))
+    assert open_image(path).shape() == (30, 40)
+
+
+# ---- bounds
+
+
+def test_tiles_are_as_large_as_the_bound_allows():
+    graph = prepare_region(unet(), region_of(open_image(np.zeros((1200, 1500, 3), np.uint8))))[0].graph
+    small, large = (fitted(graph, 2, count * 10**6).grid.tiles for count in (20, 60))
+    assert small > large > 2
+    assert fitted(graph, 5, 10**12).grid.tiles >= 5
+
+
+def test_a_bound_that_no_tile_keeps():
+    graph = prepare_region(unet(), region_of(open_image(np.zeros((600, 600, 3), np.uint8))))[0].graph
+    with pytest.raises(PlanError, match=r"A tile of 128 px takes \d+ MB .*only 1 MB of the bound are left"):
+        fitted(graph, 2, 10**6)
+    with pytest.raises(PlanError, match=r"takes \d+ MB before it computes anything, and the bound is 5 MB"):
+        swept(unet(), 2, side_px=None, memory_bytes=5 * 10**6)
+
+
+def test_peak_memory_stays_below_the_bound(mpiexec, tmp_path: Path):
+    """One process would need more than 500 MB beside what it takes to start, about 350."""
+    from PIL import Image
+
+    Image.fromarray(RANDOM.integers(0, 256, (1600, 1800, 3), np.uint8)).save(tmp_path / "in.png")
+    flags = ["--model", "engines.models.unet:UNet", "--model-args", '{"width": 8}', "--memory-mb", "540"]
+    done = mpiexec(2, "-m", "engines", "predict", *flags, "--image", tmp_path / "in.png", "--to", tmp_path / "out.tif")
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert max(line["peak_bytes"]) <= 540 * 10**6
+    assert line["tiles"] > 2
+    assert (line["height_px"], line["width_px"]) == open_image(tmp_path / "out.tif").shape() == (1600, 1800)
+
+
+# ---- what goes wrong goes wrong on every rank, and leaves nothing behind
+
+
+class Torn(ArrayPicture):
+    """A picture whose lower right cannot be read."""
+
+    def _fill(self, out: Any, y0: int, x0: int, level: int) -> None:
+        if y0 + out.shape[0] > 120 and x0 + out.shape[1] > 150:
+            raise ImageError("torn.svs is damaged at row 120.")
+        super()._fill(out, y0, x0, level)
+
+
+def every_rank_says(message: str, ranks: int, work: Callable[[Any], object]) -> None:
+    def one(world: Any) -> None:
+        with pytest.raises(ImageError, match=message):
+            work(world)
+
+    run_ranks(ranks, one)
+
+
+def test_a_picture_that_cannot_be_read_everywhere(tmp_path: Path):
+    picture = Torn("torn.svs", RANDOM.integers(0, 256, (150, 190, 3), np.uint8))
+    region = region_of(picture, (0, 0, 148, 188))
+    recipe, region = prepare_region(unet(), region)
+    sink = partial(pyramid_of, tmp_path / "out.tif", region, "classes")
+    ask = Ask(region, side_px=50)
+    every_rank_says("torn.svs is damaged", 3, lambda world: Sweep(world, recipe, ask, sink).run())
+    assert list(tmp_path.iterdir()) == []
+
+
+class Full(ArraySink):
+    """A disk that fills up."""
+
+    puts = 0
+
+    def put(self, tile: Tile, pixels: Any) -> None:
+        self.puts += 1
+        if self.puts == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().put(tile, pixels)
+
+
+@pytest.mark.parametrize("side_px", [50, 95])
+def test_a_disk_that_fills_up(side_px: int):
+    """In a round that others follow, and in the last one."""
+    recipe, region = prepare_region(unet(), region_of(PICTURE, (0, 0, 148, 188)))
+    ask = Ask(region, side_px=side_px)
+    every_rank_says("No space left", 3, lambda world: Sweep(world, recipe, ask, Full).run())
+
+
+def test_no_room_is_noticed_before_anything_is_computed(tmp_path: Path, monkeypatch):
+    def none_left(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", none_left)
+    recipe, region = prepare_region(unet(), region_of(PICTURE, (0, 0, 148, 188)))
+    sink = partial(pyramid_of, tmp_path / "out.tif", region, "classes")
+    every_rank_says(
+        r"has no room for the 27824 bytes .*No space left",
+        2,
+        lambda world: Sweep(world, recipe, Ask(region, side_px=50), sink),
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", ["nowhere/out.tif", "file/out.tif", "."])
+def test_an_output_that_cannot_be_written(path: str, tmp_path: Path):
+    (tmp_path / "file").touch()
+    recipe, region = prepare_region(unet(), region_of(PICTURE, (0, 0, 148, 188)))
+    sink = partial(pyramid_of, tmp_path / path, region, "classes")
+    every_rank_says(str(tmp_path), 2, lambda world: Sweep(world, recipe, Ask(region, side_px=50), sink))
+
+
+@pytest.mark.parametrize(
+    ("box", "message"),
+    [
+        ((0, 0, 0, 5), "has no pixels"),
+        ((500, 0, 10, 10), "outside"),
+        ((0, 0, 10), "four whole numbers"),
+        ((0, 0, 10, 9.5), "four whole numbers"),
+    ],
+)
+def test_regions_that_are_none(box: Any, message: str):
+    with pytest.raises(ImageError, match=message):
+        region_of(PICTURE, box)
+
+
+def test_an_answer_that_is_no_image():
+    class Flat(nn.Module):
+        def forward(self, x):
+            return x[:, 0]
+
+    with pytest.raises(TraceError, match=r"only \(N, K, H, W\)"):
+        swept(Flat(), 2)

@@ -1,0 +1,173 @@
+"""Tiles in turn give what the whole image gives: to the bit where nothing is rounded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from engines.errors import PlanError, TraceError
+from engines.inference.forward import prepare_prediction
+from engines.models import resnet20_v1
+from engines.models.unet import UNet
+from engines.program.turns import Turns
+from engines.spatial.tiles import Grid
+from tests.exact import whole_numbers, with_whole_weights
+from tests.inference.turning import ALONE, in_turn, plain
+from tests.spatial.drawn import Calls, Geometry, geometries, images_on_grids, seeds, trials
+from tests.zoo import Segmenter, Skips
+
+
+def settled(model: nn.Module) -> nn.Module:
+    """Running statistics as after a training: what would be 0 and 1 hides mistakes."""
+    random = torch.Generator().manual_seed(2)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.uniform_(-0.5, 0.5, generator=random)
+            module.running_var.uniform_(0.5, 2.0, generator=random)
+    return model
+
+
+def check(model: nn.Module, images: torch.Tensor, grid: Grid) -> int:
+    made, walks = in_turn(model, images, grid)
+    assert torch.equal(made, plain(model, images))
+    return walks
+
+
+@trials(12)
+@given(shape=geometries(), seed=seeds)
+def test_convolutions(shape: Geometry, seed: int):
+    model = nn.Conv2d(2, 4, shape.kernel, shape.stride, shape.padding, shape.dilation, groups=2)
+    check(with_whole_weights(model, seed), whole_numbers(1, 2, *shape.image_px, seed=seed), shape.grid)
+
+
+@trials(8)
+@given(shape=geometries(pool=True), seed=seeds)
+def test_max_pools(shape: Geometry, seed: int):
+    pool = nn.MaxPool2d(shape.kernel, shape.stride, shape.padding, shape.dilation)
+    check(pool, whole_numbers(2, 2, *shape.image_px, seed=seed, low=-9, high=-1), shape.grid)
+
+
+@trials(8)
+@given(drawn=images_on_grids(), kernel=st.integers(1, 4), stride=st.integers(1, 3), seed=seeds)
+def test_transposed_convolutions(drawn: tuple[Grid, tuple[int, int]], kernel: int, stride: int, seed: int):
+    grid, size_px = drawn
+    model = with_whole_weights(nn.ConvTranspose2d(2, 3, kernel, stride), seed)
+    check(model, whole_numbers(1, 2, *size_px, seed=seed), grid)
+
+
+class Deep(nn.Module):
+    """Strides, a skip between sizes, pads of both kinds, and everything up again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect")
+        self.down = nn.Conv2d(3, 4, 5, stride=3, padding=2)
+        self.wide = nn.Conv2d(4, 4, 3, padding=2, dilation=2, groups=2)
+        self.up = nn.ConvTranspose2d(4, 3, 4, stride=2, padding=1)
+        self.last = nn.Conv2d(6, 2, 2)
+
+    def forward(self, x):
+        skip = torch.relu(self.first(x))
+        x = self.up(torch.relu(self.wide(self.down(skip))) + 1)
+        x = functional.interpolate(functional.max_pool2d(x, 3, 1, 1), size=skip.shape[2:], mode="nearest")
+        return self.last(functional.pad(torch.cat([x, skip], 1), (2, 0, 1, 3)))
+
+
+@pytest.mark.parametrize("size_px", [(41, 37), (33, 90)], ids=str)
+@pytest.mark.parametrize("grid", [Grid(1, 1), Grid(2, 3), Grid(7, 6)], ids=str)
+def test_many_layers_to_the_bit(size_px: tuple[int, int], grid: Grid):
+    assert check(with_whole_weights(Deep()), whole_numbers(1, 2, *size_px), grid) == 1
+
+
+MODELS = {
+    "unet": (lambda: UNet(width=4), (1, 3, 64, 48), Grid(4, 2), 1),
+    "resnet": (resnet20_v1, (1, 3, 41, 54), Grid(3, 2), 2),
+    "skips": (Skips, (2, 3, 37, 29), Grid(3, 4), 2),
+    "group norm": (Segmenter, (2, 3, 36, 44), Grid(3, 2), 2),
+    "few averages": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(36, 5)),
+        (1, 3, 40, 50),
+        Grid(5, 6),
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_with_sums_over_the_image(name: str):
+    make, shape, grid, expected = MODELS[name]
+    torch.manual_seed(0)
+    model, images = settled(make()), torch.randn(shape, dtype=torch.float64)
+    made, walks = in_turn(model, images, grid)
+    assert walks == expected
+    assert torch.allclose(made, plain(model, images), rtol=1e-12, atol=1e-12)
+
+
+class Squeezed(nn.Module):
+    """What a sum over the image scales is read again: it is computed again (squeeze and excite)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.gate = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 4)
+        self.more, self.again = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 4)
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.body(x))
+        x = x * self.gate(x.mean((2, 3))).sigmoid()[..., None, None]
+        x = torch.relu(self.more(x))
+        return self.head(x * self.again(x.mean((2, 3))).sigmoid()[..., None, None])
+
+
+def test_each_sum_that_reads_another_is_a_walk_of_its_own():
+    torch.manual_seed(0)
+    model, images = Squeezed(), torch.randn(1, 3, 30, 40, dtype=torch.float64)
+    made, walks = in_turn(model, images, Grid(3, 4))
+    assert walks == 3
+    assert torch.allclose(made, plain(model, images), rtol=1e-12, atol=1e-12)
+
+
+def test_a_walk_computes_no_more_than_it_is_for():
+    """The first walk of the squeezed model ends at its first sum; the head of a classifier needs no pixel."""
+    graph = prepare_prediction(Squeezed(), ALONE, (1, 3, 30, 40)).graph
+    first = Turns(graph, Grid(3, 4)).turn(5)
+    kernels = [op.kernel for segment in first.program.forward for op in segment.ops]
+    assert kernels.count("aten.conv2d.default") == 1
+    turns = Turns(prepare_prediction(resnet20_v1(), ALONE, (1, 3, 61, 84)).graph, Grid(4, 5))
+    (known,) = turns.turn(3).sums
+    head = turns.turn(0, [known.target])
+    assert head.ends
+    assert head.window is None
+    assert [op.kernel for s in head.program.forward for op in s.ops][-1] == "aten.linear.default"
+
+
+def test_a_window_is_the_field_of_view_cut_off_at_the_edge():
+    model = nn.Sequential(nn.Conv2d(3, 3, 5, padding=2), nn.Conv2d(3, 3, 3, padding=1))
+    turns = Turns(prepare_prediction(model, ALONE, (1, 3, 100, 100)).graph, Grid(4, 4))
+    corner, inner = (turns.turn(tile).window.tile for tile in (0, 5))
+    assert (corner.shape, inner.shape) == ((28, 28), (31, 31))
+    assert (inner.rows.start, inner.cols.stop) == (22, 53)
+
+
+def test_what_needs_all_pixels_is_refused_by_name():
+    class Rows(nn.Module):
+        def forward(self, x):
+            return x.sort(dim=2).values
+
+    graph = prepare_prediction(Rows(), ALONE, (1, 3, 64, 64)).graph
+    with pytest.raises(TraceError, match=r"2x2 tiles one after another\. .*sort"):
+        Turns(graph, Grid(2, 2))
+
+
+def test_tiles_smaller_than_a_pixel_of_a_late_layer_are_refused():
+    graph = prepare_prediction(UNet(width=4, depth=3), ALONE, (1, 3, 64, 64)).graph
+    with pytest.raises(PlanError, match=r"16x16 tiles one after another\. .*8 rows of pixels cannot be cut into 16"):
+        Turns(graph, Grid(16, 16))
+
+
+def test_a_pointwise_function_is_computed_too():
+    assert check(Calls(lambda x: (x * 2 + 1).abs()), whole_numbers(1, 2, 9, 11), Grid(3, 3)) == 1

@@ -1,0 +1,61 @@
+"""A model computed tile after tile from tensors, in this thread: without ranks, pictures or bounds."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from engines.comm.loopback import loopback
+from engines.inference.forward import prepare_prediction
+from engines.layer.answers import prediction_of, tensors_of
+from engines.plan import Plan
+from engines.program.turns import Turns
+from engines.program.worker import Worker
+from engines.spatial.draws import SameDraws
+from engines.spatial.tiles import Grid
+from engines.training import cut_inputs
+
+ALONE = Plan(split_size=1, spatial_size=0, precision="float64")
+
+
+def plain(model: nn.Module, images: Tensor) -> Tensor:
+    """What one process says, in evaluation mode; of several tensors the first. What it draws is drawn alike."""
+    twin = copy.deepcopy(model).to(images.dtype).eval()
+    with torch.no_grad(), SameDraws(seed=0):
+        return next(iter(tensors_of(prediction_of(twin(images))).values()))
+
+
+def even(model: nn.Module, images: Tensor) -> nn.Module:
+    """The same, with such biases of its `head` that every class wins at some pixels: else any answer would be right."""
+    scores = plain(model, images.double())
+    with torch.no_grad():
+        model.head.bias -= scores.mean((0, 2, 3))
+    assert len(plain(model, images.double()).argmax(1).unique()) > 1
+    return model
+
+
+def in_turn(model: nn.Module, images: Tensor, grid: Grid) -> tuple[Tensor, int]:
+    """The prediction, put together from tiles, and how many walks it took."""
+    recipe = prepare_prediction(model, ALONE, images.shape)
+    turns, known, walks = Turns(recipe.graph, grid), {}, 0
+    state = {name: t.to(images.dtype) if t.is_floating_point() else t for name, t in recipe.state.items()}
+    whole = torch.full(recipe.graph.specs[recipe.graph.prediction].shape, float("nan"), dtype=images.dtype)
+    while True:
+        totals, walks = {}, walks + 1
+        for tile in range(grid.tiles):
+            turn = turns.turn(tile, known)
+            worker = Worker(turn.program, loopback(1)[0], state, state)
+            parts = cut_inputs(turn.program, {"images": images})[0] if turn.window else {}
+            with torch.no_grad():
+                worker.run({0: {**known, **parts}})
+            for each in turn.sums:
+                totals[each.target] = totals.get(each.target, 0) + worker.peek(each.source)
+            if turn.ends:
+                made = worker.peek(recipe.graph.prediction)
+                place = turn.prediction.tile.within(turn.prediction.tile.whole(0, 0)) if turn.prediction else ()
+                whole[(..., *place)] = made
+        known |= totals
+        if turn.ends:
+            return whole, walks

@@ -1,0 +1,133 @@
+"""Prediction as a notebook uses it: with the weights that a training has by now, wherever its ranks hold them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from engines.errors import ImageError, PlanError, TraceError
+from engines.images.picture import open_image
+from engines.inference.region import region_of
+from engines.models.unet import UNet
+from engines.spatial.tiles import Tile
+from mpi4dl_nb import Cluster, Plan, Training
+
+N = 5
+PLAN = Plan(split_size=2, num_spatial_parts=4, precision="float64")
+SEGMENTS = Plan(split_size=2, spatial_size=2, num_spatial_parts=(4, 1), slice_method="square", precision="float64")
+PIXELS = np.random.default_rng(0).integers(0, 256, (90, 110, 3), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Cluster(N, backend="loopback") as cluster:
+        yield cluster
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(0)
+    body = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Conv2d(4, 6, 3)]
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3))
+
+
+def segmenter() -> nn.Module:
+    torch.manual_seed(0)
+    return UNet(num_classes=3, width=4, depth=1)
+
+
+def trained(model: nn.Module, plan: Plan, cluster: Cluster, per_pixel: bool) -> Training:
+    training = Training(model, plan, cluster, image_shape=(2, 3, 12, 20))
+    labels = (2, 12, 20) if per_pixel else (2,)
+    random = torch.Generator().manual_seed(1)
+    training.step(torch.randn(2, 3, 12, 20, generator=random), torch.randint(3, labels, generator=random))
+    return training
+
+
+def plain(training: Training, images: torch.Tensor) -> torch.Tensor:
+    """One process, with the weights that the ranks have now."""
+    model = classifier() if isinstance(training.model, nn.Sequential) else segmenter()
+    model.double().load_state_dict(training.state_dict())
+    with torch.no_grad():
+        return model.eval()(images.double())
+
+
+def close(mine: object, theirs: torch.Tensor) -> bool:
+    return torch.allclose(torch.as_tensor(mine), theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_batches_of_any_number(count: int, cluster: Cluster):
+    training = trained(classifier(), PLAN, cluster, per_pixel=False)
+    images = torch.randn(count, 3, 12, 20)
+    assert close(training.predict(images), plain(training, images))
+
+
+def test_batches_of_another_size_and_after_more_steps(cluster: Cluster):
+    training = trained(segmenter(), SEGMENTS, cluster, per_pixel=True)
+    images = torch.randn(2, 3, 16, 28)
+    first = training.predict(images)
+    assert close(first, plain(training, images))
+    training.step(torch.randn(2, 3, 12, 20), torch.randint(3, (2, 12, 20)))
+    again = training.predict(images)
+    assert close(again, plain(training, images))
+    assert not torch.equal(first, again)
+
+
+def test_a_prediction_changes_nothing(cluster: Cluster):
+    one, other = (trained(classifier(), PLAN, cluster, per_pixel=False) for _ in range(2))
+    one.predict(torch.randn(2, 3, 12, 20))
+    one.predict(PIXELS, memory_mb=100_000, progress=False)
+    batch = torch.randn(2, 3, 12, 20), torch.tensor([0, 2])
+    assert one.step(*batch) == pytest.approx(other.step(*batch), rel=1e-14)
+    assert all(close(one.state_dict()[name], value) for name, value in other.state_dict().items())
+
+
+def test_a_picture_tile_after_tile(cluster: Cluster, tmp_path: Path):
+    training = trained(segmenter(), SEGMENTS, cluster, per_pixel=True)
+    box, whole = (5, 7, 60, 80), Tile.whole(60, 80)
+    expected = plain(training, region_of(open_image(PIXELS), box).part(whole, torch.float64))[0]
+    scores = training.predict(PIXELS, region=box, kind="scores", memory_mb=100_000, progress=False)
+    assert close(scores, expected.permute(1, 2, 0))
+    path = training.predict(PIXELS, to=tmp_path / "out.tif", region=box, memory_mb=100_000, progress=False)
+    assert np.array_equal(open_image(path).read(0, 0, 60, 80)[..., 0], expected.argmax(0).numpy())
+    assert (training.predicted.tiles, training.predicted.overhead) == (1, 1.0)  # it is that small
+    assert len(training.predicted.peak_bytes) == N
+
+
+def test_the_class_of_a_picture(cluster: Cluster):
+    training = trained(classifier(), PLAN, cluster, per_pixel=False)
+    expected = plain(training, region_of(open_image(PIXELS)).part(Tile.whole(90, 110), torch.float64))[0]
+    assert training.predict(PIXELS, memory_mb=100_000, progress=False) == int(expected.argmax())
+
+
+@pytest.mark.parametrize(
+    ("source", "asked", "error", "message"),
+    [
+        (torch.zeros(2, 4, 12, 20), {}, ImageError, "trained on 3 channels"),
+        (torch.zeros(0, 3, 12, 20), {}, ImageError, "trained on 3 channels"),
+        (torch.zeros(1, 3, 13, 21), {}, TraceError, "cannot be traced"),
+        ("nowhere.svs", {}, ImageError, "nowhere.svs"),
+        (PIXELS, {"kind": "colours"}, PlanError, "kind='colours' is unknown"),
+        (PIXELS, {"region": (0, 0, 0, 9)}, ImageError, "has no pixels"),
+        (PIXELS, {"level": 3}, ImageError, "no level 3"),
+        (PIXELS, {"memory_mb": 1}, PlanError, "before it computes anything, and the bound is 1 MB"),
+        (PIXELS, {"to": "nowhere/out.tif", "memory_mb": 100_000}, ImageError, "nowhere"),
+    ],
+)
+def test_what_cannot_be_predicted(source, asked, error, message: str, cluster: Cluster):
+    training = trained(segmenter(), SEGMENTS, cluster, per_pixel=True)
+    with pytest.raises(error, match=message):
+        training.predict(source, progress=False, **asked)
+    images = torch.randn(2, 3, 12, 20)
+    assert close(training.predict(images), plain(training, images))  # and the ranks are ready for more
+
+
+def test_an_array_that_would_be_too_large(cluster: Cluster, monkeypatch):
+    monkeypatch.setattr("mpi4dl_nb.prediction.ARRAY_BYTES", 1000)
+    training = trained(segmenter(), SEGMENTS, cluster, per_pixel=True)
+    with pytest.raises(PlanError, match=r"Write it to a file \(to='prediction.tif'\)"):
+        training.predict(PIXELS, progress=False)
