@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from engines.checkpoint.plain import optimiser_state, scheduler_state
+from engines.images.augmented import Augmented
+from engines.images.folder import folder_images
 from engines.images.picture import open_image
+from engines.images.tables import table_images
 from engines.plan import Plan
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.draw.asynchrony import show_asynchrony
@@ -14,9 +17,11 @@ from mpi4dl_nb.draw.traffic import show_traffic
 from mpi4dl_nb.training import Training
 
 __all__ = [
+    "Augmented",
     "Cluster",
     "Plan",
     "Training",
+    "folder_images",
     "open_image",
     "optimiser_state",
     "scheduler_state",
@@ -25,4 +30,5 @@ __all__ = [
     "show_slicing",
     "show_timeline",
     "show_traffic",
+    "table_images",
 ]
