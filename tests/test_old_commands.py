@@ -10,8 +10,12 @@ import pytest
 from engines import options, train_options
 from engines.bench.halo_case import made
 from engines.comm.loopback import run_ranks
+from engines.comm.world import World
+from engines.images.feed import Feeding
 from engines.images.synthetic import SyntheticImages
-from engines.train import images_per_step, train
+from engines.report import Told
+from engines.train import RankCourse, Ranks, images_per_step, run
+from engines.training import RankTraining, Recipe
 
 README = Path(__file__).parents[1] / "README.md"
 ROW = re.compile(
@@ -34,13 +38,19 @@ def test_a_row_needs_the_ranks_that_it_names(name: str, flags: str, ranks: int):
     assert options.plan(train_options.train_parser().parse_args(flags.split())).ranks == ranks
 
 
+def steps(world: World, recipe: Recipe, images: SyntheticImages) -> list[Told]:
+    """One epoch."""
+    with RankCourse(world, RankTraining(world, recipe), recipe.step_specs, images, Feeding()) as course:
+        return [event for event in run(Ranks(course)) if isinstance(event, Told)]
+
+
 @pytest.mark.parametrize(("name", "flags", "ranks"), TRAININGS)
 def test_a_row_runs_with_a_small_model(name: str, flags: str, ranks: int):
     small = f"{SMALL[name.split('_', maxsplit=1)[0]]} --image-size 64 --batch-size 2"
     chosen = train_options.train_parser().parse_args(f"{flags} {small}".split())
     _, recipe = options.recipe(chosen, ranks)
     images = SyntheticImages(images_per_step(recipe), (64, 64), chosen.num_classes)
-    (told,) = run_ranks(ranks, lambda world: list(train(world, recipe, images)))[0]
+    (told,) = run_ranks(ranks, lambda world: steps(world, recipe, images))[0]
     assert told.images == 2 * recipe.plan.batches
     assert told.loss > 0
 
