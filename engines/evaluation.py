@@ -1,39 +1,98 @@
 """How good a model is on images that it is not trained on: in evaluation mode, nothing in it changes.
 
-`HeldOut` is what a training asks after each epoch. Here one process runs the plain model on whole images.
+Ranks predict under the training's own plan, each from its own pixels. Whoever drives them, or one of them, gets the
+whole predictions of a step, but none of what they were made from, and judges them image by image.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from engines.comm.device import choose_device
-from engines.comm.together import together
 from engines.comm.world import World
 from engines.errors import ImageError
 from engines.images.feed import said
 from engines.images.labelled import LabelledImages
-from engines.images.own import OwnPart
-from engines.layer.answers import prediction_of
+from engines.images.own import OwnPart, Piece
+from engines.inference.forward import Prediction, RankPrediction, joined, prepare_prediction
+from engines.layer.graph import TensorSpec
 from engines.layer.names import OWNERS, StateNames
 from engines.metrics import Counts, Scores, count
+from engines.program.compile import compile_plan
+from engines.program.program import Program
 from engines.training import Loss, RankTraining, Recipe
 
-__all__ = ["HeldOut", "evaluate_on_ranks", "plain_state"]
+__all__ = ["Answer", "HeldOut", "RankEvaluation", "evaluate_on_ranks", "plain_state"]
 
 State = Mapping[str, Tensor]
 
 
-class _Whole:
-    """Cuts nothing: one process has all of its one micro-batch."""
+@dataclass(frozen=True)
+class Answer:
+    """What a rank tells of a step: its parts of the predictions, and rank 0 all labels.
 
-    def cut(self, inputs: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-        return {0: dict(inputs)}
+    `bad`, the same on every rank, says why which images cannot be read; then there is nothing else.
+    """
+
+    parts: Prediction
+    labels: Tensor | None
+    bad: Mapping[int, str]
+
+
+Ask = Callable[[Sequence[int]], tuple[Mapping[int, str], Sequence[Answer]]]
+"""What has a step's images predicted: which of them are bad, and the answers of all ranks where they are judged."""
+
+
+class _Labels:
+    """Cuts nothing of the labels of a step, and leaves its images out."""
+
+    def cut(self, inputs: State) -> dict[int, dict[str, Tensor]]:
+        return {0: {"labels": inputs["labels"]}}
+
+
+class RankEvaluation:
+    """One rank of a training, that predicts `images` with the weights as they are; collective.
+
+    `recipe` is that of the prediction; `labels` what a step has of them.
+    """
+
+    def __init__(
+        self, world: World, training: RankTraining, recipe: Recipe, labels: TensorSpec, images: LabelledImages
+    ) -> None:
+        self.world, self.training, self.recipe, self.images = world, training, recipe, images
+        self.specs = {**recipe.step_specs, "labels": labels}
+        self.labels = None if world.rank else OwnPart(_Labels(), images, self.specs)
+
+    def begin(self) -> None:
+        """Follow the training: what it has now is what predicts."""
+        self.prediction = RankPrediction(self.world, self.recipe, self.training.held)
+        self.own = OwnPart(self.prediction, self.images, self.specs)
+
+    def predict(self, numbers: Sequence[int]) -> Answer:
+        """A step on the images with these numbers."""
+        step = [(number, None) for number in numbers]
+        bad: dict[int, str] = {}
+        read = {part: self._read(part, step, bad) for part in (self.own, self.labels) if part is not None}
+        found = {number: text for each in reversed(self.world.gather(bad)) for number, text in each.items()}
+        if found:
+            return Answer({}, None, found)
+        inputs = {part: part.joined(step, pieces.__getitem__) for part, pieces in read.items()}
+        labels = None if self.labels is None else inputs[self.labels][0]["labels"]
+        return Answer(self.prediction.predict(inputs[self.own]), labels, {})
+
+    def _read(self, part: OwnPart, step: Sequence[tuple[int, None]], bad: dict[int, str]) -> dict[Piece, Tensor]:
+        found = {}
+        for piece in part.pieces(step):
+            try:
+                found[piece] = part.fetch(piece)
+            except (ImageError, OSError) as error:
+                bad[piece.index] = said(self.images.name(piece.index), error)
+        return found
 
 
 @dataclass(frozen=True)
@@ -53,52 +112,67 @@ class HeldOut:
         if not len(self.images):
             raise ImageError("There are no held-out images. Give some, or leave held_out away.")
 
-    def scores(self, ranks: Sequence[Mapping[str, State]]) -> Scores:
-        """Of the model and its loss with the weights and statistics that the ranks have. Raises ImageError."""
-        device = choose_device(self.recipe.device, 0)
-        dtype = getattr(torch, self.recipe.graph.inputs["images"].dtype)
-        model = copy.deepcopy(self.model).to(dtype)
-        model.load_state_dict(plain_state(self.recipe, ranks))
-        model.to(device).eval()
+    @cached_property
+    def forward(self) -> Recipe:
+        """What ranks must know to predict under the plan; the weights they have. Raises TraceError, PlanError."""
+        plan, images = self.recipe.plan, self.recipe.graph.inputs["images"]
+        shape = (images.shape[0] * plan.parts, *images.shape[1:])
+        return replace(prepare_prediction(self.model, plan, shape, self.recipe.device), state={})
+
+    @cached_property
+    def programs(self) -> Sequence[Program]:
+        """What each rank does for a step's predictions."""
+        return compile_plan(self.forward.graph, self.forward.plan)
+
+    def scores(self, ask: Ask, ranks: Callable[[], Sequence[Mapping[str, State]]]) -> Scores | None:
+        """Of the model as the ranks have it now; None where `ask` gives no answers.
+
+        `ranks` tells their tensors, where the loss has some. Raises ImageError.
+        """
+        bad: dict[int, str] = {}
+        steps = list(self._judged(ask, bad, self._loss(ranks)))
+        if not steps:
+            raise ImageError(
+                f"None of the {len(self.images)} held-out images can be read, the first one: {next(iter(bad.values()))}"
+            )
+        losses = [loss for told, _ in steps for loss in told]
+        counts = sum((counts for _, counts in steps), Counts())
+        return Scores(sum(losses) / len(losses), counts, tuple(bad.values())) if losses else None
+
+    def _judged(self, ask: Ask, bad: dict[int, str], loss: Loss) -> Iterator[tuple[list[float], Counts]]:
+        """Step by step the loss of each image, and what is right; nothing where `ask` gives no answers."""
+        graph = self.forward.graph
+        for members, answers in self._steps(ask, bad):
+            if not answers:
+                yield [], Counts()
+                continue
+            labels = next(answer.labels for answer in answers if answer.labels is not None)[:members]
+            whole = joined(self.programs, [answer.parts for answer in answers], graph.specs[graph.prediction])[:members]
+            whole = whole.to(torch.promote_types(whole.dtype, torch.float32))
+            pairs = zip(whole.split(1), labels.split(1), strict=True)
+            yield [float(loss(scores, label)) for scores, label in pairs], count(whole, labels)
+
+    def _steps(self, ask: Ask, bad: dict[int, str]) -> Iterator[tuple[int, Sequence[Answer]]]:
+        """All images in order, as many at once as a step has; the last ones are followed by one of them again."""
+        size = self.forward.step_specs["images"].shape[0]
+        waiting = list(range(len(self.images)))
+        while waiting:
+            members = waiting[:size]
+            found, answers = ask([*members, *members[-1:] * (size - len(members))])
+            if found and self.on_bad_image == "raise":
+                raise ImageError(next(iter(found.values())))
+            bad.update(found)
+            waiting = [number for number in waiting if number not in found] if found else waiting[size:]
+            if not found:
+                yield len(members), answers
+
+    def _loss(self, ranks: Callable[[], Sequence[Mapping[str, State]]]) -> Loss:
         loss = copy.deepcopy(self.loss)
         if isinstance(loss, nn.Module):
-            loss.load_state_dict(plain_state(self.recipe, ranks, "loss"))
-            loss.to(device, dtype).eval()
-        total, judged, counts = 0.0, 0, Counts()
-        bad: list[str] = []
-        with torch.inference_mode():
-            for batch in self._batches(bad):
-                images, labels = (batch[name].to(device) for name in ("images", "labels"))
-                prediction = prediction_of(model(images))
-                total, judged = total + float(loss(prediction, labels)) * len(images), judged + len(images)
-                counts += count(prediction, labels) if isinstance(prediction, Tensor) else Counts()
-        if not judged:
-            raise ImageError(f"None of the {len(self.images)} held-out images can be read, the first one: {bad[0]}")
-        return Scores(total / judged, counts, tuple(bad))
-
-    def _batches(self, bad: list[str]) -> Iterator[Mapping[str, Tensor]]:
-        """All images in order, as many at once as a micro-batch has."""
-        inputs = self.recipe.graph.inputs
-        size = inputs["images"].shape[0]
-        one = {name: replace(spec, shape=(1, *spec.shape[1:])) for name, spec in inputs.items()}
-        own = OwnPart(_Whole(), self.images, one)  # type: ignore[arg-type]
-        gathered: list[Mapping[str, Tensor]] = []
-        for index in range(len(self.images)):
-            try:
-                gathered.append(own.read([index])[0])
-            except (ImageError, OSError) as error:
-                if self.on_bad_image == "raise":
-                    raise
-                bad.append(said(self.images.name(index), error))
-            if len(gathered) == size:
-                yield _joined(gathered)
-                gathered = []
-        if gathered:
-            yield _joined(gathered)
-
-
-def _joined(images: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.cat([image[name] for image in images]) for name in images[0]}
+            if self.recipe.names.get("loss", StateNames()).names:
+                loss.load_state_dict(plain_state(self.recipe, ranks(), "loss"))
+            loss.to(getattr(torch, self.recipe.graph.inputs["images"].dtype)).eval()
+        return loss
 
 
 def plain_state(recipe: Recipe, ranks: Sequence[Mapping[str, State]], owner: str = "model") -> dict[str, Tensor]:
@@ -112,11 +186,16 @@ def plain_state(recipe: Recipe, ranks: Sequence[Mapping[str, State]], owner: str
     return {name: found[names.held.get(name, OWNERS[owner] + name)] for name in names.names}
 
 
-def evaluate_on_ranks(world: World, training: RankTraining, held_out: HeldOut) -> Scores:
-    """The scores of a training as it is now, on every rank; collective. Rank 0 does the work.
+def evaluate_on_ranks(world: World, training: RankTraining, held_out: HeldOut, evaluation: RankEvaluation) -> Scores:
+    """The scores of a training as it is now, on every rank; collective. Rank 0 judges.
 
     Raises ImageError, on every rank, where an image cannot be read.
     """
-    ranks = world.collect(training.tensors())
-    scores = together(world, lambda: None if world.rank else held_out.scores(ranks))
+
+    def ask(numbers: Sequence[int]) -> tuple[Mapping[int, str], Sequence[Answer]]:
+        own = evaluation.predict(numbers)
+        return own.bad, world.collect(own)
+
+    evaluation.begin()
+    scores = held_out.scores(ask, lambda: world.gather(training.tensors()))
     return next(found for found in world.gather(scores) if found is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -17,9 +17,10 @@ from engines.checkpoint.load import load
 from engines.comm.together import together
 from engines.comm.world import World
 from engines.errors import PlanError
-from engines.evaluation import HeldOut, evaluate_on_ranks
+from engines.evaluation import HeldOut, RankEvaluation, evaluate_on_ranks
 from engines.images.feed import Feeding
 from engines.log import EpochLog
+from engines.metrics import Scores
 from engines.report import Epoch, LeftOut, Told, summary
 from engines.train import RankCourse, Ranks, images_per_step, run
 from engines.training import RankTraining
@@ -38,13 +39,20 @@ def train_command(world: World, arguments: Sequence[str]) -> bool:
     training = RankTraining(world, recipe)
     loss = nn.CrossEntropyLoss()
     held_out = None if others is None else HeldOut(model, loss, recipe, others, chosen.on_bad_image)
-    evaluate = partial(evaluate_on_ranks, world, training, held_out) if held_out else lambda: None
+    evaluate = _evaluation(world, training, held_out) if held_out else lambda: None
     log = together(world, lambda: EpochLog(chosen.log) if chosen.log and not world.rank else None, PlanError)
     with RankCourse(world, training, recipe.step_specs, images, feeding) as course, log or nullcontext():
         done = _resume(course, chosen)
         with _kept(course, chosen) as kept:
             _tell(Ranks(course, evaluate), max(0, chosen.num_epochs - done), chosen.verbose, log, kept)
     return True
+
+
+def _evaluation(world: World, training: RankTraining, held_out: HeldOut) -> Callable[[], Scores]:
+    """What judges the training after each epoch."""
+    labels = training.recipe.step_specs["labels"]
+    evaluation = RankEvaluation(world, training, held_out.forward, labels, held_out.images)
+    return partial(evaluate_on_ranks, world, training, held_out, evaluation)
 
 
 @contextmanager

@@ -282,6 +282,11 @@ class RankTraining:
         """This rank's parts of the whole inputs of a step."""
         return cut_inputs(self.program, inputs)
 
+    @property
+    def held(self) -> dict[str, Tensor]:
+        """All that this rank has of the model and its loss, by the graph's names: the tensors themselves."""
+        return {**self.kept, **self.weights, **self.buffers}
+
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Copies of the rank's weights, gradients and buffers, and on rank 0 of what is kept, on the host."""
         grads = {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}

@@ -103,21 +103,17 @@ def _check_small(recipe: Recipe, ask: Ask) -> None:
 
 
 def _ready(host: Host, name: str, held: Callable[[Host, str], RankTraining], recipe: Recipe) -> None:
-    host.predictions[name] = RankPrediction(host.world, recipe, _tensors(held(host, name)))
+    host.predictions[name] = RankPrediction(host.world, recipe, held(host, name).held)
 
 
 def _predict(host: Host, name: str, inputs: Inputs) -> Prediction:
     return host.predictions[name].predict(inputs)
 
 
-def _tensors(training: RankTraining) -> dict[str, Tensor]:
-    return {**training.kept, **training.weights, **training.buffers}
-
-
 def _sweep(
     host: Host, name: str, held: Callable[[Host, str], RankTraining], recipe: Recipe, ask: Ask, sink: MakeSink
 ) -> int:
-    host.predictions[name] = made = Sweep(host.world, recipe, ask, sink, _tensors(held(host, name)))
+    host.predictions[name] = made = Sweep(host.world, recipe, ask, sink, held(host, name).held)
     return made.rounds
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import islice
 from os import PathLike
@@ -18,7 +19,7 @@ from engines.bench.verify import STEPS, batches, comparable, rank_record, verdic
 from engines.checkpoint.load import check, load
 from engines.checkpoint.save import KEEP, save
 from engines.errors import ImageError, PlanError
-from engines.evaluation import HeldOut, plain_state
+from engines.evaluation import plain_state
 from engines.images.feed import Feeding
 from engines.images.labelled import LabelledImages
 from engines.inference.sweep import Swept
@@ -34,6 +35,7 @@ from engines.program.worker import Inputs
 from engines.train import Heard, stepped, told
 from engines.training import Loss, Optimiser, RankTraining, Recipe, StepReport, cut_inputs, prepare, sgd
 from mpi4dl_nb.fitting import Batch, BatchCourse, History, ImageCourse, Saving, continued, end, fit, held, is_images
+from mpi4dl_nb.judging import Judge
 from mpi4dl_nb.prediction import drop, is_batch, predict_batch, predict_picture
 
 if TYPE_CHECKING:
@@ -139,17 +141,16 @@ class Training:
         `keep` stay; an interrupt is then raised as StoppedError, once all is saved.
         Raises ImageError, on all ranks, where an image cannot be read, LossError, RankError or PlanError.
         """
-        judge = None if held_out is None else HeldOut(self.model, self.loss, self.recipe, held_out, on_bad_image)
+        feeding, saving = Feeding(seed or 0, steps, workers, on_bad_image), Saving(save, save_every, keep)
+        state = continued(self.feed_state, data, seed) if go_on and is_images(data) else None
+        with nullcontext() if held_out is None else closing(Judge(self, held_out, on_bad_image)) as judge:
 
-        def evaluate() -> Scores | None:
-            return None if judge is None else judge.scores(self.cluster.call(_tensors, self.name))
+            def evaluate() -> Scores | None:
+                return judge and judge.scores(lambda: self.cluster.call(_tensors, self.name))
 
-        saving = Saving(save, save_every, keep)
-        if not is_images(data):
-            return fit(BatchCourse(self, data, evaluate), epochs, log, progress, saving)
-        state = continued(self.feed_state, data, seed) if go_on else None
-        feeding = Feeding(seed or 0, steps, workers, on_bad_image)
-        return fit(ImageCourse(self, data, feeding, state, evaluate), epochs, log, progress, saving)
+            if not is_images(data):
+                return fit(BatchCourse(self, data, evaluate), epochs, log, progress, saving)
+            return fit(ImageCourse(self, data, feeding, state, evaluate), epochs, log, progress, saving)
 
     def verify(
         self, data: Iterable[Batch] | None = None, seed: int = 0, precision: str = "float64"

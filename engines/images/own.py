@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from engines.images.order import Drawn
 from engines.layer.graph import TensorSpec
 from engines.program.worker import Inputs
 from engines.spatial.tiles import Span, Tile
-from engines.training import RankTraining
 
 __all__ = ["OwnPart", "Piece"]
 
@@ -57,6 +57,13 @@ class _Part:
         return [Piece(name, index, tile, draw if tile else None) for index, draw in drawn]
 
 
+class Cuts(Protocol):
+    """Something that knows which part of the whole inputs of a step is a rank's."""
+
+    def cut(self, inputs: Mapping[str, Tensor]) -> Inputs:
+        """By micro-batch and name."""
+
+
 class OwnPart:
     """This rank's part of the steps of a training, whose whole inputs are as `specs` say.
 
@@ -66,7 +73,7 @@ class OwnPart:
     pixel in its middle.
     """
 
-    def __init__(self, training: RankTraining, images: LabelledImages, specs: Mapping[str, TensorSpec]) -> None:
+    def __init__(self, training: Cuts, images: LabelledImages, specs: Mapping[str, TensorSpec]) -> None:
         self.images = images
         self.size = specs["images"].shape[2:]
         self.dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}

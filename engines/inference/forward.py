@@ -18,7 +18,7 @@ from engines.program.compile import Compiler, compile_plan
 from engines.program.program import Feed, Program
 from engines.program.worker import Inputs, Worker
 from engines.spatial.additions import Additions
-from engines.training import Recipe, micro_batch, own_copy, sgd, shared, state_of
+from engines.training import Recipe, cut_inputs, micro_batch, own_copy, sgd, shared, state_of
 
 __all__ = ["Prediction", "RankPrediction", "fetched", "joined", "prepare_prediction"]
 
@@ -66,6 +66,10 @@ class RankPrediction:
             return {name: own_copy(self.recipe.state[name], held_in, self.device) for name in wanted}
         found = fetched(self.world, self.held, wanted)
         return {**self.held, **{name: own_copy(tensor, held_in, self.device) for name, tensor in found.items()}}
+
+    def cut(self, inputs: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+        """This rank's parts of the whole inputs of a step."""
+        return cut_inputs(self.program, inputs)
 
     def predict(self, inputs: Inputs) -> Prediction:
         """This rank's parts of the predictions for its parts of the images; what all tiles have is told by one."""

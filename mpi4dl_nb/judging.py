@@ -1,0 +1,61 @@
+"""Held-out images that the ranks of a training read and predict, judged by the notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from engines.errors import RankError
+from engines.evaluation import Answer, HeldOut, RankEvaluation
+from engines.images.labelled import LabelledImages
+from engines.layer.graph import TensorSpec
+from engines.metrics import Scores
+from engines.training import Recipe
+from mpi4dl_nb.fitting import held
+
+if TYPE_CHECKING:
+    from engines.host import Host
+    from mpi4dl_nb.training import Training
+
+__all__ = ["Judge"]
+
+
+class Judge:
+    """Judges a training as it is now. Raises ImageError, TraceError or PlanError before any rank is touched."""
+
+    def __init__(self, training: Training, images: LabelledImages, on_bad_image: str) -> None:
+        self.held_out = HeldOut(training.model, training.loss, training.recipe, images, on_bad_image)
+        self.training, self.name = training, f"{training.name}.held_out"
+        labels = training.recipe.step_specs["labels"]
+        training.cluster.call(_begin, training.name, self.name, self.held_out.forward, labels, images)
+
+    def scores(self, tensors: Callable[[], Sequence[Mapping[str, object]]]) -> Scores | None:
+        """Of all images; `tensors` tells what the ranks have, where the loss has some."""
+        self.training.cluster.call(_follow, self.name)
+        return self.held_out.scores(self._ask, tensors)
+
+    def _ask(self, numbers: Sequence[int]) -> tuple[Mapping[int, str], Sequence[Answer]]:
+        answers = self.training.cluster.call(_predict, self.name, list(numbers))
+        return answers[0].bad, answers
+
+    def close(self) -> None:
+        """Free what the ranks hold for it. Where ranks have died, it is gone already."""
+        with suppress(RankError):
+            self.training.cluster.call(_end, self.name)
+
+
+def _begin(host: Host, training: str, name: str, recipe: Recipe, labels: TensorSpec, images: LabelledImages) -> None:
+    host.predictions[name] = RankEvaluation(host.world, held(host, training), recipe, labels, images)
+
+
+def _follow(host: Host, name: str) -> None:
+    host.predictions[name].begin()
+
+
+def _predict(host: Host, name: str, numbers: Sequence[int]) -> Answer:
+    return host.predictions[name].predict(numbers)
+
+
+def _end(host: Host, name: str) -> None:
+    host.predictions.pop(name, None)
