@@ -88,7 +88,7 @@ STOCK: dict[str, Stock] = {
         "DenseNet121", _FIVE, {"growth_rate": 8, "init_features": 16}, small="64x100", size="100x164"
     ),
     "MONAI ResNet-18": _monai("resnet18", _RESNET, _THIN),
-    "MONAI ResNet-50, half as wide": _monai("resnet50", {**_RESNET, "widen_factor": 0.5}, _THIN, rate=0.0001),
+    "MONAI ResNet-50": _monai("resnet50", _RESNET, _THIN, rate=0.0001),
     "MONAI UNet": _segmenter("UNet", {**_UNET, "num_res_units": 2}),
     "MONAI AttentionUnet": _segmenter("AttentionUnet", _UNET),
     "transformers ResNet-18": _classifier(
