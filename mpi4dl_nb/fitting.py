@@ -38,6 +38,7 @@ __all__ = [
     "History",
     "ImageCourse",
     "Saving",
+    "check_classes",
     "continued",
     "end",
     "fit",
@@ -188,7 +189,7 @@ class ImageCourse:
         evaluate: Evaluate,
     ) -> None:
         specs = training.recipe.step_specs
-        _check(images, training.recipe.graph)
+        check_classes(images, training.recipe.graph)
         self.training, self.evaluate, self.bad = training, evaluate, ()
         whole = len(images) // specs["images"].shape[0]
         self.steps = min(whole, feeding.steps or whole)
@@ -216,7 +217,7 @@ class ImageCourse:
                 )
 
 
-def _check(images: LabelledImages, graph: ModelGraph) -> None:
+def check_classes(images: LabelledImages, graph: ModelGraph) -> None:
     """What ranks would fail over. Raises ImageError."""
     answers = graph.specs[graph.prediction].shape
     if len(answers) > 1 and 1 < answers[1] < images.classes:

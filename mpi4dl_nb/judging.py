@@ -12,7 +12,7 @@ from engines.images.labelled import LabelledImages
 from engines.layer.graph import TensorSpec
 from engines.metrics import Scores
 from engines.training import Recipe
-from mpi4dl_nb.fitting import held
+from mpi4dl_nb.fitting import check_classes, held
 
 if TYPE_CHECKING:
     from engines.host import Host
@@ -25,6 +25,7 @@ class Judge:
     """Judges a training as it is now. Raises ImageError, TraceError or PlanError before any rank is touched."""
 
     def __init__(self, training: Training, images: LabelledImages, on_bad_image: str) -> None:
+        check_classes(images, training.recipe.graph)
         self.held_out = HeldOut(training.model, training.loss, training.recipe, images, on_bad_image)
         self.training, self.name = training, f"{training.name}.held_out"
         labels = training.recipe.step_specs["labels"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -55,20 +56,20 @@ class LabelledImages(Protocol):
         """
 
 
-class OneClass:
+class OneClass(ABC):
     """For images without masks: each pixel of an image has the class of the image, and each is a slide of its own."""
 
+    @abstractmethod
     def name(self, index: int) -> str:
         """Which image that is."""
-        raise NotImplementedError
 
     def slide(self, index: int) -> str:
         """Its name."""
         return self.name(index)
 
+    @abstractmethod
     def label(self, index: int) -> int:
         """The class of one image."""
-        raise NotImplementedError
 
     def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
         """(h, w), int64."""

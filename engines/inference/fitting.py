@@ -21,6 +21,12 @@ own needs. Measured with U-Nets and ResNets: 1.0 to 1.13."""
 _SIDES = tuple(round(128 * 2 ** (step / 4)) for step in range(29))  # to 16384 px
 
 
+_CLASS_BYTES, _SCORE_BYTES = 8, 8
+"""Of a pixel of the answer, beside the scores themselves: its class, and a probability or a copy of each score."""
+
+_READ_BYTES = 40
+"""Of a pixel as it is read: bytes as the file and as the picture have them, and numbers before and after scaling."""
+
 AT_WORK_BYTES = 40 * 10**6
 """What libraries take as soon as they compute (oneDNN's kernels, buffers of messages)."""
 
@@ -112,9 +118,10 @@ def _most_bytes(turns: Turns, graph: ModelGraph) -> int:
     for known, turn in walks_of(turns):
         taken = turn_bytes(turn, graph, known)
         if turn.prediction is not None and turn.prediction.tile is not None:
-            taken += turn.prediction.tile.pixels * (8 + 8 * graph.specs[graph.prediction].shape[1])
+            channels = graph.specs[graph.prediction].shape[1]
+            taken += turn.prediction.tile.pixels * (_CLASS_BYTES + _SCORE_BYTES * channels)
         if turn.window is not None and turn.window.tile is not None:
-            taken = max(taken, 40 * turn.window.tile.pixels)
+            taken = max(taken, _READ_BYTES * turn.window.tile.pixels)
         most = max(most, taken)
     return int(LOOSE * most)
 

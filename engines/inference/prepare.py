@@ -27,17 +27,17 @@ def prepare_region(
     Raises TraceError where it takes none of them.
     """
     plan = Plan(split_size=1, spatial_size=0, precision=precision)
-    refusal: TraceError | None = None
+    refusals: list[TraceError] = []
     for px in _MULTIPLES:
         padded = region.to_multiple_of(px)
-        if refusal is not None and padded.size_px == region.size_px:
+        if refusals and padded.size_px == region.size_px:
             continue
         try:
             with _quiet():
                 return prepare_prediction(model, plan, (1, 3, *padded.size_px), device), padded
         except TraceError as error:
-            refusal = refusal or error
-    raise refusal or TraceError("unreachable")
+            refusals.append(error)
+    raise refusals[0]
 
 
 @contextmanager

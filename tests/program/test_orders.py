@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
+from engines.errors import PlanError
 from engines.plan import Plan
+from engines.program import compile as compiling
 from engines.program.compile import compile_plan
 from engines.program.gradients import buckets
 from engines.program.instructions import Compute, Phase, SumGradients
@@ -84,6 +86,13 @@ def test_a_sum_begins_behind_the_last_gradient_in_it():
 
 def _reads(segments: list[Any]) -> set[str]:
     return {ref.name for segment in segments for op in segment.ops for ref in op.arguments if hasattr(ref, "name")}
+
+
+def test_more_sums_than_there_are_tags(monkeypatch: pytest.MonkeyPatch):
+    graph = recipe_of(split_size=2, data_parallel=2).graph
+    monkeypatch.setattr(compiling, "STAGE_TAGS", 4)
+    with pytest.raises(PlanError, match="The gradients travel in 2 messages, and there are tags for 1"):
+        compile_plan(graph, Plan(split_size=2, spatial_size=0, data_parallel=2, precision="float64"))
 
 
 def test_sums_begin_before_backward_is_over():
