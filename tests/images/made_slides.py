@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,10 @@ import pytest
 from numpy.typing import NDArray
 from tifffile import TiffWriter
 
+from engines.images.picture import Picture
 from engines.images.samples import immunohistochemistry
 
-__all__ = ["shared", "tissue", "write_ome", "write_pages", "write_svs"]
+__all__ = ["misread", "shared", "tissue", "write_ome", "write_pages", "write_svs"]
 
 Pixels = NDArray[np.uint8]
 
@@ -26,6 +28,25 @@ def shared(name: str) -> Path:
             f"{folder / name} is not there: put the data into ../shared/data, or name their folder in MPI4DL_NB_DATA"
         )
     return folder / name
+
+
+def misread(picture: Picture, pixels: Pixels) -> list[tuple[int, int, int, int]]:
+    """The rectangles (y0, x0, height, width) that four threads at once do not read as they are."""
+
+    def work(seed: int) -> list[tuple[int, int, int, int]]:
+        random, wrong = np.random.default_rng(seed), []
+        for _ in range(40):
+            y0, x0 = (int(random.integers(0, side)) for side in pixels.shape[:2])
+            height, width = (
+                int(random.integers(1, side - start + 1))
+                for side, start in zip(pixels.shape[:2], (y0, x0), strict=True)
+            )
+            there = pixels[y0 : y0 + height, x0 : x0 + width]
+            wrong += [] if np.array_equal(picture.read(y0, x0, height, width), there) else [(y0, x0, height, width)]
+        return wrong
+
+    with ThreadPoolExecutor(4) as threads:
+        return [box for found in threads.map(work, range(4)) for box in found]
 
 
 def tissue(height: int, width: int) -> Pixels:
