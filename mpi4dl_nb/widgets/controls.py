@@ -1,0 +1,75 @@
+"""Labelled controls. Everything that can be set has its name beside it, and can be reached and set by keyboard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import Any
+
+import ipywidgets
+import traitlets
+
+__all__ = ["Slider", "Trouble", "button", "check", "choice", "number"]
+
+_STYLE = {"description_width": "initial"}
+
+
+def number(label: str, value: int, low: int, high: int, tip: str = "") -> ipywidgets.BoundedIntText:
+    """A whole number to type or to step with the arrow keys."""
+    return ipywidgets.BoundedIntText(value, min=low, max=high, description=label, tooltip=tip, style=_STYLE)
+
+
+def choice(label: str, options: Sequence[Any], value: Any, tip: str = "") -> ipywidgets.Dropdown:
+    """One of several."""
+    return ipywidgets.Dropdown(options=options, value=value, description=label, tooltip=tip, style=_STYLE)
+
+
+def check(label: str, value: bool = False, tip: str = "") -> ipywidgets.Checkbox:
+    """Yes or no."""
+    return ipywidgets.Checkbox(value, description=label, tooltip=tip, indent=False, style=_STYLE)
+
+
+def button(label: str, on_click: Callable[[], None], tip: str = "", icon: str = "") -> ipywidgets.Button:
+    """`on_click()` is called in the kernel."""
+    made = ipywidgets.Button(description=label, tooltip=tip or label, icon=icon, layout={"width": "max-content"})
+    made.on_click(lambda _: on_click())
+    return made
+
+
+class Slider(ipywidgets.HBox):
+    """A slider beside a box with its number: browsers tell the name of the box, and of the slider only its text."""
+
+    value = traitlets.Int()
+
+    def __init__(self, label: str, value: int, low: int, high: int, tip: str = "") -> None:
+        self._slider = ipywidgets.IntSlider(
+            value, min=low, max=high, readout=False, continuous_update=False, tooltip=tip or label,
+            layout={"width": "18em"},
+        )  # fmt: skip
+        self._box = number(label, value, low, high, tip)
+        super().__init__([self._box, self._slider])
+        self.value = value
+        ipywidgets.link((self, "value"), (self._slider, "value"))
+        ipywidgets.link((self, "value"), (self._box, "value"))
+
+    def span(self, low: int, high: int) -> None:
+        """From now on the value lies within these, both included; it is moved there."""
+        for part in (self._slider, self._box):
+            if low > part.max:
+                part.max, part.min = high, low
+            else:
+                part.min, part.max = low, high
+
+
+class Trouble(ipywidgets.HTML):
+    """What is wrong, in words; screen readers tell it when it comes. Empty where all is well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def tell(self, text: str) -> None:
+        """Show this, or nothing."""
+        self.text = text
+        style = "color: var(--jp-error-color1, #b71c1c); max-width: 60em; line-height: 1.4"
+        self.value = f'<div role="alert" style="{style}">⚠ {escape(text)}</div>' if text else ""

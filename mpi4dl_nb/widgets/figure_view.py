@@ -1,0 +1,46 @@
+"""A figure in a notebook's page: an image with alt text, which tells of clicks and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+
+from mpi4dl_nb.draw.figure import Drawing
+
+__all__ = ["FigureView"]
+
+
+class FigureView(anywidget.AnyWidget):
+    """Shows one figure at a time; with `keys` it can have the keyboard's focus and takes these, such as `ArrowLeft`."""
+
+    _esm = Path(__file__).with_name("figure_view.js")
+    _css = Path(__file__).with_name("figure_view.css")
+    png = traitlets.Bytes(b"").tag(sync=True)
+    alt = traitlets.Unicode("").tag(sync=True)
+    accepts = traitlets.List(traitlets.Unicode()).tag(sync=True)
+
+    def __init__(
+        self,
+        keys: Sequence[str] = (),
+        on_key: Callable[[str], None] | None = None,
+        on_point: Callable[[float, float], None] | None = None,
+    ) -> None:
+        super().__init__(accepts=list(keys))
+        self.figure: Drawing | None = None
+        self._handlers = {"key": on_key, "point": on_point and (lambda place: on_point(*place))}
+        self.on_msg(self._heard)
+
+    def show(self, figure: Drawing) -> None:
+        """Show this one from now on."""
+        self.figure = figure
+        with self.hold_sync():
+            self.png, self.alt = figure.png(), figure.alt
+
+    def _heard(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
+        for name, value in content.items():
+            if handler := self._handlers.get(name):
+                handler(value)

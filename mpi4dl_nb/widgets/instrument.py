@@ -1,0 +1,49 @@
+"""What every widget here is made of: controls, a line for what is wrong, and a figure that a plain function drew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ipywidgets
+
+from engines.errors import Mpi4dlError
+from mpi4dl_nb.draw.figure import Drawing
+from mpi4dl_nb.widgets.controls import Trouble
+from mpi4dl_nb.widgets.figure_view import FigureView
+
+__all__ = ["Instrument"]
+
+
+class Instrument(ipywidgets.VBox):
+    """Controls above one figure. Where a page cannot run widgets (a saved file), the figure is shown as it was."""
+
+    def __init__(
+        self,
+        controls: Sequence[ipywidgets.Widget],
+        keys: Sequence[str] = (),
+        on_key: Callable[[str], None] | None = None,
+        on_point: Callable[[float, float], None] | None = None,
+    ) -> None:
+        self.view, self.trouble = FigureView(keys, on_key, on_point), Trouble()
+        super().__init__([*controls, self.trouble, self.view])
+
+    @property
+    def figure(self) -> Drawing | None:
+        """What is shown now."""
+        return self.view.figure
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """What goes wrong inside is told in words, and the figure stays as it was."""
+        try:
+            yield
+        except Mpi4dlError as error:
+            self.trouble.tell(str(error))
+        else:
+            self.trouble.tell("")
+
+    def _repr_mimebundle_(self, **keywords: Any) -> dict[str, Any]:
+        bundle = super()._repr_mimebundle_(**keywords)
+        return bundle | ({"text/html": self.figure._repr_html_()} if self.figure else {})

@@ -1,0 +1,154 @@
+"""JupyterLab with folders of its own, and one of its notebooks in a page of Chromium."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nbformat
+import psutil
+from playwright.sync_api import Error as PageError
+
+TOKEN = "tests"
+START_S, RUN_S = 60, 60
+FOLDERS = ["JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_SETTINGS_DIR", "IPYTHONDIR"]
+TRIES = 5
+PROMPTS = "[...document.querySelectorAll('.jp-Notebook .jp-CodeCell .jp-InputPrompt')].map(each => each.textContent)"
+IDLE = ".jp-Notebook-ExecutionIndicator[data-status=idle]"
+
+
+@dataclass
+class Lab:
+    """A JupyterLab server, which reads and writes below `folder` only."""
+
+    folder: Path
+    process: subprocess.Popen[bytes] | None = None
+    url: str = ""
+
+    def start(self) -> Lab:
+        """Start it on a free port. Raises TimeoutError with its log where it does not come."""
+        kinds = (
+            "JUPYTER_CONFIG_DIR",
+            "JUPYTER_DATA_DIR",
+            "JUPYTER_RUNTIME_DIR",
+            "IPYTHONDIR",
+            "JUPYTERLAB_SETTINGS_DIR",
+        )
+        own = {kind: str(self.folder / kind.lower()) for kind in kinds}
+        flags = ["--no-browser", "--ip=127.0.0.1", "--port=0", "--allow-root", f"--IdentityProvider.token={TOKEN}"]
+        quiet = ["--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", "--LabApp.news_url="]
+        with (self.folder / "lab.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "jupyterlab", *flags, *quiet, f"--notebook-dir={self.folder}"],
+                env=os.environ | own, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and not self.url:
+            self.url = self._found(Path(own["JUPYTER_RUNTIME_DIR"]))
+            time.sleep(0.1)
+        if not self.url:
+            raise TimeoutError((self.folder / "lab.log").read_text())
+        return self
+
+    def _found(self, runtime: Path) -> str:
+        for file in runtime.glob("jpserver-*.json"):
+            url = json.loads(file.read_text())["url"]
+            try:
+                urllib.request.urlopen(f"{url}api?token={TOKEN}", timeout=2)
+            except OSError:
+                return ""
+            return url
+        return ""
+
+    def descendants(self) -> list[psutil.Process]:
+        """The kernels, and all that they have started."""
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def stop(self) -> None:
+        """End it with its kernels."""
+        rest = self.descendants()
+        self.process.terminate()
+        self.process.wait(30)
+        for each in rest:
+            if each.is_running():
+                each.kill()
+
+
+@dataclass
+class NotebookPage:
+    """A notebook that is open in a page; `errors` are what the page's console called errors."""
+
+    lab: Lab
+    page: object
+    errors: list[str] = field(default_factory=list)
+    opened: int = 0
+
+    def open(self, cells: Sequence[str], dark: bool = False) -> None:
+        """Store a notebook of these cells, open it, and run all of them."""
+        self.opened += 1
+        book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+        book.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        name = f"tried{self.opened}.ipynb"
+        nbformat.write(book, self.lab.folder / name)
+        self.page.on("console", lambda said: said.type == "error" and self.errors.append(said.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.goto(f"{self.lab.url}lab/tree/{name}?token={TOKEN}&reset")
+        self.page.wait_for_selector(IDLE, timeout=START_S * 1000)
+        if dark:
+            self.menu("Settings", "Theme", "JupyterLab Dark")
+        self.run_all()
+
+    def menu(self, *path: str) -> None:
+        """Choose from the menu bar."""
+        self.page.click(f'.lm-MenuBar-itemLabel:text-is("{path[0]}")')
+        for entry in path[1:]:
+            self.page.click(f'.lm-Menu-itemLabel:text-is("{entry}")')
+
+    def run_all(self) -> None:
+        """Run all cells, and wait until the last one is done. A page that has just come may not listen yet."""
+        for _ in range(TRIES):
+            self.menu("Run", "Run All Cells")
+            try:
+                self.page.wait_for_function(f"() => {PROMPTS}.every(text => /[\\d*]/.test(text))", timeout=3000)
+                return self.wait_idle()
+            except PageError:
+                continue
+        raise TimeoutError("JupyterLab ran no cell.")
+
+    def wait_idle(self, within_s: float = RUN_S) -> None:
+        """Wait until no cell runs or waits to run."""
+        self.page.wait_for_function(
+            f"() => !{PROMPTS}.some(text => text.includes('*')) && document.querySelector('{IDLE}')",
+            timeout=within_s * 1000,
+        )
+
+    def run_cell(self, source: str) -> str:
+        """Add a cell at the end, run it, and what it printed."""
+        cells = self.page.locator(".jp-Notebook .jp-CodeCell")
+        count = cells.count()
+        self.page.click(".jp-Notebook-footer")
+        self.page.wait_for_function(f"() => document.querySelectorAll('.jp-Notebook .jp-CodeCell').length > {count}")
+        cells.nth(count).locator(".cm-content").click()
+        self.page.keyboard.insert_text(source)
+        self.page.keyboard.press("Control+Enter")
+        self.page.wait_for_function(f"() => /\\d/.test({PROMPTS}.at(-1))", timeout=RUN_S * 1000)
+        return cells.nth(count).locator(".jp-OutputArea-output").first.inner_text().strip()
+
+    def shut_down(self) -> None:
+        """End the notebook's kernel, as closing it for good does."""
+        self.menu("Kernel", "Shut Down Kernel")
+        self.page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=unknown]", timeout=START_S * 1000)
+
+    def control(self, label: str) -> object:
+        """The control with this label."""
+        return self.page.get_by_label(label, exact=True)
