@@ -21,7 +21,7 @@ def sums(source: str) -> list[int]:
         called = isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("sum", "round", "divmod")
         if operator or called:
             found.append(node.lineno)
-    return found
+    return sorted(found)
 
 
 def test_arithmetic_is_found():
