@@ -130,7 +130,8 @@ class Worker:
         self.events.append(Event.of(self.program.rank, step, start_s, time.perf_counter(), sent))
         self.position += 1
         start_s = time.perf_counter()
-        self._outbox.look()
+        # What is sent is read until it has gone: whoever ends a program may free it or write over it.
+        self._outbox.wait() if self.done else self._outbox.look()
         self.helping_s += time.perf_counter() - start_s
         return step
 
