@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import shutil
@@ -26,6 +25,7 @@ from pathlib import Path
 import psutil
 
 from engines.checkpoint.folder import checkpoints
+from tests.mpi import mpi_command, mpi_environment
 
 RANKS, EPOCHS, STEPS = 3, 2, 6
 FLAGS = (
@@ -62,17 +62,11 @@ class Run:
     """One start of the training, in a process group of its own; it writes what it prints into a file."""
 
     def __init__(self, folder: Path) -> None:
-        environment = {**os.environ, "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMP_NUM_THREADS": "1"}
-        environment |= {"OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(Path(__file__).parents[1])}
-        if os.geteuid() == 0:
-            environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        command = [Path(sys.prefix, "bin", "mpiexec"), "--with-ft", "ulfm", "-n", RANKS, sys.executable, "-m", "mpi4py"]
-        command += ["-m", "engines", "train", *FLAGS, "--save", folder / "saved", "--save-every", 1, "--resume"]
+        saves = ["--save", folder / "saved", "--save-every", 1, "--resume"]
+        command = mpi_command(RANKS, "-m", "engines", "train", *FLAGS, *saves)
         self.folder, self.saved = folder, folder / "saved"
         with (folder / "printed").open("w") as printed, (folder / "errors").open("w") as errors:
-            self.process = subprocess.Popen(
-                [str(each) for each in command], env=environment, stdout=printed, stderr=errors
-            )
+            self.process = subprocess.Popen(command, env=mpi_environment(), stdout=printed, stderr=errors)
 
     @property
     def printed(self) -> str:
