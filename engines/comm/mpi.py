@@ -7,6 +7,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -86,6 +87,11 @@ class _Route:
         requests += [comm.Send_init(_buffer(m.tensor), m.peer, m.tag) for m in self.sends]
         self.comm, self.pending = comm, _Requests(requests, [], self.world)
 
+    def __del__(self) -> None:
+        if not MPI.Is_finalized():
+            for request in self.pending.requests:
+                request.Free()
+
 
 class MpiWorld:
     """A communicator. After a failure `recover` makes a fresh one. `with world:` turns MPI's errors into ours."""
@@ -131,8 +137,9 @@ class MpiWorld:
         return _Requests(requests, staged, self, [host for _, host in (*incoming, *outgoing)])
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
-        """Messages between host tensors, to be started again and again."""
-        return _Route(self, sends, receives)
+        """Messages to be started again and again: those of the host by the same requests."""
+        on_host = all(message.tensor.device.type == "cpu" for message in (*sends, *receives))
+        return _Route(self, sends, receives) if on_host else partial(self.exchange, sends, receives)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, pickled."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -69,32 +70,37 @@ _spare = _Spare()
 
 
 @dataclass(frozen=True, slots=True)
-class _Arriving:
-    """Every rank's term of one piece, in rank order, once `pending` is complete; those of others lie in `lent`."""
+class _Piece:
+    """`terms` of every rank, in rank order, whose sum becomes `own`.
 
+    `gather` starts the messages that bring them, `pass_on` those that take a long tensor's sums round.
+    """
+
+    own: Tensor
     terms: Sequence[Tensor]
-    lent: Sequence[Tensor]
-    pending: Pending
+    gather: Callable[[], Pending]
+    pass_on: Callable[[], Pending] | None
 
 
 class Total:
-    """The sum of `tensor` over the ranks in `group`, under way; once it is done it lies in `tensor`.
+    """The sum of `tensor` over the ranks in `group`, which lies in `tensor` when it is done.
 
-    Two sums that some ranks start in another order than others need `tag`s (even) of their own.
+    `begin` starts it. One that is begun `again` and again keeps its messages, and the memory they come to. Two
+    sums that some ranks begin in another order than others need `tag`s (even) of their own.
     """
 
-    def __init__(self, world: World, tensor: Tensor, group: Sequence[int], tag: int = 0) -> None:
-        self.world, self.tag = world, tag
+    def __init__(self, world: World, tensor: Tensor, group: Sequence[int], tag: int = 0, again: bool = False) -> None:
+        self.world, self.tag, self.again = world, tag, again
         self.flat, self.group = tensor.detach().view(-1), tuple(group)
         self.mine = self.group.index(world.rank)
         self.sent_bytes = sent_by_each(self.flat.nbytes, len(self.group))[1]
         self.long = self.flat.nbytes >= _LONG and len(self.group) > 1
-        self.pieces = self._pieces()
-        self.arriving = [self._start(piece) for piece in self.pieces[:_AHEAD]]
-        self.rounds = self._rounds()
-        self.round = next(self.rounds, None)
+        cuts = self._cuts()
+        self.lent = self._lend(cuts)
+        self.pieces = [self._piece(cut, self.lent[index % _AHEAD]) for index, cut in enumerate(cuts)]
+        self.round: Pending | None = None
 
-    def _pieces(self) -> list[list[Tensor]]:
+    def _cuts(self) -> list[list[Tensor]]:
         """For each piece what each rank of the group sums of it: its own part if it is long, all if it is short."""
         if not self.long:
             return [[self.flat] * len(self.group)]
@@ -102,23 +108,34 @@ class Total:
         chunks = [_cut(chunk, count) for chunk in _cut(self.flat, len(self.group))]
         return [list(parts) for parts in zip(*chunks, strict=True)]
 
-    def _start(self, piece: Sequence[Tensor]) -> _Arriving:
-        """Send the others their terms of a piece, and receive theirs of what this rank sums."""
-        own = piece[self.mine]
-        lent = [_spare.take(own) if self.long else torch.empty_like(own) for _ in self.group[1:]]
+    def _lend(self, cuts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Memory for the others' terms of as many pieces as travel at once."""
+        own = max((cut[self.mine] for cut in cuts), key=Tensor.numel)
+        made = _spare.take if self.long and not self.again else torch.empty_like
+        return [[made(own) for _ in self.group[1:]] for _ in cuts[:_AHEAD]]
+
+    def _piece(self, cut: Sequence[Tensor], lent: Sequence[Tensor]) -> _Piece:
+        own = cut[self.mine]
         terms = [tensor[: own.numel()] for tensor in lent]
         terms.insert(self.mine, own)
-        return _Arriving(terms, lent if self.long else (), self._exchange(_PARTS, piece, terms))
+        pass_on = self._exchange(_SUMS, [own] * len(cut), cut) if self.long else None
+        return _Piece(own, terms, self._exchange(_PARTS, cut, terms), pass_on)
 
-    def _exchange(self, tag: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Pending:
-        """Each rank of the group gets its tensor of `sent`, and fills its own of `received`."""
+    def _exchange(self, tag: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Callable[[], Pending]:
+        """To start what gets each rank of the group its tensor of `sent`, and fills its own of `received`."""
         tag += self.tag
-        sends = [Message(peer, tag, tensor) for peer, tensor in self._others(sent)]
-        return self.world.exchange(sends, [Message(peer, tag, tensor) for peer, tensor in self._others(received)])
+        sends, receives = ([Message(peer, tag, each) for peer, each in self._others(own)] for own in (sent, received))
+        return self.world.prepare(sends, receives) if self.again else partial(self.world.exchange, sends, receives)
 
     def _others(self, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         pairs = zip(self.group, tensors, strict=True)
         return [(peer, tensor) for peer, tensor in pairs if peer != self.world.rank]
+
+    def begin(self) -> Total:
+        """Start to replace the tensor by the sum; collective over the group."""
+        self.rounds = self._rounds()
+        self.round = next(self.rounds)
+        return self
 
     def wait(self) -> None:
         """Return when it is done. Raises RankError if a rank fails meanwhile."""
@@ -134,15 +151,15 @@ class Total:
 
     def _rounds(self) -> Iterator[Pending]:
         """Add the parts up, and pass long sums round; what has to be complete before it can go on."""
+        arriving = [piece.gather() for piece in self.pieces[:_AHEAD]]
         going_round = []
         for index, piece in enumerate(self.pieces):
-            arriving, own = self.arriving[index], piece[self.mine]
-            yield arriving.pending
-            _add(arriving.terms, own)
-            _spare.give(arriving.lent)
-            if self.long:
-                going_round.append(self._exchange(_SUMS, [own] * len(piece), piece))
-            self.arriving += [self._start(coming) for coming in self.pieces[index + _AHEAD : index + _AHEAD + 1]]
+            yield arriving[index]
+            _add(piece.terms, piece.own)
+            going_round += [piece.pass_on()] if piece.pass_on else []
+            arriving += [coming.gather() for coming in self.pieces[index + _AHEAD : index + _AHEAD + 1]]
+        if self.long and not self.again:
+            _spare.give([tensor for lent in self.lent for tensor in lent])
         yield from going_round
 
 
@@ -164,4 +181,4 @@ def _add(terms: Sequence[Tensor], out: Tensor) -> None:
 
 def all_reduce(world: World, tensor: Tensor, group: Sequence[int], tag: int = 0) -> Total:
     """Start to replace `tensor` (contiguous) by its sum over the ranks in `group`; collective over them, in order."""
-    return Total(world, tensor, group, tag)
+    return Total(world, tensor, group, tag).begin()

@@ -40,7 +40,10 @@ class World(Protocol):
         """Start messages; tensors may not be touched before `wait` returns."""
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
-        """Messages between the same host tensors each time that the result is called; nothing starts yet."""
+        """Messages between the same tensors each time that the result is called; nothing starts yet.
+
+        They are not started again before `wait` has returned.
+        """
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order, on every rank; collective."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from engines.comm.total import all_reduce
+from engines.comm.total import Total, all_reduce
 from engines.comm.world import World
 from engines.program.instructions import RunningStatistics, SumGradients, Update
 from engines.spatial.kernels import batch_statistics
@@ -24,18 +24,27 @@ SCALE, GROWTH, BACKOFF, GOOD_STEPS = 2.0**16, 2.0, 0.5, 2000
 
 
 class GradientSum:
-    """The sum of some weights' gradients over a group of ranks, under way in one message."""
+    """The sum of some weights' gradients over a group of ranks, in one message; begun and finished in every step."""
 
     def __init__(self, weights: Mapping[str, Tensor], bucket: SumGradients, world: World) -> None:
         self.shared = [weights[name] for name in bucket.weights]
-        self.flat = torch.cat([(torch.zeros_like(w) if w.grad is None else w.grad).flatten() for w in self.shared])
-        self.total = all_reduce(world, self.flat, bucket.group, bucket.tag)
+        sizes = [weight.numel() for weight in self.shared]
+        self.flat = self.shared[0].new_empty(sum(sizes), requires_grad=False)
+        pairs = zip(self.shared, self.flat.split(sizes), strict=True)
+        self.sums = [part.view(weight.shape) for weight, part in pairs]
+        self.total = Total(world, self.flat, bucket.group, bucket.tag, again=True)
+
+    def begin(self) -> Total:
+        """Start to add up the gradients as they are now."""
+        for weight, own in zip(self.shared, self.sums, strict=True):
+            own.zero_() if weight.grad is None else own.copy_(weight.grad)
+        return self.total.begin()
 
     def finish(self) -> None:
         """Wait for it, and give each weight its gradient."""
         self.total.wait()
-        for weight, total in zip(self.shared, self.flat.split([w.numel() for w in self.shared]), strict=True):
-            weight.grad = total.view_as(weight)
+        for weight, total in zip(self.shared, self.sums, strict=True):
+            weight.grad = total
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ class Worker:
         self.events: list[Event] = []
         self.seed, self.steps = seed, 1
         self._outbox = Outbox()
+        self._sums: dict[str, GradientSum] = {}
         self.tools = self._made_ready(keeps_graphs)
         self.restart({})
 
@@ -88,7 +89,6 @@ class Worker:
         self._outbox.forget()
         self.events = []
         self._agreed: Tensor | None = None
-        self._sums: dict[str, GradientSum] = {}
         count = self.program.micro_batches
         self.lanes = {
             number: Lane(
@@ -180,11 +180,13 @@ class Worker:
 
     def _sum_gradients(self, bucket: SumGradients, begins: bool) -> int:
         if not begins:
-            self._sums.pop(bucket.name).finish()
+            self._sums[bucket.name].finish()
             return 0
-        under_way = self._sums[bucket.name] = GradientSum(self.weights, bucket, self.world)
-        self._outbox.add(under_way.total)
-        return under_way.total.sent_bytes
+        if bucket.name not in self._sums:
+            self._sums[bucket.name] = GradientSum(self.weights, bucket, self.world)
+        under_way = self._sums[bucket.name].begin()
+        self._outbox.add(under_way)
+        return under_way.sent_bytes
 
     def _agree(self, agreement: Agree) -> int:
         self._outbox.wait()

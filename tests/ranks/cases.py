@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from engines.bench.verify import verify
-from engines.comm.total import all_reduce
+from engines.comm.total import Total, all_reduce
 from engines.comm.world import Message, World
 from engines.errors import RankError
 from engines.models import amoebanetd, resnet20_v1, resnet_v2
@@ -30,6 +30,20 @@ CASES: dict[str, Callable[[World], None]] = {}
 def case(work: Callable[[World], None]) -> Callable[[World], None]:
     CASES[work.__name__] = work
     return work
+
+
+def fail_and_recover(world: World) -> None:
+    """One rank fails, the others are released from a sum, and all find together again."""
+    start_s = time.perf_counter()
+    if world.rank == 1:
+        time.sleep(0.2)  # the others wait by now
+        world.fail()
+    else:
+        with pytest.raises(RankError, match="released"):
+            all_reduce(world, torch.ones(1), (0, 1, 2, 3)).wait()
+    assert time.perf_counter() - start_s < 5
+    time.sleep(0.3)  # every rank has noticed before the first one recovers
+    world.recover()
 
 
 @case
@@ -101,6 +115,24 @@ def long_sums_of_whole_numbers_and_of_two_ranks(world: World) -> None:
 
 
 @case
+def a_sum_is_begun_again_and_again_in_the_same_memory(world: World) -> None:
+    """Short, long and very long, all under way at once; also after a failure, when the messages are made anew."""
+    sizes, group = (5, 50_001, 4_300_003), (0, 1, 2, 3)
+    tensors = [torch.empty(size, dtype=torch.float64) for size in sizes]
+    sums = [Total(world, tensor, group, tag=2 * index, again=True) for index, tensor in enumerate(tensors)]
+    for time_ in range(4):
+        if time_ == 2:
+            fail_and_recover(world)
+        for tensor, total in zip(tensors, sums, strict=True):
+            tensor.copy_(torch.arange(tensor.numel()) + world.rank * time_)
+            total.begin()
+        for tensor, total in zip(tensors, sums, strict=True):
+            total.wait()
+            assert total.done()
+            assert torch.equal(tensor, 4 * torch.arange(tensor.numel()) + 6.0 * time_)
+
+
+@case
 def values_are_collected_on_one_rank(world: World) -> None:
     found = world.collect(torch.full((1 << 16,), float(world.rank)))
     assert [tensor[-1].item() for tensor in found] == ([] if world.rank else [0.0, 1.0, 2.0, 3.0])
@@ -113,16 +145,7 @@ def values_are_gathered_in_rank_order(world: World) -> None:
 
 @case
 def no_rank_waits_for_one_that_failed(world: World) -> None:
-    start_s = time.perf_counter()
-    if world.rank == 1:
-        time.sleep(0.2)  # the others wait by now
-        world.fail()
-    else:
-        with pytest.raises(RankError, match="released"):
-            all_reduce(world, torch.ones(1), (0, 1, 2, 3)).wait()
-    assert time.perf_counter() - start_s < 5
-    time.sleep(0.3)  # every rank has noticed before the first one recovers
-    world.recover()
+    fail_and_recover(world)
     total = torch.ones(1)
     all_reduce(world, total, (0, 1, 2, 3)).wait()
     assert total.item() == 4
