@@ -1,4 +1,4 @@
-"""`python -m tests.verified [own] [combined] [stock]`: run `verify` over models and plans, into the README's tables."""
+"""`python -m tests.verified [own] [combined] [fused] [stock]`: `verify` over models and plans, into README."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 
 from engines import options
 from engines.bench.gpu_check import launch
+from engines.program.compile import compile_plan
+from engines.program.traffic import traffic
 from tests.stock import STOCK
 
 README = Path(__file__).parents[1] / "README.md"
@@ -50,7 +52,9 @@ COMBINED = {
         "--halo-d2 --fused-layers 2 --checkpoint-activations"
     ),
 }
+WRONG = "wrong"
 STOCK_PLANS = ((2, "2x2"), (1, "1x3"), (1, "3x1"), (2, "2x3"), (1, "1x5"))  # stages, tiles
+FUSED = {"before each layer": "", **{f"k = {k}": f"--halo-d2 --fused-layers {k}" for k in (1, 2, 3, 4)}}
 
 
 def own_rows() -> Iterator[str]:
@@ -81,20 +85,41 @@ def combined_rows() -> Iterator[str]:
         yield f"| {name} | `-n {_ranks(flags)} ... {plan}` | {gradient_error(flags)} |\n"
 
 
+def fused_rows() -> Iterator[str]:
+    """One model in each row, a number of fused layers in each column."""
+    head = "| largest gradient error seen; halo messages of all ranks in a step | image |"
+    yield f"{head} {' | '.join(FUSED)} |\n|{'---|' * (2 + len(FUSED))}\n"
+    for model, size in ((RESNETS[0], "64"), (RESNETS[0], "100x132"), (AMOEBA, "128")):
+        rows = [
+            shlex.split(f"{model} --image-size {size} --split-size 2 --slice-method 2x2 {k}") for k in FUSED.values()
+        ]
+        cells = [f"{gradient_error(flags)}; {halo_messages(flags)}" for flags in rows]
+        yield f"| `{model}` | {size} | {' | '.join(cells)} |\n"
+
+
+def halo_messages(flags: Sequence[str]) -> int:
+    """That all ranks send in a training step, forward and back."""
+    _, recipe = options.recipe(options.parser("").parse_args(flags), _ranks(flags))
+    programs = compile_plan(recipe.graph, recipe.plan)
+    return sum(found["halo"].messages for found in map(traffic, programs) if "halo" in found)
+
+
 def gradient_error(flags: Sequence[str]) -> str:
     """Of one run of `verify`; where that finds anything wrong, it says so."""
     ranks = _ranks(flags)
     done = launch(ranks, ["-m", "engines", "verify", *flags])
     line = json.loads(done.stdout.splitlines()[-1]) if done.stdout.strip() else {"ok": False}
     print(ranks, shlex.join(flags), json.dumps(line), "" if line["ok"] else done.stderr[-300:], flush=True)
-    return f"{line['grad_rel']:.0e}" if line["ok"] else "wrong"
+    return f"{line['grad_rel']:.0e}" if line["ok"] else WRONG
 
 
 def _ranks(flags: Sequence[str]) -> int:
     return options.plan(options.parser("").parse_args(flags)).ranks
 
 
-TABLES: dict[str, Callable[[], Iterator[str]]] = {"own": own_rows, "combined": combined_rows, "stock": stock_rows}
+TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "own": own_rows, "combined": combined_rows, "fused": fused_rows, "stock": stock_rows,
+}  # fmt: skip
 
 
 def main(names: Sequence[str]) -> int:
@@ -103,7 +128,7 @@ def main(names: Sequence[str]) -> int:
     for name, table in made.items():
         place = re.compile(rf"(<!-- verified {name}[^>]*-->\n).*?(<!-- /verified -->)", re.DOTALL)
         README.write_text(place.sub(lambda match, table=table: match[1] + table + match[2], README.read_text()))
-    return int(any("| wrong |" in table for table in made.values()))
+    return int(any(WRONG in table for table in made.values()))
 
 
 if __name__ == "__main__":
