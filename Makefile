@@ -11,8 +11,11 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 # The rooms whose files import the standard library and numpy only: checked strictly, their examples run.
-PURE := $(wildcard engines/errors.py engines/plan.py engines/layout.py engines/layer/graph.py engines/spatial/tiles.py \
+PURE := $(wildcard engines/errors.py engines/facts.py engines/knobs.py engines/plan.py engines/layout.py engines/layer/graph.py engines/spatial/tiles.py \
 	engines/spatial/windows.py engines/spatial/moves.py engines/pipeline/*.py engines/program/instructions.py \
+	engines/program/program.py engines/program/timeline.py engines/program/traffic.py engines/comm/sums.py \
+	engines/predict/classes.py engines/predict/cost.py engines/predict/ledger.py engines/predict/machine.py \
+	engines/predict/processors.py engines/predict/simulate.py engines/predict/tallies.py engines/predict/walk.py \
 	engines/replica/asynchrony.py engines/replica/staleness.py)
 
 # Open MPI refuses more ranks than cores, and root, unless told before the launch; so does JupyterLab root.

@@ -9,7 +9,7 @@ from engines.errors import PlanError
 from engines.plan import Plan
 from engines.spatial.tiles import Grid
 
-__all__ = ["Layout", "Pipe", "Role", "StageRanks", "check_fits"]
+__all__ = ["Layout", "Pipe", "Role", "StageRanks", "check_fits", "threads_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +110,18 @@ def _stages(plan: Plan) -> list[StageRanks]:
 def _placed(stage: StageRanks, size: int, replica: int, direction: int) -> StageRanks:
     ranks = (size - 1 - rank if direction else rank for rank in stage.ranks)
     return StageRanks(stage.grid, tuple(replica * size + rank for rank in ranks), stage.shares)
+
+
+def threads_of(plan: Plan, rank: int, cores: int) -> int:
+    """The cores of a host shared among ranks that work at once: those of a stage, or all where batches come in parts.
+
+    >>> threads_of(Plan(split_size=1, num_spatial_parts=4096**2), rank=0, cores=2)
+    1
+    """
+    layout = Layout.of(plan)
+    (role, *_) = layout.roles[rank]
+    together = plan.ranks if plan.micro_batches > 1 else len(layout.stages[role.stage].ranks)
+    return max(1, cores // together)
 
 
 def check_fits(plan: Plan, engines: int) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from engines.bench.halo_case import HaloCase
 from engines.errors import PlanError
+from engines.knobs import HELP, value_of
 from engines.layout import check_fits
 from engines.model_options import add_model_flags, build_model
 from engines.plan import Plan
@@ -70,8 +71,8 @@ def halo_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     flags.add_argument("--image-size", default="1024", help="pixels: one number, or HEIGHTxWIDTH")
-    flags.add_argument("--num-spatial-parts", type=_value, default=None, help=f"{_HELP['num_spatial_parts']} (4)")
-    flags.add_argument("--slice-method", type=_value, default="square", help=_HELP["slice_method"])
+    flags.add_argument("--num-spatial-parts", type=value_of, default=None, help=f"{HELP['num_spatial_parts']} (4)")
+    flags.add_argument("--slice-method", type=value_of, default="square", help=HELP["slice_method"])
     counts = {"batch-size": 1, "halo-len": 3, "in-channels": 1, "out-channels": 256, "warmup": 10, "iterations": 100}
     for name, default in counts.items():
         flags.add_argument(f"--{name}", type=positive, default=default)
@@ -105,26 +106,16 @@ def _add_plan_flags(flags: argparse.ArgumentParser) -> None:
         names = [f"--{field.name.replace('_', '-')}", *_ALIASES.get(field.name, ())]
         if field.name == "precision":
             names.append("--dtype")
+        told: dict[str, Any] = {"dest": field.name, "help": HELP[field.name]}
         if field.default is False:
-            flags.add_argument(*names, dest=field.name, action="store_true")
+            flags.add_argument(*names, action="store_true", **told)
         elif field.default is True:
-            flags.add_argument(*names, dest=field.name, action=argparse.BooleanOptionalAction, default=True)
+            flags.add_argument(*names, action=argparse.BooleanOptionalAction, default=True, **told)
         else:
-            flags.add_argument(*names, dest=field.name, type=_value, default=field.default, help=_HELP.get(field.name))
+            flags.add_argument(*names, type=value_of, default=field.default, **told)
 
 
 _ALIASES = {"local_dp": ("--local-DP",), "halo_d2": ("--halo-D2",)}
-_HELP = {
-    "num_spatial_parts": "tiles of each spatial stage: one number, or one for each such as 4,2",
-    "slice_method": "square, vertical, horizontal, or rows x columns such as 2x3",
-    "balance": "layers of each stage such as 20,18, or auto",
-}
-
-
-def _value(text: str) -> Any:
-    """`4` is a number, `4,2` a tuple, anything else a word."""
-    parts = [int(part) if part.lstrip("-").isdecimal() else part for part in text.removesuffix(",").split(",")]
-    return tuple(parts) if "," in text else parts[0]
 
 
 def positive(text: str) -> int:

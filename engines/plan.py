@@ -8,9 +8,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from engines.errors import PlanError
+from engines.facts import facts_table
 from engines.spatial.tiles import Grid
 
-__all__ = ["HALF", "PRECISIONS", "Plan"]
+__all__ = ["HALF", "PRECISIONS", "SCHEDULES", "Plan"]
 
 SCHEDULES = ("fill_drain", "1f1b", "interleaved", "zero_bubble", "gems")
 PRECISIONS = ("float32", "float64", "bfloat16", "float16")
@@ -18,7 +19,7 @@ HALF = ("bfloat16", "float16")
 SLICE_METHODS = "square, vertical, horizontal, or a grid such as 2x3"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """What runs where. Frozen, and checked when it is made; a change makes a new value.
 
@@ -153,6 +154,24 @@ class Plan:
         text += f"; {self.data_parallel} replicas" if self.data_parallel > 1 else ""
         return f"{text}; {self.ranks} rank{'s'[: self.ranks > 1]}"
 
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The knobs that are not at their defaults.
+
+        >>> Plan(split_size=2, parts=4).chosen
+        {'parts': 4}
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {field.name: values[field.name] for field in fields(self) if values[field.name] != field.default}
+
+    def __repr__(self) -> str:
+        return f"Plan({', '.join(f'{name}={value!r}' for name, value in self.chosen.items())})"
+
+    def _repr_html_(self) -> str:
+        chosen = {name: repr(value) for name, value in self.chosen.items()}
+        rest = {"all knobs" if not chosen else "all other knobs": "at their defaults"}
+        return facts_table("Plan", {"layout": self.summary, "ranks": self.ranks, **chosen, **rest})
+
 
 def grid(method: str, tiles: int | None) -> Grid:
     """The grid that a slice method gives for a number of tiles (None: 4, or what the grid itself says).
@@ -264,7 +283,8 @@ def _check_order(plan: Plan) -> None:
         )
     if behind % plan.stages_per_rank:
         raise PlanError(
-            f"The {behind} stages behind the spatial ones cannot be dealt to ranks {plan.stages_per_rank} at a time. "
+            f"stages_per_rank={plan.stages_per_rank}, but the {behind} stages behind the spatial ones cannot be dealt "
+            f"out {plan.stages_per_rank} at a time. "
             f"Use split_size={plan.split_size - behind % plan.stages_per_rank}, or another stages_per_rank."
         )
     if plan.local_dp > 1 and not behind:

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from engines.comm.device import autocast_type, choose_device, memory_format, threads_of
+from engines.comm.device import choose_device, memory_format, threads_of
 from engines.comm.world import World
-from engines.errors import ImageError, LossError, PlanError, TraceError
+from engines.errors import LossError, PlanError, TraceError
 from engines.layer.graph import ModelGraph, TensorSpec
 from engines.layer.names import OWNERS, StateNames, state_names
-from engines.layer.trace import answer, trace
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
 from engines.program.instructions import Phase
@@ -28,6 +27,7 @@ from engines.program.update import SCALE, Scheduler, UpdateRules
 from engines.program.worker import Inputs, Worker
 from engines.spatial.additions import Additions
 from engines.spatial.draws import has_draws
+from engines.traces import Loss, Traces
 
 __all__ = [
     "Loss",
@@ -35,16 +35,13 @@ __all__ = [
     "RankTraining",
     "Recipe",
     "StepReport",
-    "label_spec",
-    "micro_batch",
     "own_copy",
     "prepare",
     "sgd",
-    "shared",
     "state_of",
+    "traced",
 ]
 
-Loss = Callable[[Tensor, Tensor], Tensor]
 Optimiser = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 sgd: Optimiser = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -107,6 +104,7 @@ def prepare(
     device: str = "auto",
     clip_norm: float | None = None,
     scheduler: Scheduler | None = None,
+    graph: ModelGraph | None = None,
 ) -> Recipe:
     """Trace and check everything that can be checked before a rank is touched.
 
@@ -115,18 +113,10 @@ def prepare(
     What the model draws follows from `torch.manual_seed`.
     `clip_norm` bounds the norm of all gradients of the model together, as `torch.nn.utils.clip_grad_norm_` does;
     `scheduler` is a function of the optimiser, such as `partial(torch.optim.lr_scheduler.StepLR, step_size=10)`, and
-    steps once after each update. Raises TraceError, PlanError or ImageError.
+    steps once after each update. `graph` is what `traced` has found before. Raises TraceError, PlanError or ImageError.
     """
-    if len(image_shape) != 4 or any(size < 1 for size in image_shape):
-        raise ImageError(f"image_shape={tuple(image_shape)} must be (N, C, H, W), four positive numbers.")
     loss = loss or nn.CrossEntropyLoss()
-    images = micro_batch("images", TensorSpec(tuple(image_shape), plan.held_in), plan)
-    usual = label_spec(model, images)
-    answers = micro_batch("labels", labels, plan) if labels else usual
-    graph = trace(model, loss, images, answers, plan.precision, autocast_type(device))
-    if plan.local_dp > 1:
-        parts = (shared(spec, plan) for spec in (images, answers))
-        graph = replace(graph, share=trace(model, loss, *parts, plan.precision, autocast_type(device)))
+    graph = graph or traced(model, plan, image_shape, loss, labels, device)
     compile_plan(graph, plan)
     _check_rules(optimiser, clip_norm, scheduler)
     names = state_names(model, loss, {name for node in graph.nodes for name in node.reads})
@@ -136,31 +126,15 @@ def prepare(
     )  # fmt: skip
 
 
-def micro_batch(name: str, batch: TensorSpec, plan: Plan) -> TensorSpec:
-    """One of the `parts` of a batch. Raises PlanError where it cannot be cut into so many."""
-    if not batch.shape and plan.micro_batches * plan.local_dp > 1:
-        raise PlanError(
-            f"{name} of shape () cannot be cut into the {plan.micro_batches} micro-batches of a step, or shared by "
-            f"local_dp={plan.local_dp} ranks. Give them a first axis, with an entry for each image."
-        )
-    count = batch.shape[0] if batch.shape else 1
-    if count % plan.parts:
-        raise PlanError(
-            f"A batch of {count} {name} cannot be cut into parts={plan.parts} micro-batches of one size. "
-            f"Use a batch size that is a multiple of {plan.parts}, or other parts."
-        )
-    return replace(batch, shape=(count // plan.parts, *batch.shape[1:])) if batch.shape else batch
+def traced(
+    model: nn.Module, plan: Plan, image_shape: Sequence[int], loss: Loss, labels: TensorSpec | None = None,
+    device: str = "auto",
+) -> ModelGraph:  # fmt: skip
+    """The graph of one micro-batch under a plan, and of one rank's share of it where ranks share it; as `prepare`.
 
-
-def shared(micro_batch: TensorSpec, plan: Plan) -> TensorSpec:
-    """What one of `local_dp` ranks has of a micro-batch. Raises PlanError where they cannot share it evenly."""
-    count = micro_batch.shape[0]
-    if count % plan.local_dp:
-        raise PlanError(
-            f"local_dp={plan.local_dp} ranks cannot share the {count} images of a micro-batch evenly. "
-            f"Use a batch size that is a multiple of {plan.parts * plan.local_dp} (parts x local_dp)."
-        )
-    return replace(micro_batch, shape=(count // plan.local_dp, *micro_batch.shape[1:]))
+    Of the plan it depends on `parts`, `local_dp` and `precision` alone.
+    """
+    return Traces(model, image_shape, loss, labels, device).graph(plan)
 
 
 def _check_rules(optimiser: Optimiser, clip_norm: float | None, scheduler: Scheduler | None) -> None:
@@ -186,12 +160,6 @@ def _made(what: str, make: Callable[[], Any]) -> Any:
         return make()
     except Exception as error:
         raise PlanError(f"The {what} cannot be made: {type(error).__name__}: {error}") from error
-
-
-def label_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
-    """Class numbers for whatever the model answers: one for each row of its output, or for each pixel."""
-    shape = answer(model, images).shape
-    return TensorSpec((*shape[:1], *shape[2:]), "int64")
 
 
 def state_of(model: nn.Module, loss: Loss | None, graph: ModelGraph) -> dict[str, Tensor]:

@@ -10,25 +10,33 @@ from engines.images.tables import table_images
 from engines.plan import Plan
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.draw.asynchrony import show_asynchrony
+from mpi4dl_nb.draw.ranks import show_ranks
 from mpi4dl_nb.draw.schedule import show_schedule
 from mpi4dl_nb.draw.slicing import show_slicing
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.traffic import show_traffic
 from mpi4dl_nb.training import Training
+from mpi4dl_nb.tuning import tune
+from mpi4dl_nb.widgets.configurator import Configurator
+from mpi4dl_nb.widgets.tuner import Tuner
 
 __all__ = [
     "Augmented",
     "Cluster",
+    "Configurator",
     "Plan",
     "Training",
+    "Tuner",
     "folder_images",
     "open_image",
     "optimiser_state",
     "scheduler_state",
     "show_asynchrony",
+    "show_ranks",
     "show_schedule",
     "show_slicing",
     "show_timeline",
     "show_traffic",
     "table_images",
+    "tune",
 ]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import atexit
 import pickle
 from collections.abc import Callable, Sequence
-from html import escape
+from os import PathLike
+from pathlib import Path
 from threading import RLock
 from typing import Any, NoReturn
 
 from engines.errors import PlanError, RankError
-from engines.host import dumps, recover
+from engines.facts import facts_table
+from engines.host import Host, dumps, recover
+from engines.predict.calibrate import calibrate
+from engines.predict.machine import Machine
 from mpi4dl_nb.calls import DEATH, Call, Ranks
 from mpi4dl_nb.launch import LoopbackRanks, MpiRanks, threads_per_rank
 
@@ -34,14 +38,14 @@ class Cluster:
     """
 
     def __init__(self, n: int, backend: str = "mpi") -> None:
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise PlanError(f"n={n!r} must be a whole number of ranks, 1 or more.")
+        _check_count(n)
         if backend not in _BACKENDS:
             raise PlanError(f"backend={backend!r} must be one of {', '.join(map(repr, _BACKENDS))}.")
         self.n, self.backend = n, backend
         self.dead, self._dead_rank = "", 0
         self._ranks: Ranks | None = None
         self._last: Call | None = None
+        self.machine: Machine | None = None
         self._turn = RLock()  # two calls at once, from a widget's thread and a cell, would mix their messages
 
     def start(self) -> Cluster:
@@ -62,6 +66,15 @@ class Cluster:
         """Stop, and start afresh. What the ranks held is lost."""
         self.stop()
         return self.start()
+
+    def resize(self, n: int) -> Cluster:
+        """Be `n` ranks, and started. Where there are others, or one has died, all end first: what they held is lost."""
+        _check_count(n)
+        with self._turn:
+            if n != self.n or self.dead:
+                self.stop()
+            self.n = n
+            return self.start()
 
     def __enter__(self) -> Cluster:
         return self.start()
@@ -89,6 +102,23 @@ class Cluster:
                 self._check_alive()
                 raise call.error()
         return [call.answers[rank].value for rank in range(self.n)]
+
+    def calibrate(self, store: str | PathLike[str] | None = None, again: bool = False) -> Machine:
+        """How fast these ranks compute and send: measured once, in some seconds, and remembered (`again`: anew).
+
+        It is their processors that are measured, in processor time, and not GPUs.
+
+        `store` is a file: what was stored there for as many ranks is read, otherwise it is written. Raises RankError,
+        and PlanError where the file holds something else.
+        """
+        kept = None if store is None else Path(store)
+        if kept and kept.exists() and not again:
+            self.machine = Machine.from_json(kept.read_text())
+        if self.machine is None or self.machine.ranks != self.n or again:
+            self.machine = self.call(_calibrated)[0]
+            if kept:
+                kept.write_text(self.machine.to_json())
+        return self.machine
 
     def _heal(self) -> None:
         """Be ready for a call; after a failure, bring the ranks together again. Raises RankError."""
@@ -131,13 +161,16 @@ class Cluster:
             "Backend": _SAID[self.backend],
             "State": self.state,
         }
-        left = 'style="text-align: left"'
-        rows = (
-            f'<tr><th scope="row" {left}>{name}</th><td {left}>{escape(str(fact))}</td></tr>'
-            for name, fact in facts.items()
-        )
-        head = f'<table style="border: 1px solid currentColor"><caption {left}>Cluster</caption>'
-        return f"{head}{''.join(rows)}</table>"
+        return facts_table("Cluster", facts)
+
+
+def _check_count(n: int) -> None:
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise PlanError(f"n={n!r} must be a whole number of ranks, 1 or more.")
+
+
+def _calibrated(host: Host) -> Machine:
+    return calibrate(host.world)
 
 
 def _packed(function: Callable[..., Any], value: Any) -> bytes:

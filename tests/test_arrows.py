@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[1]
 
 PURE = (
     "engines.errors",
+    "engines.facts",
+    "engines.knobs",
     "engines.plan",
     "engines.layout",
     "engines.layer.graph",
@@ -25,6 +27,18 @@ PURE = (
     "engines.pipeline",
     "engines.pipeline.*",
     "engines.program.instructions",
+    "engines.program.program",
+    "engines.program.timeline",
+    "engines.program.traffic",
+    "engines.comm.sums",
+    "engines.predict.classes",
+    "engines.predict.cost",
+    "engines.predict.ledger",
+    "engines.predict.machine",
+    "engines.predict.processors",
+    "engines.predict.simulate",
+    "engines.predict.tallies",
+    "engines.predict.walk",
     "engines.replica.asynchrony",
     "engines.replica.staleness",
 )

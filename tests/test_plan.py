@@ -162,7 +162,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"stages_per_rank": 2, "split_size": 3}, {"schedule": "interleaved"}, "'fill_drain' with stages_per_rank=2",
     ),
     "an odd stage": (
-        {"schedule": "interleaved", "stages_per_rank": 2}, {"split_size": 3}, "The 1 stages .* 2 at a time",
+        {"schedule": "interleaved", "stages_per_rank": 2}, {"split_size": 3}, "the 1 stages .* 2 at a time",
     ),
     "two tiles with one set of statistics": (
         {"bidirectional": True, "sync_batchnorm": False}, {"sync_batchnorm": True}, "it has another tile",

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from engines import layout
 from engines.errors import PlanError
-from engines.layout import Layout
 from engines.plan import Plan
 
 __all__ = [
@@ -111,16 +111,8 @@ def give_memory_back() -> None:
 
 
 def threads_of(plan: Plan, rank: int) -> int:
-    """This host's cores shared among ranks that work at once: those of a stage, or all where batches come in parts.
-
-    >>> from engines.plan import Plan
-    >>> threads_of(Plan(split_size=1, num_spatial_parts=4096**2), rank=0)
-    1
-    """
-    layout = Layout.of(plan)
-    (role, *_) = layout.roles[rank]
-    together = plan.ranks if plan.micro_batches > 1 else len(layout.stages[role.stage].ranks)
-    return max(1, cores() // together)
+    """A rank's share of the cores of this host."""
+    return layout.threads_of(plan, rank, cores())
 
 
 def memory_format(dimensions: int) -> torch.memory_format:

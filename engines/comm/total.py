@@ -18,31 +18,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from engines.comm.sums import AHEAD, LONG_BYTES, pieces, sent_by_each
 from engines.comm.world import Message, Pending, World
 
-__all__ = ["Total", "all_reduce", "sent_by_each"]
+__all__ = ["Total", "all_reduce"]
 
-_LONG = 1 << 15  # bytes from which a second round costs less than sending everything to everyone
-_PIECE = 1 << 23  # bytes of a tensor that make one such sum: more do not stay in a processor's cache
-_AHEAD = 2  # pieces that travel at once
 _PARTS, _SUMS = 0, 1  # tags; those of programs begin at 2
-
-
-def sent_by_each(count_bytes: int, ranks: int) -> tuple[int, int]:
-    """The messages that each rank sends for a sum of tensors of that size, and their bytes.
-
-    >>> sent_by_each(100, 4), sent_by_each(1 << 20, 4), sent_by_each(1 << 24, 4)
-    ((3, 300), (6, 1572864), (12, 25165824))
-    """
-    others = ranks - 1
-    if count_bytes < _LONG:
-        return others, others * count_bytes
-    return 2 * others * _pieces(count_bytes), 2 * others * count_bytes // ranks
-
-
-def _pieces(count_bytes: int) -> int:
-    """Into how many pieces each rank's chunk of a long tensor is cut."""
-    return -(-count_bytes // _PIECE)
 
 
 class _Spare(threading.local):
@@ -94,17 +75,17 @@ class Total:
         self.flat, self.group = tensor.detach().view(-1), tuple(group)
         self.mine = self.group.index(world.rank)
         self.sent_bytes = sent_by_each(self.flat.nbytes, len(self.group))[1]
-        self.long = self.flat.nbytes >= _LONG and len(self.group) > 1
+        self.long = self.flat.nbytes >= LONG_BYTES and len(self.group) > 1
         cuts = self._cuts()
         self.lent = self._lend(cuts)
-        self.pieces = [self._piece(cut, self.lent[index % _AHEAD]) for index, cut in enumerate(cuts)]
+        self.pieces = [self._piece(cut, self.lent[index % AHEAD]) for index, cut in enumerate(cuts)]
         self.round: Pending | None = None
 
     def _cuts(self) -> list[list[Tensor]]:
         """For each piece what each rank of the group sums of it: its own part if it is long, all if it is short."""
         if not self.long:
             return [[self.flat] * len(self.group)]
-        count = _pieces(self.flat.nbytes)
+        count = pieces(self.flat.nbytes)
         chunks = [_cut(chunk, count) for chunk in _cut(self.flat, len(self.group))]
         return [list(parts) for parts in zip(*chunks, strict=True)]
 
@@ -112,7 +93,7 @@ class Total:
         """Memory for the others' terms of as many pieces as travel at once."""
         own = max((cut[self.mine] for cut in cuts), key=Tensor.numel)
         made = _spare.take if self.long and not self.again else torch.empty_like
-        return [[made(own) for _ in self.group[1:]] for _ in cuts[:_AHEAD]]
+        return [[made(own) for _ in self.group[1:]] for _ in cuts[:AHEAD]]
 
     def _piece(self, cut: Sequence[Tensor], lent: Sequence[Tensor]) -> _Piece:
         own = cut[self.mine]
@@ -151,13 +132,13 @@ class Total:
 
     def _rounds(self) -> Iterator[Pending]:
         """Add the parts up, and pass long sums round; what has to be complete before it can go on."""
-        arriving = [piece.gather() for piece in self.pieces[:_AHEAD]]
+        arriving = [piece.gather() for piece in self.pieces[:AHEAD]]
         going_round = []
         for index, piece in enumerate(self.pieces):
             yield arriving[index]
             _add(piece.terms, piece.own)
             going_round += [piece.pass_on()] if piece.pass_on else []
-            arriving += [coming.gather() for coming in self.pieces[index + _AHEAD : index + _AHEAD + 1]]
+            arriving += [coming.gather() for coming in self.pieces[index + AHEAD : index + AHEAD + 1]]
         if self.long and not self.again:
             _spare.give([tensor for lent in self.lent for tensor in lent])
         yield from going_round

@@ -18,7 +18,8 @@ from engines.program.compile import Compiler, compile_plan
 from engines.program.program import Feed, Program
 from engines.program.worker import Inputs, Worker
 from engines.spatial.additions import Additions
-from engines.training import Recipe, cut_inputs, micro_batch, own_copy, sgd, shared, state_of
+from engines.traces import micro_batch, shared
+from engines.training import Recipe, cut_inputs, own_copy, sgd, state_of
 
 __all__ = ["Prediction", "RankPrediction", "fetched", "joined", "prepare_prediction"]
 

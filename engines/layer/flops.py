@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor, fx
 
-__all__ = ["flops"]
+__all__ = ["flops", "operator_flops"]
 
 
 def flops(node: fx.Node) -> int:
@@ -16,9 +16,17 @@ def flops(node: fx.Node) -> int:
     if not isinstance(value, Tensor):
         return 0
     shapes = [arg.meta["val"].shape for arg in node.args if isinstance(arg, fx.Node) and _is_tensor(arg)]
-    name = str(node.target).split(".")[1] if "." in str(node.target) else str(node.target)
-    rule = _RULES.get(name)
-    return int(rule(shapes, value.shape) if rule else value.numel())
+    return operator_flops(str(node.target), shapes, value.shape)
+
+
+def operator_flops(operator: str, shapes: list, out: tuple[int, ...]) -> int:
+    """The same of an operator or kernel by name (`aten.conv2d.default`), from the shapes of its tensors.
+
+    >>> operator_flops("aten.conv2d.default", [(1, 3, 8, 8), (16, 3, 3, 3)], (1, 16, 8, 8))
+    55296
+    """
+    rule = _RULES.get(operator.split(".")[1] if "." in operator else operator)
+    return int(rule(shapes, out) if rule else math.prod(out))
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -43,6 +51,7 @@ _RULES: dict[str, Callable[[list, tuple[int, ...]], int]] = {
     "conv1d": _convolution,
     "conv2d": _convolution,
     "conv_transpose2d": _transposed,
+    "conv_transpose": _transposed,
     "linear": _product,
     "matmul": _product,
     "mm": _product,

@@ -74,7 +74,7 @@ class TensorSpec:
         return self.dtype.startswith(("float", "bfloat", "complex"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Node:
     """One ATen operator, without side effects on its inputs.
 
@@ -91,7 +91,7 @@ class Node:
     source: str
     flops: int
 
-    @property
+    @cached_property
     def reads(self) -> tuple[str, ...]:
         """Names of the values that it reads, in order."""
         return tuple(references(self.arguments))
@@ -128,8 +128,8 @@ class ModelGraph:
         """The first answer; most models have no other."""
         return self.answers[0]
 
-    @property
-    def specs(self) -> dict[str, TensorSpec]:
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
         """The shape of every value by name."""
         made = {node.name: node.spec for node in self.nodes if node.spec is not None}
         return {**self.inputs, **self.weights, **self.buffers, **made}

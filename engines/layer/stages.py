@@ -55,13 +55,12 @@ def layers(graph: ModelGraph) -> tuple[Layer, ...]:
     return tuple(found)
 
 
-def cut(graph: ModelGraph, plan: Plan) -> tuple[Span, ...]:
-    """The nodes of each stage, by `plan.balance`.
+def cut(found: Sequence[Layer], plan: Plan) -> tuple[Span, ...]:
+    """The nodes of each stage, of the layers `found`, by `plan.balance`.
 
     `auto` makes the largest cost per rank of any stage as small as it can be.
     Raises PlanError where there are fewer layers than stages, or the balance does not add up.
     """
-    found = layers(graph)
     if plan.split_size > len(found):
         raise PlanError(
             f"split_size={plan.split_size} but the model has only {len(found)} layers. Use split_size <= {len(found)}."

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from engines.layer.graph import references
 from engines.program.holdings import Value
 from engines.program.instructions import AllReduce, Compute, Exchange
 
@@ -29,7 +28,7 @@ def bounded(
 
 def _bounded(segment: Compute, values: Mapping[str, Value], wanted: set[str]) -> Compute:
     made = {op.out for op in segment.ops}
-    read = dict.fromkeys(name for op in segment.ops for name in references((op.arguments, op.keywords)))
+    read = dict.fromkeys(name for op in segment.ops for name in op.reads)
     inputs = tuple(name for name in read if name in values and name not in made)
     outputs = tuple(op.out for op in segment.ops if op.out in wanted)
     differentiable = any(values[name].differentiable for name in outputs)

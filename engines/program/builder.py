@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from engines.errors import TraceError
-from engines.layer.graph import WITHOUT_GRADIENT, Node, Ref, TensorSpec, references
+from engines.layer.graph import WITHOUT_GRADIENT, Node, Ref, TensorSpec
 from engines.program.bounds import bounded
 from engines.program.holdings import Holdings, Value
 from engines.program.instructions import AllReduce, Compute, Exchange, LocalOp, RunningStatistics
 from engines.spatial.fusion import Read
-from engines.spatial.moves import moves
+from engines.spatial.moves import Move, moves
 from engines.spatial.tiles import Tile
 from engines.spatial.windows import Shift, SpanRule, Window, window
 
 __all__ = ["POINT", "Builder", "Value"]
+
+Moves = Mapping[int, tuple[Move, ...]]
 
 POINT = Tile.whole(1, 1)
 """What a rank holds of a value that has no pixels."""
@@ -75,11 +78,10 @@ class Builder(Holdings):
         **keywords: Any,
     ) -> Ref:
         """Run a kernel on what this rank holds; `like` is the spec of the result for the whole image."""
-        self._open.append(LocalOp(out, kernel, arguments, keywords, self._module))
+        op = LocalOp(out, kernel, arguments, keywords, self._module)
+        self._open.append(op)
         differentiable = (
-            like.is_floating
-            and kernel not in WITHOUT_GRADIENT
-            and any(self._carries(name) for name in references((arguments, keywords)))
+            like.is_floating and kernel not in WITHOUT_GRADIENT and any(self._carries(name) for name in op.reads)
         )
         self.values[out] = Value(out, like, axes, differentiable)
         self.hold_wide(out)
@@ -104,14 +106,15 @@ class Builder(Holdings):
     def window(self, ref: Ref, out_px: tuple[int, int], rows: SpanRule, cols: SpanRule, fill: float = 0.0) -> Window:
         """What this rank's part of an `out_px` image reads of a tiled value, borrowed where it lacks it."""
         self.reads.append(Read(self._node, ref.name, rows, cols, fill))
-        wanted = {rank: window(tile, rows, cols) for rank, tile in self.outputs(out_px).items()}
+        key = ("window", self._node, ref.name)
+        wanted = self.common.once(key, (self.outputs(out_px), rows, cols), _windows)
         found = self._fetched(ref, wanted, fill)
         return Window(found.name, self.holds(found)[self.rank], wanted[self.rank], fill)
 
     def _fetched(self, ref: Ref, wanted: Mapping[int, Tile], fill: float) -> Ref:
         """A value that holds the pixels wanted: `ref` itself, or what comes of an exchange."""
-        whole, held = Tile.whole(*self.value(ref).size_px), self.holds(ref)
-        if all((tile & whole).lies_in(held[rank]) for rank, tile in wanted.items()):
+        given = self.value(ref).size_px, self.holds(ref), wanted
+        if not self.common.once(("lacks", self._node, ref.name), given, _lacks):
             return ref
         if shared := self.wide.fetch(self._node, ref.name):
             wanted, fill = shared, 0.0
@@ -164,13 +167,8 @@ class Builder(Holdings):
     ) -> str:  # fmt: skip
         """Fill each rank's `wanted` tile; the name under which this rank has its own, if it had to borrow for it."""
         whole = Tile.whole(*value.size_px) if value.axes else POINT
-        travelling = [
-            move
-            for move in moves(owned, {rank: tile & whole for rank, tile in wanted.items()})
-            if move.source != move.target
-        ]
-        sends = tuple(move for move in travelling if move.source == self.rank)
-        receives = tuple(move for move in travelling if move.target == self.rank)
+        sent, received = self.common.once(("transfer", purpose, tag), (owned, wanted, whole), _travelling)
+        sends, receives = sent.get(self.rank, ()), received.get(self.rank, ())
         if not (sends or receives):
             return value.name
         self.flush()
@@ -207,3 +205,24 @@ class Builder(Holdings):
         """All instructions, each segment with its inputs and outputs; `kept` values stay to the end."""
         self.flush()
         return bounded(self.instructions, self.values, kept)
+
+
+def _windows(outputs: Mapping[int, Tile], rows: SpanRule, cols: SpanRule) -> dict[int, Tile]:
+    return {rank: window(tile, rows, cols) for rank, tile in outputs.items()}
+
+
+def _lacks(size_px: tuple[int, int], held: Mapping[int, Tile], wanted: Mapping[int, Tile]) -> bool:
+    """Whether a rank lacks some of what it wants of an image."""
+    whole = Tile.whole(*size_px)
+    return not all((tile & whole).lies_in(held[rank]) for rank, tile in wanted.items())
+
+
+def _travelling(owned: Mapping[int, Tile], wanted: Mapping[int, Tile], whole: Tile) -> tuple[Moves, Moves]:
+    """What each rank sends to others, and what each receives."""
+    sends: dict[int, list[Move]] = defaultdict(list)
+    receives: dict[int, list[Move]] = defaultdict(list)
+    for move in moves(owned, {rank: tile & whole for rank, tile in wanted.items()}):
+        if move.source != move.target:
+            sends[move.source].append(move)
+            receives[move.target].append(move)
+    return tuple({rank: tuple(found) for rank, found in side.items()} for side in (sends, receives))

@@ -64,7 +64,7 @@ class Carrier:
         self._outside = _outside(exchange)
         kept = exchange.own & exchange.window if exchange.own and exchange.window else None
         self._kept = (_index(exchange, kept, exchange.own), _index(exchange, kept, exchange.window)) if kept else None
-        self._keeps_all = kept is not None and kept == exchange.own
+        self._keeps_all = exchange.surrounds
         self._room: Tensor | None = None
         self._middle: tuple[int, tuple[int, ...]] | None = None
         both_ways = exchange.sends and exchange.receives

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from engines.errors import PlanError
-from engines.layer.graph import ModelGraph, references
+from engines.layer.graph import ModelGraph
 from engines.layout import Layout, Role
 from engines.pipeline.schedule import Batch, Kind, Schedule, Work, schedule
 from engines.plan import Plan
@@ -130,7 +130,7 @@ class Compiler:
     def _trained(self, item: Instruction) -> set[str]:
         """The weights that a segment reads and that are trained."""
         ops = item.ops if isinstance(item, Compute) else ()
-        return self.graph.trainable & {name for op in ops for name in references((op.arguments, op.keywords))}
+        return self.graph.trainable & {name for op in ops for name in op.reads}
 
     def _way(self, roles: Sequence[Role]) -> Way:
         """What a rank does in one direction, for each of its stages."""

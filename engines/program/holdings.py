@@ -9,6 +9,7 @@ from typing import Any
 
 from engines.layer.graph import ModelGraph, Ref, TensorSpec
 from engines.layout import StageRanks
+from engines.program.common import Common
 from engines.spatial.fusion import Wide
 from engines.spatial.grouping import Work
 from engines.spatial.tiles import Tile
@@ -41,7 +42,8 @@ class Holdings:
     """Of every value of a stage, which pixels and images each rank has; `tile` is the number of the rank asked.
 
     `parted` are the values of which the ranks hold different images, `wide` what they hold beyond their tiles.
-    `in_turn`: tiles are computed one after another and nothing travels between them, so no other tile is looked at.
+    `common` is what the builders of all ranks of the stage share. `in_turn`: tiles are computed one after another and
+    nothing travels between them, so no other tile is looked at.
     """
 
     graph: ModelGraph
@@ -52,6 +54,7 @@ class Holdings:
     wide: Wide = field(default_factory=Wide)
     parted: frozenset[str] = frozenset()
     in_turn: bool = False
+    common: Common = field(default_factory=Common)
     _held: dict[str, Mapping[int, Tile]] = field(default_factory=dict)
     _node: str = ""
     _flops: dict[str, int] = field(default_factory=dict)
@@ -91,7 +94,7 @@ class Holdings:
         """The tiles of an image of that size, by rank: what each owns."""
         if self.in_turn:
             return {self.rank: self.stage.grid.tile(self.tile, *size_px)}
-        return dict(zip(self.stage.ranks, self.stage.grid.cut(*size_px), strict=True))
+        return self.common.once(("tiles", size_px), (self.stage, size_px), _tiles)
 
     def fits(self, size_px: tuple[int, int]) -> bool:
         """Whether an image of that size can be cut into tiles."""
@@ -123,3 +126,7 @@ class Holdings:
         """What a tiled value costs to compute, and to send."""
         value, flops = self.values[name], self._flops.get(name, 0)
         return Work(flops, value.spec.bytes / math.prod(value.size_px))
+
+
+def _tiles(stage: StageRanks, size_px: tuple[int, int]) -> dict[int, Tile]:
+    return dict(zip(stage.ranks, stage.grid.cut(*size_px), strict=True))

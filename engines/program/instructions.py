@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
-from engines.layer.graph import Ref, TensorSpec
+from engines.layer.graph import Ref, TensorSpec, references
 from engines.spatial.moves import Move
 from engines.spatial.tiles import Tile
 
@@ -48,7 +49,7 @@ class Phase(Enum):
     UPDATE = "update"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LocalOp:
     """One local kernel: an ATen operator (`aten.relu.default`) or one of our own (`tile.pad`)."""
 
@@ -57,6 +58,11 @@ class LocalOp:
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any] = field(default_factory=dict)
     module: str = ""
+
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the values that it reads, in order."""
+        return tuple(references((self.arguments, self.keywords)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +122,11 @@ class Exchange:
     def bytes_of(self, moves: Iterable[Move]) -> int:
         """What travels with these moves."""
         return sum(TensorSpec(self.shape_of(move.tile), self.dtype).bytes for move in moves)
+
+    @property
+    def surrounds(self) -> bool:
+        """Whether all that this rank holds of the source lies in its window."""
+        return bool(self.own and self.window) and self.own & self.window == self.own  # type: ignore[operator]
 
     @property
     def kind(self) -> str:

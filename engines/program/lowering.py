@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +14,7 @@ from engines.layer.stages import cut, layers
 from engines.layout import Layout, Role, StageRanks
 from engines.plan import Plan
 from engines.program.builder import POINT, Builder
+from engines.program.common import Common
 from engines.program.holdings import Value
 from engines.program.instructions import Linear
 from engines.program.program import Feed
@@ -56,13 +58,15 @@ class Lowering:
     ) -> None:
         self.graph, self.plan, self.layout = graph, plan, layout
         self.input_gradient, self.in_turn = input_gradient, in_turn
-        self.spans = cut(graph, plan)
+        self.layers = layers(graph)
+        self.spans = cut(self.layers, plan)
         self.stage_of = {node.name: index for index, span in enumerate(self.spans) for node in self._nodes(span)}
         self.reads = [{name for node in self._nodes(span) for name in node.reads} for span in self.spans]
         self.crossings = tuple(self._crossings())
         self._check_tags()
         self.crossing_values: dict[str, Value] = {}
         self._builders: dict[Role, Builder] = {}
+        self._commons: dict[Role, Common] = defaultdict(Common)
         self._wides: dict[Role, Wide] = {}
         self._scouts: dict[Role, Builder] = {}
         for stage in range(len(self.spans)):
@@ -154,8 +158,8 @@ class Lowering:
         """The group of each node of a stage. The prediction is one by itself: the loss gets own tiles of it."""
         if self.in_turn:
             return dict.fromkeys((*self.graph.inputs, *(node.name for node in self.graph.nodes)), 0)
-        span, found = self.spans[stage], layers(self.graph)
-        names = [[n.name for n in self._nodes(layer.nodes)] for layer in found if layer.nodes.start in span]
+        span = self.spans[stage]
+        names = [[n.name for n in self._nodes(layer.nodes)] for layer in self.layers if layer.nodes.start in span]
         fused = self.plan.fused_layers
         if isinstance(fused, str):
             work = {name: scout.work(name) for name in scout.values if scout.is_tiled(Ref(name))}
@@ -192,7 +196,7 @@ class Lowering:
         would be walked back twice.
         """
         if self.plan.schedule != "zero_bubble":
-            return {self.graph.nodes[layer.nodes.start].name for layer in layers(self.graph)}
+            return {self.graph.nodes[layer.nodes.start].name for layer in self.layers}
         weighted = [not self.graph.matrices.isdisjoint(node.reads) for node in self.graph.nodes]
         after = [False, *weighted[:-1]]
         return {n.name for n, here, before in zip(self.graph.nodes, weighted, after, strict=True) if here or before}
@@ -223,7 +227,7 @@ class Lowering:
         parted = self.parted if ranks.shares > 1 else frozenset()
         builder = Builder(
             self._seen[role.stage], ranks, role.tile, STAGE_TAGS * block, wide=wide, parted=parted,
-            in_turn=self.in_turn, sync_batchnorm=self.plan.sync_batchnorm,
+            in_turn=self.in_turn, sync_batchnorm=self.plan.sync_batchnorm, common=self._commons[replace(role, tile=0)],
         )  # fmt: skip
         self._receive(builder, role)
         span = self.spans[role.stage]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from engines.facts import facts_table
 from engines.program.instructions import Compute, Instruction, Linear, Phase
+from engines.program.traffic import traffic
 from engines.spatial.tiles import Tile
 
 __all__ = ["Feed", "Program", "Step", "Way"]
@@ -62,7 +65,7 @@ class Way:
         return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Program:
     """Everything that one rank does in one training step, or for one prediction, in order.
 
@@ -95,3 +98,24 @@ class Program:
     def of_kind(self, kind: type[Instruction]) -> Iterable[Instruction]:
         """Its instructions of a kind, as often as they are walked."""
         return (step.instruction for step in self.steps if isinstance(step.instruction, kind))
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the rank does in a training step, in a few lines: its instructions by kind, and what it sends."""
+        done = Counter(step.instruction.kind for step in self.steps)
+        sent = {kind: part for kind, part in traffic(self).items() if part.messages}
+        stages = (f"{stage}{' (mirrored)' * way}" for way, held in self.ways.items() for stage in sorted(held.stages))
+        return {
+            "stages": ", ".join(stages),
+            "micro-batches": f"{len(self.directions)} of {self.micro_batches}",
+            "weights": f"{len(self.weights)} tensors",
+            "instructions": ", ".join(f"{count:,} {kind}" for kind, count in done.items()),
+            **{f"sends ({kind})": f"{part.messages:,} messages, {part.bytes:,} bytes" for kind, part in sent.items()},
+        }
+
+    def __repr__(self) -> str:
+        told = "; ".join(f"{name}: {fact}" for name, fact in self.facts.items())
+        return f"<Program of rank {self.rank}: {told}>"
+
+    def _repr_html_(self) -> str:
+        return facts_table(f"Program of rank {self.rank}", self.facts)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.layer.graph import references
 from engines.program.carry import Carrier
 from engines.program.instructions import Compute, Exchange, LocalOp
 from engines.program.program import Way
@@ -113,7 +112,7 @@ def roomy(segment: Compute, op: LocalOp, rooms: Mapping[str, Room]) -> Callable[
 
     Who else reads the value would get memory with gaps, which costs a convolution the copy that is saved.
     """
-    read = any(op.out in references((other.arguments, other.keywords)) for other in segment.ops)
+    read = any(op.out in other.reads for other in segment.ops)
     if op.out not in rooms or op.kernel not in _INTO or read:
         return None
     return partial(_INTO[op.kernel], rooms[op.out])

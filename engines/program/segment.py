@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from engines.layer.graph import Ref, references
+from engines.layer.graph import Ref
 from engines.program.instructions import SEED, Compute
 from engines.program.room import Room, roomy
 from engines.spatial.kernels import kernel
 
-__all__ = ["Segment"]
+__all__ = ["Segment", "read_last"]
 
 Lookup = Callable[[dict[str, Any]], Any]
 
@@ -28,7 +28,7 @@ class Segment:
 
     def __init__(self, segment: Compute, owned: Mapping[str, Tensor], rooms: Mapping[str, Room] | None = None) -> None:
         self.inputs, self.outputs, self.owned = segment.inputs, segment.outputs, owned
-        read = {name for op in segment.ops for name in references((op.arguments, op.keywords))}
+        read = {name for op in segment.ops for name in op.reads}
         trained = [owned[name] for name in sorted(read & owned.keys()) if _is_trained(owned[name])]
         self.late = trained if any(weight.dim() > 1 for weight in trained) else []
         self.calls = [
@@ -38,9 +38,9 @@ class Segment:
                 kernel(op.kernel),
                 _lookup(op.arguments),
                 _lookup(dict(op.keywords)),
-                read_last,
+                of_no_use,
             )
-            for op, read_last in zip(segment.ops, _read_last(segment), strict=True)
+            for op, of_no_use in zip(segment.ops, read_last(segment), strict=True)
         ]
 
     def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:
@@ -49,18 +49,18 @@ class Segment:
         `again`: no exchange will read them, as none does where backward computes them a second time.
         """
         scope: dict[str, Any] = {**self.owned, SEED.name: seed, **{name: values[name] for name in self.inputs}}
-        for out, run, plain, arguments, keywords, read_last in self.calls:
+        for out, run, plain, arguments, keywords, of_no_use in self.calls:
             scope[out] = (plain if again else run)(*arguments(scope), **keywords(scope))
-            for name in read_last:
+            for name in of_no_use:
                 del scope[name]
         return tuple(scope[name] for name in self.outputs)
 
 
-def _read_last(segment: Compute) -> list[list[str]]:
+def read_last(segment: Compute) -> list[list[str]]:
     """For each operator the names of what the segment makes that is of no use behind it, and may go."""
     needed, made, found = set(segment.outputs), {op.out for op in segment.ops}, []
     for op in reversed(segment.ops):
-        here = dict.fromkeys((op.out, *references((op.arguments, op.keywords))))
+        here = dict.fromkeys((op.out, *op.reads))
         found.append([name for name in here if name in made and name not in needed])
         needed.update(here)
     return found[::-1]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from engines.comm.total import sent_by_each
+from engines.comm.sums import sent_by_each
 from engines.program.instructions import Agree, AllReduce, Exchange, Phase, ShareStatistics, SumGradients
-from engines.program.program import Program, Step
 
-__all__ = ["Traffic", "traffic"]
+if TYPE_CHECKING:
+    from engines.program.program import Program, Step
+
+__all__ = ["Traffic", "sent", "traffic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +34,13 @@ def traffic(program: Program) -> dict[str, Traffic]:
     found: dict[str, Traffic] = {}
     for step in program.steps:
         kind = step.instruction.kind
-        for part in _sent(step):
+        for part in sent(step):
             found[kind] = found.get(kind, Traffic(0, 0)) + part
     return found
 
 
-def _sent(step: Step) -> Iterable[Traffic]:
+def sent(step: Step) -> Iterable[Traffic]:
+    """What one step sends, if it sends."""
     match step.instruction:
         case Exchange() as exchange:
             moves = exchange.sends if step.phase is Phase.FORWARD else exchange.receives

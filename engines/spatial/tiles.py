@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from engines.errors import PlanError
 
@@ -131,6 +132,7 @@ class Grid:
         cuts = [size_px * part // parts for part in range(parts + 1)]
         return tuple(Span(start, stop) for start, stop in itertools.pairwise(cuts))
 
+    @lru_cache(maxsize=4096)  # noqa: B019  (grids are small values, and layers of one size ask again and again)
     def cut(self, height_px: int, width_px: int) -> tuple[Tile, ...]:
         """The tiles of an image, in order.
 
@@ -159,5 +161,5 @@ class Grid:
             if size_px < parts:
                 raise PlanError(
                     f"{size_px} {name} of pixels cannot be cut into {parts} tiles. "
-                    f"Use a grid with at most {size_px} along that axis, or end the spatial stages earlier."
+                    f"Use a slice_method with at most {size_px} along that axis, or a smaller spatial_size."
                 )

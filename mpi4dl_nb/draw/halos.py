@@ -9,7 +9,7 @@ from torch import nn
 
 from engines.errors import ImageError, PlanError
 from engines.images.picture import Picture
-from engines.layer.graph import ModelGraph, Node, TensorSpec, references
+from engines.layer.graph import ModelGraph, Node, TensorSpec
 from engines.layout import StageRanks
 from engines.plan import Plan
 from engines.program.compile import Compiler
@@ -152,7 +152,7 @@ def _readers(program: Program, name: str, nodes: Mapping[str, Node]) -> Iterator
 
 def _reading(ops: Sequence[LocalOp], name: str, nodes: Mapping[str, Node]) -> Iterator[Node]:
     for op in ops:
-        if name in references((op.arguments, op.keywords)):
+        if name in op.reads:
             if op.out in nodes:
                 yield nodes[op.out]
             else:

@@ -9,7 +9,7 @@ from typing import Any
 import ipywidgets
 import traitlets
 
-__all__ = ["Slider", "Trouble", "button", "check", "choice", "number"]
+__all__ = ["Slider", "Trouble", "button", "check", "choice", "number", "whole", "written"]
 
 _STYLE = {"description_width": "initial"}
 
@@ -17,6 +17,18 @@ _STYLE = {"description_width": "initial"}
 def number(label: str, value: int, low: int, high: int, tip: str = "") -> ipywidgets.BoundedIntText:
     """A whole number to type or to step with the arrow keys."""
     return ipywidgets.BoundedIntText(value, min=low, max=high, description=label, tooltip=tip, style=_STYLE)
+
+
+def whole(label: str, value: int, tip: str = "") -> ipywidgets.IntText:
+    """Any whole number: whether it is a good one is said beside it, rather than another one put in its place."""
+    return ipywidgets.IntText(value, description=label, tooltip=tip, style=_STYLE)
+
+
+def written(label: str, value: str, proposed: Sequence[str] = (), tip: str = "") -> ipywidgets.Combobox:
+    """Any words; some are proposed. They count when Enter is pressed, or the next control is gone to."""
+    return ipywidgets.Combobox(
+        value=value, options=list(proposed), description=label, tooltip=tip, continuous_update=False, style=_STYLE
+    )
 
 
 def choice(label: str, options: Sequence[Any], value: Any, tip: str = "") -> ipywidgets.Dropdown:

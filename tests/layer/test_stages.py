@@ -162,7 +162,7 @@ def dearest(found: Sequence[Layer], balance: Sequence[int], plan: Plan) -> float
 
 def balance_of(found: Sequence[Layer], plan: Plan, graph: ModelGraph) -> list[int]:
     """How many layers each stage got."""
-    return [sum(1 for layer in found if layer.nodes and span & layer.nodes) for span in cut(graph, plan)]
+    return [sum(1 for layer in found if layer.nodes and span & layer.nodes) for span in cut(found, plan)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -191,25 +191,25 @@ def test_a_given_balance_is_kept():
     for balance in ((1, 10), (10, 1), (4, 7)):
         plan = Plan(split_size=2, spatial_size=1, balance=balance)
         assert tuple(balance_of(layers(graph), plan, graph)) == balance
-        first, second = cut(graph, plan)
+        first, second = cut(layers(graph), plan)
         assert (first.start, first.stop, second.stop) == (0, second.start, len(graph.nodes))
 
 
 def test_a_balance_that_does_not_add_up():
     with pytest.raises(PlanError, match=r"balance=\(5, 5\) adds up to 10 layers but the model has 11\. Make it add up"):
-        cut(graph_of(resnet20_v1), Plan(split_size=2, spatial_size=1, balance=(5, 5)))
+        cut(layers(graph_of(resnet20_v1)), Plan(split_size=2, spatial_size=1, balance=(5, 5)))
 
 
 def test_more_stages_than_layers():
     with pytest.raises(PlanError, match=r"split_size=6 but the model has only 5 layers\. Use split_size <= 5"):
-        cut(graph_of(UNet), Plan(split_size=6, spatial_size=1))
+        cut(layers(graph_of(UNet)), Plan(split_size=6, spatial_size=1))
 
 
 def test_stages_are_the_same_in_every_precision():
     """`verify` runs a plan in float64 on the ranks that hold its float32 weights."""
     for model in (resnet20_v1(), resnet110_v2()):
         cuts = {
-            cut(prepare(model, replace(plan, precision=precision), (1, 3, 32, 32)).graph, plan)
+            cut(layers(prepare(model, replace(plan, precision=precision), (1, 3, 32, 32)).graph), plan)
             for plan in [Plan(split_size=3, spatial_size=0)]
             for precision in ("float32", "float64")
         }

@@ -317,6 +317,28 @@ def test_without_mpiexec_the_way_out_is_said(monkeypatch, tmp_path):
         Cluster(2).start()
 
 
+@pytest.mark.parametrize("backend", ["loopback", "mpi"])
+def test_it_becomes_larger_or_smaller(backend):
+    def place(host):
+        ones = torch.ones(1)
+        all_reduce(host.world, ones, range(host.world.size)).wait()
+        kept, host.trainings["kept"] = host.trainings.get("kept"), True
+        return host.world.rank, ones.item(), kept
+
+    cluster = Cluster(3, backend=backend)
+    try:
+        assert cluster.resize(2) is cluster  # it was not started, and is now
+        assert cluster.call(place) == [(0, 2, None), (1, 2, None)]
+        assert cluster.resize(2).call(place) == [(0, 2, True), (1, 2, True)]  # the same ranks, and what they hold
+        with pytest.raises(PlanError, match="n=0 must be a whole number of ranks"):
+            cluster.resize(0)
+        assert cluster.resize(1).call(place) == [(0, 1, None)]
+        assert (cluster.n, cluster.state) == (1, "ready")
+    finally:
+        cluster.stop()
+    assert cluster.state == "not started"
+
+
 @pytest.mark.parametrize("n", [0, -1, 1.5, "4", True, None])
 def test_n_must_be_a_number_of_ranks(n):
     with pytest.raises(PlanError, match="whole number of ranks"):

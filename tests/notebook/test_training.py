@@ -295,7 +295,7 @@ def test_a_plan_for_more_ranks_than_there_are(untouched):
 
 def test_more_tiles_than_rows(untouched):
     four_rows = replace(TILES, slice_method="horizontal")
-    with pytest.raises(PlanError, match=r"stage 0: 3 rows of pixels cannot be cut into 4 tiles. Use a grid with"):
+    with pytest.raises(PlanError, match=r"stage 0: 3 rows of pixels cannot be cut into 4 tiles. Use a slice_method"):
         Training(resnet(), four_rows, untouched, (1, 3, 3, 32))
     with pytest.raises(PlanError, match=r"max_pool2d.* in pool, .*: 2 rows of pixels cannot be cut into 4 tiles"):
         Training(unet(), four_rows, untouched, (1, 3, 4, 8192))  # too many pixels for every rank to hold all

@@ -1,0 +1,65 @@
+"""Bytes of the tensors that live in one rank, counted while it works: what a prediction of memory can be held against.
+
+The kernel's account of a process (`engines/bench/memory.py`) has the allocator's gaps and all libraries in it, and of
+ranks that are threads there is none. Here each new piece of tensor memory is noted, and struck off when its last
+tensor is gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["LiveBytes"]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts what operators of this thread make while it is entered, and what of it is let go of, at any time.
+
+    >>> import torch
+    >>> with LiveBytes() as live:
+    ...     x = torch.ones(256)
+    ...     del x
+    ...     y = torch.ones(8)
+    >>> live.now, live.peak
+    (32, 1024)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def restart(self) -> None:
+        """The peak counts from now on."""
+        self.peak = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {_place(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
+        for item in tree_leaves(made):
+            if isinstance(item, Tensor) and _place(item) not in given:
+                self._note(item)
+        return made
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        place, size = _place(tensor), storage.nbytes()
+        if place in self._known or not size:
+            return
+        self._known.add(place)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, place, size)
+
+    def _gone(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self.now -= size
+
+
+def _place(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

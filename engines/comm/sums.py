@@ -1,0 +1,31 @@
+"""How a sum over ranks travels, in numbers: what programs are counted and priced by, and what carries it out."""
+
+from __future__ import annotations
+
+__all__ = ["AHEAD", "LONG_BYTES", "PIECE_BYTES", "pieces", "sent_by_each"]
+
+LONG_BYTES = 1 << 15
+"""From here on a second round costs less than sending everything to everyone."""
+
+PIECE_BYTES = 1 << 23
+"""Of a tensor, that make one such sum: more do not stay in a processor's cache."""
+
+AHEAD = 2
+"""Pieces that travel at once."""
+
+
+def sent_by_each(count_bytes: int, ranks: int) -> tuple[int, int]:
+    """The messages that each rank sends for a sum of tensors of that size, and their bytes.
+
+    >>> sent_by_each(100, 4), sent_by_each(1 << 20, 4), sent_by_each(1 << 24, 4)
+    ((3, 300), (6, 1572864), (12, 25165824))
+    """
+    others = ranks - 1
+    if count_bytes < LONG_BYTES:
+        return others, others * count_bytes
+    return 2 * others * pieces(count_bytes), 2 * others * count_bytes // ranks
+
+
+def pieces(count_bytes: int) -> int:
+    """Into how many pieces each rank's chunk of a long tensor is cut."""
+    return -(-count_bytes // PIECE_BYTES)

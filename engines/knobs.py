@@ -1,0 +1,100 @@
+"""The knobs of a plan as people meet them: what each means, as text and back, and which one an error is about."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from engines.plan import PRECISIONS, SCHEDULES, Plan
+
+__all__ = ["CHOICES", "GROUPS", "HELP", "WRITTEN", "knob_of", "knobs_named", "text_of", "value_of"]
+
+HELP: Mapping[str, str] = {
+    "split_size": "stages that the model is cut into",
+    "spatial_size": "how many leading stages are cut into tiles",
+    "num_spatial_parts": "tiles of each spatial stage: one number, or one for each such as 4,2",
+    "slice_method": "square, vertical, horizontal, or rows x columns such as 2x3",
+    "balance": "layers of each stage such as 20,18, or auto",
+    "parts": "micro-batches that a batch is cut into",
+    "bidirectional": "a second copy of the model runs through the ranks in mirrored order (GEMS)",
+    "times": "pairs of batches, one in each direction, for an update",
+    "local_dp": "ranks that share the images of a micro-batch in every stage behind the spatial ones",
+    "data_parallel": "replicas of all, with batches of their own",
+    "accumulate": "batches one after another that are added up before an update",
+    "halo_d2": "halos travel once for several layers; where tiles overlap then, both ranks compute",
+    "fused_layers": "layers between two exchanges of halo_d2, or auto: as many as are cheapest",
+    "schedule": "the order of micro-batches",
+    "stages_per_rank": "stages on each rank behind the spatial ones, for the schedule interleaved",
+    "precision": "the type of activations and halos",
+    "checkpoint_activations": "keep what comes from other ranks, and compute the rest again for backward",
+    "sync_batchnorm": "batch norm over all tiles, as one process does it; off: each tile by itself",
+}
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Stages": ("split_size", "balance"),
+    "Tiles": ("spatial_size", "num_spatial_parts", "slice_method", "halo_d2", "fused_layers"),
+    "Pipeline": ("parts", "schedule", "stages_per_rank"),
+    "Directions and replicas": ("bidirectional", "times", "local_dp", "data_parallel", "accumulate"),
+    "Numbers": ("precision", "checkpoint_activations", "sync_batchnorm"),
+}
+CHOICES: Mapping[str, tuple[str, ...]] = {"schedule": SCHEDULES, "precision": PRECISIONS}
+WRITTEN: Mapping[str, tuple[str, ...]] = {
+    "num_spatial_parts": (),
+    "slice_method": ("square", "vertical", "horizontal", "2x3"),
+    "balance": ("auto",),
+    "fused_layers": ("auto",),
+}
+"""The knobs that take a word, a number or several of them, with what may be proposed."""
+
+_NAMES = "|".join(field.name for field in fields(Plan))
+_SET = re.compile(rf"\b({_NAMES})=")
+_NAMED = re.compile(rf"\b({'|'.join(name for name in _NAMES.split('|') if '_' in name)})\b")
+
+
+def knobs_named(text: str) -> tuple[str, ...]:
+    """The knobs that a message names, in order: as `name=value` first, then by a name that is no English word.
+
+    >>> knobs_named("A batch of 3 images has parts=2. Use other parts, many times, or data_parallel.")
+    ('parts', 'data_parallel')
+    """
+    return tuple(dict.fromkeys([*_SET.findall(text), *_NAMED.findall(text)]))
+
+
+def knob_of(text: str, touched: str = "") -> str:
+    """The knob beside which a message belongs, empty where it names none.
+
+    That is the one that was `touched` last, if the message names it: it has made a good plan a bad one. Otherwise it
+    is the first one: messages begin with the knob that has to change, and go on to how.
+
+    >>> text = "spatial_size=3 asks for more spatial stages than the split_size=2 stages there are."
+    >>> knob_of(text), knob_of(text, touched="split_size"), knob_of(text, touched="parts")
+    ('spatial_size', 'split_size', 'spatial_size')
+    """
+    named = knobs_named(text)
+    return touched if touched in named else next(iter(named), "")
+
+
+def value_of(text: str) -> Any:
+    """`4` is a number, `4,2` a tuple, anything else a word.
+
+    >>> value_of("4"), value_of("4, 2"), value_of("auto"), value_of("2x3,square")
+    (4, (4, 2), 'auto', ('2x3', 'square'))
+    """
+    words = [word.strip() for word in text.strip().removesuffix(",").split(",")]
+    parts = [int(word) if word.lstrip("-").isdecimal() else word for word in words]
+    return tuple(parts) if "," in text else parts[0]
+
+
+def text_of(value: Any) -> str:
+    """What `value_of` reads back; nothing for None.
+
+    >>> text_of((4, 2)), text_of((4,)), text_of(None)
+    ('4, 2', '4,', '')
+    """
+    if value is None:
+        return ""
+    if not isinstance(value, tuple):
+        return str(value)
+    return ", ".join(map(str, value)) if len(value) > 1 else f"{value[0]},"

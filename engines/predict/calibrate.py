@@ -1,0 +1,172 @@
+"""Measures the machine that the ranks run on: kernels, overheads, messages, and what sharing the cores costs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.comm.device import cores
+from engines.comm.world import Message, World
+from engines.layer.graph import Ref
+from engines.predict.machine import Machine
+from engines.predict.samples import Size, chain_seconds, median_seconds, speeds
+from engines.program.instructions import Compute, LocalOp, Phase, RunningStatistics, Update
+from engines.program.program import Feed, Program, Step, Way
+from engines.program.update import update_buffers
+from engines.program.worker import Worker
+
+__all__ = ["calibrate"]
+
+SIZES = (Size(16, 32), Size(16, 96), Size(16, 256), Size(64, 16), Size(64, 64), Size(256, 8), Size(256, 32))
+CROWDED = (Size(16, 128), Size(64, 48))
+_SEGMENTS = 40
+_ROUNDS = 15
+
+
+def calibrate(world: World, name: str = "this machine") -> Machine:
+    """The machine as these ranks see it, the same on all of them; collective. It takes some seconds.
+
+    Kernels are timed on rank 0 while the others sleep, then on all ranks at once.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = _one_by_one(world, _alone) or {}
+        latency_s, bytes_per_s = _messages(world)
+        crowded_s = _crowded(world)
+        found = world.gather({**alone, "crowded_s": crowded_s})
+        fields = dict(found[0])
+        crowded_s = sum(each["crowded_s"] for each in found) / len(found)
+        fields.pop("crowded_s")
+        alone_s = fields.pop("alone_s")
+        contention = crowded_s / alone_s if world.size > 1 else 1.0
+        return Machine(
+            name=name, source=f"measured on {world.size} ranks", contention=max(1.0, contention),
+            latency_s=latency_s, bytes_per_s=bytes_per_s, ranks=world.size, **fields,
+        )  # fmt: skip
+    finally:
+        torch.set_num_threads(before)
+
+
+def _one_by_one(world: World, work: Callable[[], Any]) -> Any:
+    """On rank 0, while all others sleep."""
+    world.rest()
+    found = work() if world.rank == 0 else None
+    world.rest()
+    return found
+
+
+def _alone() -> dict[str, Any]:
+    call_s, back_call_s = _overheads()
+    one_s = _crowd_seconds()
+    torch.set_num_threads(cores())
+    all_s = _crowd_seconds(time.process_time) / cores()  # of all threads together
+    torch.set_num_threads(1)
+    block = torch.rand(1 << 19)
+    into = torch.empty_like(block)
+    return {
+        "speeds": speeds(SIZES, call_s, back_call_s),
+        "call_s": call_s,
+        "back_call_s": back_call_s,
+        "instruction_s": _instruction_seconds(call_s, back_call_s),
+        "weight_s": _weight_seconds(),
+        "statistic_s": _statistic_seconds(),
+        "copy_per_s": block.nbytes / median_seconds(lambda: into.copy_(block), 15),
+        "cores": cores(),
+        "threads_gain": min(max(1.0, one_s / all_s), float(cores())),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "alone_s": one_s,
+    }
+
+
+def _crowd_seconds(clock: Callable[[], float] = time.thread_time) -> float:
+    return sum(chain_seconds(size, clock) for size in CROWDED)
+
+
+def _crowded(world: World) -> float:
+    """A rank's own processor time for a chain while every rank computes one."""
+    world.rest()
+    start_s, taken = time.perf_counter(), []
+    while len(taken) < 2 or time.perf_counter() - start_s < 0.5:
+        taken.append(_crowd_seconds())
+    world.rest()
+    return sum(taken) / len(taken)
+
+
+def _overheads() -> tuple[float, float]:
+    """Seconds of a kernel call beside its work, forward and back."""
+    calls = 50
+    x = torch.zeros(1, 4, 2, 2)
+
+    def forward() -> Tensor:
+        value = x.detach().requires_grad_()
+        for _ in range(calls):
+            value = torch.relu(value)
+        return value
+
+    call_s = median_seconds(forward) / calls
+    both_s = median_seconds(lambda: forward().backward(x)) / calls
+    return call_s, max(call_s, both_s - call_s)
+
+
+def _instruction_seconds(call_s: float, back_call_s: float) -> float:
+    """Of one instruction beside its kernels: a program of many that do next to nothing, forward and back."""
+    weight = torch.ones(1, requires_grad=True)
+    segments = [
+        Compute(f"s{i}", (LocalOp(f"v{i + 1}", "aten.mul.Tensor", (Ref(f"v{i}"), Ref("w"))),), (f"v{i}",),
+                (f"v{i + 1}",), True)
+        for i in range(_SEGMENTS)
+    ]  # fmt: skip
+    steps = [Step(each, Phase.FORWARD) for each in segments] + [Step(each, Phase.BACKWARD) for each in segments[::-1]]
+    last = f"v{_SEGMENTS}"
+    way = Way({0: tuple(segments)}, {"v0": Feed(None, None)}, last, last, True, frozenset({last}))
+    program = Program(0, tuple(steps), {0: way}, {0: 0}, 1, ("w",), ())
+    worker = Worker(program, _Nobody(), {"w": weight}, {})
+    seconds = median_seconds(lambda: worker.run({0: {"v0": torch.ones(1)}}), 9)
+    return max(0.0, seconds / len(steps) - (call_s + 2 * back_call_s) / 2)
+
+
+class _Nobody:
+    """A world of one rank."""
+
+    rank, size = 0, 1
+
+
+def _weight_seconds() -> float:
+    count = 40
+    weights = [nn.Parameter(torch.zeros(8)) for _ in range(count)]
+    for weight in weights:
+        weight.grad = torch.zeros(8)
+    return median_seconds(torch.optim.SGD(weights, lr=0.1, momentum=0.9).step, 9) / count
+
+
+def _statistic_seconds() -> float:
+    count = 20
+    buffers = {name: torch.zeros(8) for name in ("mean", "variance")}
+    entry = RunningStatistics("mean", "variance", "moments", 0.1, (4, 4))
+    moments = torch.zeros(2, 2, 8, dtype=torch.float64)
+    update = Update("update", (entry,) * count, {})
+    return median_seconds(partial(update_buffers, buffers, update, lambda _: [moments], _Nobody()), 5) / count
+
+
+def _messages(world: World) -> tuple[float, float]:
+    """Latency, and bytes in a second, of messages to a neighbour and back while all ranks send."""
+    if world.size == 1:
+        return 0.0, float("inf")
+    small, large = (_ring_seconds(world, count) for count in (1 << 10, 1 << 20))
+    means = [sum(found) / world.size for found in zip(*world.gather((small, large)), strict=True)]
+    return means[0], (1 << 20) / max(1e-9, means[1] - means[0])
+
+
+def _ring_seconds(world: World, count_bytes: int) -> float:
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    out, into = torch.zeros(count_bytes, dtype=torch.uint8), torch.zeros(count_bytes, dtype=torch.uint8)
+    turn = world.prepare([Message(right, 2, out)], [Message(left, 2, into)])
+    world.rest()
+    return median_seconds(lambda: turn().wait(), _ROUNDS, time.perf_counter)

@@ -1,0 +1,100 @@
+"""Memory as an account: what is held, how often, and how much that is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Gradients", "Ledger"]
+
+
+class Ledger:
+    """Blocks of memory by key, each counted once for as long as anyone holds it; `now` is their bytes by kind.
+
+    >>> ledger = Ledger()
+    >>> ledger.hold("x", {"activations": 8}), ledger.hold("x"), ledger.release("x"), ledger.total
+    (None, None, None, 8)
+    >>> ledger.release("x"), ledger.total, ledger.peak
+    (None, 0, 8)
+    """
+
+    def __init__(self) -> None:
+        self.now: Counter[str] = Counter()
+        self.total = self.peak = 0
+        self.at_peak: dict[str, int] = {}
+        self.peak_step = 0
+        self.step = 0
+        self._held: dict[Hashable, tuple[int, Mapping[str, int]]] = {}
+
+    def hold(self, key: Hashable, parts: Mapping[str, int] | None = None) -> None:
+        """One more holds the block; `parts` are its bytes by kind, where it is new."""
+        count, there = self._held.get(key, (0, parts or {}))
+        self._held[key] = count + 1, there
+        if not count:
+            self._add(there, 1)
+
+    def release(self, key: Hashable) -> None:
+        """One less holds it; the last one frees it."""
+        count, parts = self._held.pop(key)
+        if count > 1:
+            self._held[key] = count - 1, parts
+        else:
+            self._add(parts, -1)
+
+    def for_a_while(self, **kinds: int) -> None:
+        """So much more is in use for a moment."""
+        if self.total + sum(kinds.values()) > self.peak:
+            self.peak = self.total + sum(kinds.values())
+            self.at_peak = dict(self.now + Counter(kinds))
+            self.peak_step = self.step
+
+    def _add(self, parts: Mapping[str, int], sign: int) -> None:
+        for kind, size in parts.items():
+            self.now[kind] += sign * size
+            self.total += sign * size
+        if self.total > self.peak:
+            self.for_a_while()
+
+
+@dataclass
+class Gradients:
+    """Gradients on their way back through a segment; `arrived` are the values that have one, its outputs to begin with.
+
+    Those of the outputs are held by others.
+    """
+
+    ledger: Ledger
+    arrived: set[str]
+    lies_in: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    count: int = 0
+
+    def give(self, name: str, size: int, passed_from: Sequence[str]) -> None:
+        """A value gets a gradient, in memory of its own or in that of a result's; it is added to what is there."""
+        self.count += 1
+        given = next((self.lies_in.get(each, f"given:{each}") for each in passed_from if each in self.arrived), None)
+        key = given or f"new:{self.count}"
+        self.ledger.hold(key, None if given else {"gradient": size})
+        there = self.lies_in.get(name)
+        if there is not None and (given or not there.startswith("given:")):
+            self.ledger.release(key)
+            return
+        if there is not None:  # the sum is new memory, where what was there belongs to somebody else
+            self.ledger.release(there)
+        self.lies_in[name], self.sizes[name] = key, size
+        self.arrived.add(name)
+
+    def forget(self, names: Sequence[str]) -> None:
+        """These have served."""
+        for name in names:
+            if name in self.lies_in:
+                self.ledger.release(self.lies_in.pop(name))
+                self.sizes.pop(name)
+
+    def left(self) -> dict[str, int]:
+        """What the segment's inputs and weights have got in the end: each has memory of its own then."""
+        for name, key in self.lies_in.items():
+            if key.startswith("given:"):
+                self.ledger.hold(f"own:{name}", {"gradient": self.sizes[name]})
+        return self.sizes

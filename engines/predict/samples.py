@@ -1,0 +1,149 @@
+"""Kernels timed as training runs them: one behind the other, each result kept for backward.
+
+What is counted is the processor's time of this thread: on a machine where other programs run too, the clock on the wall
+would time them as well.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.comm.device import memory_format
+from engines.layer.graph import TensorSpec
+from engines.predict.classes import BY_ARITHMETIC
+from engines.predict.cost import amount_of
+from engines.predict.effects import Local
+from engines.predict.machine import Speed
+from engines.predict.segments import counted
+from engines.predict.tallies import OpTally
+from engines.spatial.kernels import kernel
+
+__all__ = ["Size", "chain_seconds", "median_seconds", "speeds"]
+
+_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Channels, and pixels along a side, of the values of a chain."""
+
+    channels: int
+    side_px: int
+
+
+@dataclass
+class _Timed:
+    """One kernel call of a chain, and the seconds that it took, each time."""
+
+    op: OpTally
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+
+
+def speeds(sizes: tuple[Size, ...], call_s: float, back_call_s: float) -> dict[str, tuple[Speed, ...]]:
+    """Samples of all classes, of one thread or as many as are set."""
+    found: dict[str, list[Speed]] = defaultdict(list)
+    for size in sizes:
+        for timed in _chain(size):
+            found[timed.op.kind].append(_speed(timed, call_s, back_call_s))
+    return {kind: tuple(samples) for kind, samples in found.items()}
+
+
+def chain_seconds(size: Size, clock: Callable[[], float] = time.thread_time) -> float:
+    """One chain forward and back."""
+    start_s = clock()
+    _chain(size)
+    return clock() - start_s
+
+
+def median_seconds(work: Callable[[], object], times: int = 5, clock: Callable[[], float] = time.thread_time) -> float:
+    """Of some runs, after one that does not count."""
+    work()
+    found = []
+    for _ in range(times):
+        start_s = clock()
+        work()
+        found.append(clock() - start_s)
+    return statistics.median(found)
+
+
+def _speed(timed: _Timed, call_s: float, back_call_s: float) -> Speed:
+    """Work in a second, without what every call takes; of that at least a tenth of the time is left."""
+    amount, at = amount_of(timed.op)
+    seconds = statistics.median(timed.forward)
+    back_s = statistics.median(timed.backward)
+    back_amount = amount * (2 if timed.op.kind in BY_ARITHMETIC else 1)  # the gradients of values, and of weights
+    return Speed(
+        tuple(map(float, at)),
+        amount / max(0.1 * seconds, seconds - call_s),
+        back_amount / max(0.1 * back_s, back_s - back_call_s),
+    )
+
+
+def _chain(size: Size) -> list[_Timed]:
+    """A few networks one after another, each forward and then back."""
+    found: dict[int, _Timed] = {}
+    for _ in range(_REPEATS):
+        done: list[tuple[_Timed, Tensor]] = []
+        for index, (name, arguments) in enumerate(_calls(size)):
+            timed = found.setdefault(index, _Timed(counted(name, _looks(arguments))))
+            start_s = time.thread_time()
+            made = kernel(name)(*arguments)
+            timed.forward.append(time.thread_time() - start_s)
+            done.append((timed, made[0] if isinstance(made, tuple) else made))
+        for timed, result in reversed(done):
+            grad = torch.ones_like(result)
+            start_s = time.thread_time()
+            torch.autograd.backward(result, grad)
+            timed.backward.append(time.thread_time() - start_s)
+    return list(found.values())
+
+
+def _calls(size: Size) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """What a network of that size is made of. Each reads what the one before has just written."""
+    channels, side = size.channels, size.side_px
+    x = _values(1, channels, side, side)
+    gain, offset = torch.ones(channels, requires_grad=True), torch.zeros(channels, requires_grad=True)
+    settings = (None, [1, 1], [1, 1], [1, 1], 1)
+    three, one = _kernels(channels, channels, 3), _kernels(channels, channels, 1)
+    moments = kernel("tile.moments")(x, 0, 1).detach().requires_grad_()
+    if size.channels == 16:
+        yield "aten.conv2d.default", (_values(1, 3, side, side), _kernels(channels, 3, 3), *settings)
+    yield "aten.conv2d.default", (x, three, *settings)
+    yield "tile.moments", (x, 0, 4)
+    yield "tile.batch_norm", (x, moments, gain, offset, [side * side], 1e-5)
+    yield "tile.whole_batch_norm", (x, gain, offset, 1e-5)
+    yield "aten.relu.default", (x,)
+    yield "aten.conv2d.default", (x, one, None, [1, 1], [0, 0], [1, 1], 1)
+    yield "aten.conv2d.default", (x, _kernels(channels, 1, 3), None, [1, 1], [1, 1], [1, 1], channels)
+    yield "aten.max_pool2d.default", (x, [2, 2], [2, 2])
+    yield "aten.cat.default", ([x, x], 1)
+    yield "tile.pad", (x, [1, 1, 1, 1], 0.0)
+    yield "aten.linear.default", (_values(16, channels * 4), _values(channels, channels * 4))
+
+
+def _values(*shape: int) -> Tensor:
+    made = torch.rand(shape)
+    return made.to(memory_format=memory_format(len(shape))).requires_grad_()
+
+
+def _kernels(filters: int, channels: int, side: int) -> Tensor:
+    return _values(filters, channels, side, side)
+
+
+def _looks(arguments: Any) -> Any:
+    """The arguments with what tensors look like in their place."""
+    if isinstance(arguments, Tensor):
+        spec = TensorSpec(tuple(arguments.shape), str(arguments.dtype).removeprefix("torch."))
+        return Local(spec, tuple(arguments.stride()), True)
+    if isinstance(arguments, list | tuple):
+        return type(arguments)(_looks(item) for item in arguments)
+    return arguments

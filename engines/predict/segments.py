@@ -1,0 +1,225 @@
+"""Counts what one segment of a rank does with memory and arithmetic, call by call, forward and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from engines.layer.flops import operator_flops
+from engines.layer.graph import ModelGraph, Ref, TensorSpec
+from engines.predict.classes import BY_ARITHMETIC, class_of, shape_of
+from engines.predict.effects import Effect, Local, effect_of, locals_of
+from engines.predict.ledger import Gradients, Ledger
+from engines.predict.tallies import OpTally, SegmentTally
+from engines.program.instructions import DEVICE, SEED, Compute, Exchange, LocalOp
+from engines.program.program import Way
+from engines.program.room import roomy
+from engines.program.segment import read_last
+
+__all__ = ["Held", "SegmentCount", "counted", "window_key"]
+
+Abstract = Local | tuple[Local, ...]
+
+
+@dataclass
+class Held:
+    """One direction of a rank, walked forward: how each value looks, and where it lies."""
+
+    way: Way
+    graph: ModelGraph
+    values: dict[str, Local] = field(default_factory=dict)
+    lies_in: dict[str, str] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def rooms(self) -> dict[str, Exchange]:
+        """The values that may be made in the middle of their window: those that one exchange alone reads."""
+        exchanges = [item for item in self.way.forward if isinstance(item, Exchange) and item.axes is not None]
+        return {e.source: e for e in exchanges if e.surrounds and len(self.way.reads[e.source]) == 1}
+
+    def owned(self, name: str) -> Local | None:
+        """A weight or buffer, if it is one."""
+        spec = self.graph.weights.get(name) or self.graph.buffers.get(name)
+        return None if spec is None else Local.of(spec, name in self.graph.trainable)
+
+    def keep(self, name: str, local: Local, needs_gradient: bool, key: str) -> None:
+        """From here on the rank has this value."""
+        self.values[name] = Local(local.spec, local.strides, needs_gradient and local.spec.is_floating)
+        self.lies_in[name] = key
+        self.bytes.setdefault(key, local.spec.bytes)
+
+
+def window_key(exchange: Exchange) -> str:
+    """Where the window of an exchange lies."""
+    return f"window:{exchange.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One kernel call in a segment: the names of its tensors, in order, and of what it makes."""
+
+    op: LocalOp
+    effect: Effect
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+    locals: tuple[Local, ...]
+
+    @property
+    def leads_back(self) -> bool:
+        """Whether backward comes through it."""
+        return any(made.local.needs_gradient for made in self.effect.made)
+
+
+@dataclass
+class SegmentCount:
+    """One segment: its calls in order, and where all that they make lies."""
+
+    segment: Compute
+    way: Held
+    scope: dict[str, Abstract] = field(default_factory=dict)
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+    fresh: dict[str, int] = field(default_factory=dict)
+
+    def tally(self) -> SegmentTally:
+        """The count, once; its outputs are then the rank's values."""
+        for name in self.segment.inputs:
+            self._enter(name, self.way.values[name], self.way.lies_in[name])
+        inside, calls = Ledger(), []
+        for op, of_no_use in zip(self.segment.ops, read_last(self.segment), strict=True):
+            calls += self._forward(op, inside)
+            for name in of_no_use:
+                for part in self.names[name]:
+                    inside.release(self.keys[part])
+        keeps = frozenset(key for call in calls if call.leads_back for key in self._saved(call))
+        self._leave()
+        back, grads, trains = self._back([call for call in calls if call.leads_back])
+        kept = {key: size for key, size in self.fresh.items() if key in keeps or key in self._outputs()}
+        matrices = (len(self.way.graph.weights[name].shape) > 1 for name in trains)
+        ops = tuple(_counted(call.op.kernel, call.effect, call.locals) for call in calls)
+        return SegmentTally(ops, keeps, kept, inside.peak, back, grads, trains, late=any(matrices))
+
+    def _enter(self, name: str, local: Local, key: str) -> None:
+        self.scope[name], self.names[name], self.keys[name] = local, (name,), key
+
+    def _outputs(self) -> set[str]:
+        return {self.keys[part] for name in self.segment.outputs for part in self.names[name]}
+
+    def _leave(self) -> None:
+        """The outputs become values of the rank."""
+        for name in self.segment.outputs:
+            (part,) = self.names[name]
+            local, key = self.scope[name], self.keys[part]
+            self.way.bytes[key] = self.fresh.get(key, self.way.bytes.get(key, 0))
+            self.way.keep(name, local, local.needs_gradient, key)  # type: ignore[arg-type, union-attr]
+
+    def _forward(self, op: LocalOp, inside: Ledger) -> Iterator[_Call]:
+        if op.kernel == "getitem":
+            source, index = op.arguments
+            part = self.names[source.name][index]
+            self.scope[op.out], self.names[op.out] = self.scope[source.name][index], (part,)  # type: ignore[index]
+            inside.hold(self.keys[part])
+            return
+        read: list[str] = []
+        arguments, keywords = self._put(list(op.arguments), read), self._put(dict(op.keywords), read)
+        effect = effect_of(op.kernel, arguments, keywords)
+        makes = tuple(f"{op.out}[{i}]" for i in range(len(effect.made))) if effect.several else (op.out,)
+        locals_ = tuple(self._local(name) for name in read)
+        call = _Call(op, effect, tuple(read), makes, locals_)
+        self._make(call)
+        for name in makes:
+            inside.hold(self.keys[name], {"made": self.fresh.get(self.keys[name], 0)})
+        if call.leads_back:
+            for key in self._saved(call):
+                inside.hold(key, {"made": self.fresh.get(key, 0)})
+        yield call
+
+    def _put(self, value: Any, read: list[str]) -> Any:
+        """The arguments with what the tensors look like in the place of their names."""
+        if isinstance(value, list | tuple):
+            return [self._put(item, read) for item in value]
+        if isinstance(value, dict):
+            return {key: self._put(item, read) for key, item in value.items()}
+        if not isinstance(value, Ref) or value in (DEVICE, SEED):
+            return value
+        if value.name not in self.scope:
+            self._enter(value.name, self.way.owned(value.name), f"weight:{value.name}")  # type: ignore[arg-type]
+        (part,) = self.names[value.name]
+        read.append(part)
+        return self.scope[value.name]
+
+    def _local(self, part: str) -> Local:
+        if part in self.scope:
+            return self.scope[part]  # type: ignore[return-value]
+        whole, _, index = part.rpartition("[")
+        return self.scope[whole][int(index[:-1])]  # type: ignore[index]
+
+    def _make(self, call: _Call) -> None:
+        """Enter the results, where they lie, and how large new memory is."""
+        made = tuple(each.local for each in call.effect.made)
+        self.scope[call.op.out] = made if call.effect.several else made[0]
+        self.names[call.op.out] = call.makes
+        for name, each in zip(call.makes, call.effect.made, strict=True):
+            self.keys[name] = name if each.shares is None else self.keys[call.reads[each.shares]]
+            if each.shares is None:
+                self.fresh[name] = each.bytes
+        if call.op.out in self.way.rooms and roomy(self.segment, call.op, self.way.rooms) is not None:
+            exchange = self.way.rooms[call.op.out]
+            key = window_key(exchange)
+            self.fresh.pop(call.op.out, None)
+            self.keys[call.op.out] = key
+            self.fresh[key] = TensorSpec(exchange.shape_of(exchange.window), exchange.dtype).bytes
+        if call.effect.saves_bytes and call.leads_back:
+            self.fresh[f"{call.op.out}:saved"] = call.effect.saves_bytes
+
+    def _saved(self, call: _Call) -> list[str]:
+        """The keys of what autograd keeps of a call."""
+        found = {self.keys[call.reads[index]] for index in call.effect.saves}
+        found |= {self.keys[call.makes[index]] for index in call.effect.saves_made}
+        found |= {f"{call.op.out}:saved"} if call.effect.saves_bytes else set()
+        return sorted(key for key in found if not key.startswith("weight:"))
+
+    def _back(self, calls: Sequence[_Call]) -> tuple[int, dict[str, int], dict[str, int]]:
+        """What backward takes beyond what it finds, and the gradients that it leaves: of values, of weights."""
+        ledger = Ledger()
+        for key in (*self._outputs(), *(key for call in calls for key in self._saved(call))):
+            ledger.hold(key, {"kept": self.fresh.get(key, 0)})
+        start = ledger.peak = ledger.total
+        grads = Gradients(ledger, {part for name in self.segment.outputs for part in self.names[name]})
+        for call in reversed(calls):
+            if any(name in grads.arrived for name in call.makes):
+                for index, (name, local) in enumerate(zip(call.reads, call.locals, strict=True)):
+                    if local.needs_gradient:
+                        grads.give(name, local.spec.bytes, call.makes if index in call.effect.passes else ())
+                grads.forget(call.makes)
+                for key in self._saved(call):
+                    ledger.release(key)
+        left = grads.left()
+        weights = {name: size for name, size in left.items() if name in self.way.graph.weights}
+        return ledger.peak - start, {n: s for n, s in left.items() if n not in weights}, weights
+
+
+def counted(kernel: str, arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None) -> OpTally:
+    """One call by itself, on arguments in which `Local`s stand for tensors."""
+    return _counted(kernel, effect_of(kernel, arguments, keywords or {}), tuple(locals_of((arguments, keywords or {}))))
+
+
+def _counted(kernel: str, effect: Effect, locals_: Sequence[Local]) -> OpTally:
+    shapes = [local.spec.shape for local in locals_]
+    made = [each.local.spec for each in effect.made]
+    views = not made or effect.made[0].shares is not None
+    matrices = class_of(kernel) in BY_ARITHMETIC
+    gradients = sum(
+        local.needs_gradient and index not in effect.passes and (len(local.spec.shape) > 1 or not matrices)
+        for index, local in enumerate(locals_)
+    )
+    return OpTally(
+        kernel,
+        class_of(kernel),
+        0 if views else operator_flops(kernel, shapes, made[0].shape),
+        0 if views else sum(spec.bytes for spec in (*(local.spec for local in locals_), *made)),
+        shape_of(kernel, shapes),
+        gradients if any(each.local.needs_gradient for each in effect.made) else 0,
+    )

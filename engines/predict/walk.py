@@ -1,0 +1,212 @@
+"""A rank's program walked through its memory: held and let go as by `engines/program/lane.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engines.predict.ledger import Ledger
+from engines.predict.tallies import RankTally, SegmentTally, WayTally
+from engines.program.instructions import AllReduce, Compute, Exchange, Instruction, Phase, SumGradients
+from engines.program.program import Program, Step, Way
+
+__all__ = ["walked"]
+
+_ARENA_BYTES = 1 << 24  # larger messages get memory of their own, as in engines/program/carry.py
+_LENT_BYTES = 1 << 24  # pieces of a sum that travel at once, as in engines/comm/total.py
+
+
+def walked(program: Program, tally: RankTally, checkpoints: bool, states: int) -> tuple[Ledger, list[int]]:
+    """The account of a training step after the first, and the bytes held after each step of the program."""
+    ledger = Ledger()
+    _hold_all_along(ledger, program, tally, states)
+    walkers = {
+        number: _Lane(number, program.way(number), tally.ways[direction], ledger, checkpoints)
+        for number, direction in program.directions.items()
+    }
+    weights, after = _Weights(tally, ledger), []
+    for index, step in enumerate(program.steps):
+        ledger.step = index
+        if isinstance(step.instruction, SumGradients):
+            weights.sum(step.instruction, begins=step.phase is not Phase.UPDATE)
+        elif step.phase is not Phase.UPDATE:
+            walkers[step.micro_batch].do(step)
+            if step.phase is not Phase.FORWARD:
+                weights.train(step.instruction, step.phase, walkers[step.micro_batch].tally)
+        after.append(ledger.total)
+    return ledger, after
+
+
+def _hold_all_along(ledger: Ledger, program: Program, tally: RankTally, states: int) -> None:
+    """What is there from the first step to the last."""
+    trained = sum(tally.weights[name] for name in tally.trained)
+    owned = sum(tally.weights.values()) + sum(tally.buffers.values())
+    ledger.hold("owned", {"weights": owned, "optimiser": states * trained})
+    for number, direction in program.directions.items():
+        ledger.hold(("inputs", number), {"inputs": sum(tally.ways[direction].inputs.values())})
+    exchanges = [item for item in program.forward if isinstance(item, Exchange)]
+    both_ways = any(item.sends and item.receives for item in exchanges)
+    sizes = [_staged(item) for item in exchanges if both_ways]
+    sums = {item.name: item for item in program.of_kind(SumGradients) if isinstance(item, SumGradients)}
+    lent = sum(min(each.bytes, _LENT_BYTES) * (len(each.group) - 1) // len(each.group) for each in sums.values())
+    ledger.hold("messages", {"messages": lent + max((size for size in sizes if size <= _ARENA_BYTES), default=0)})
+
+
+def _staged(exchange: Exchange) -> int:
+    return exchange.bytes_of((*exchange.sends, *exchange.receives))
+
+
+@dataclass
+class _Weights:
+    """Gradients of weights: there from the first backward that adds to them."""
+
+    tally: RankTally
+    ledger: Ledger
+    there: set[str] = field(default_factory=set)
+
+    def train(self, instruction: Instruction, phase: Phase, way: WayTally) -> None:
+        """A step has gone back through a segment."""
+        segment = way.segments.get(instruction.name)
+        if segment is None or (phase is Phase.INPUTS and segment.late):
+            return
+        for name, size in segment.trains.items():
+            if name not in self.there:
+                self.there.add(name)
+                self.ledger.hold(("gradient", name), {"gradients": size})
+
+    def sum(self, bucket: SumGradients, begins: bool) -> None:
+        """Begun, a copy of the gradients travels; in the end it takes their place."""
+        if begins:
+            self.ledger.hold(bucket.name, {"gradients": bucket.bytes})
+            self.ledger.for_a_while(passing=bucket.bytes)  # kernels lie channels last, and are laid out in a row
+            return
+        for name in self.there.intersection(bucket.weights):
+            self.there.remove(name)
+            self.ledger.release(("gradient", name))
+
+
+@dataclass
+class _Lane:
+    """One micro-batch: which values are still to be read going forward, and which leaves and graphs backward needs."""
+
+    number: int
+    way: Way
+    tally: WayTally
+    ledger: Ledger
+    checkpoints: bool
+    values: set[str] = field(default_factory=set)
+    leaves: set[str] = field(default_factory=set)
+    grads: dict[str, str] = field(default_factory=dict)
+    graphs: set[str] = field(default_factory=set)
+
+    def do(self, step: Step) -> None:
+        """Walk one instruction."""
+        item, forward = step.instruction, step.phase is Phase.FORWARD
+        match item:
+            case Compute():
+                self._compute(item) if forward else self._compute_back(item, step.phase)
+            case Exchange():
+                self._exchange(item) if forward else self._exchange_back(item)
+            case AllReduce():
+                self._reduce(item) if forward else self._reduce_back(item)
+
+    def _hold(self, key: str) -> None:
+        borrowed = self.tally.halo_bytes.get(key, 0)
+        size = self.tally.bytes.get(key, 0) - borrowed
+        self.ledger.hold((self.number, key), {"activations": size, "halos": borrowed})
+
+    def _keep(self, name: str) -> None:
+        for held in (self.values, self.leaves):
+            held.add(name)
+            self._hold(self.tally.lies_in[name])
+
+    def _drop(self, held: set[str], name: str) -> None:
+        if name in held:
+            held.remove(name)
+            self.ledger.release((self.number, self.tally.lies_in[name]))
+
+    def _release(self, item: Compute | Exchange | AllReduce, names: tuple[str, ...]) -> None:
+        asked_for = item.differentiable and not isinstance(item, Compute)
+        for name in names:
+            if self.way.reads[name][-1] == item.name and name not in self.way.lasting:
+                was_there = name in self.values
+                self._drop(self.values, name)
+                kept = self.checkpoints or asked_for or name in self.tally.needs_gradient
+                if was_there and not kept:
+                    self._drop(self.leaves, name)
+
+    def _compute(self, item: Compute) -> None:
+        segment = self.tally.segments[item.name]
+        self.ledger.for_a_while(passing=segment.inside)
+        if item.differentiable and not self.checkpoints:
+            self._hold_graph(item.name, segment)
+        for name in item.outputs:
+            self._keep(name)
+        self._release(item, item.inputs)
+
+    def _hold_graph(self, name: str, segment: SegmentTally) -> None:
+        self.graphs.add(name)
+        for key in segment.keeps:
+            parts = {"activations": segment.fresh.get(key, 0)}
+            if key in self.tally.bytes:
+                self._hold(key)
+            else:
+                self.ledger.hold((self.number, key), parts)
+
+    def _compute_back(self, item: Compute, phase: Phase) -> None:
+        segment = self.tally.segments[item.name]
+        if phase is Phase.WEIGHTS and not (segment.late and item.name in self.graphs):
+            return
+        again = sum(segment.fresh.values()) if self.checkpoints else 0
+        self.ledger.for_a_while(passing=again + segment.back_inside)
+        self.ledger.for_a_while(passing=segment.inside if self.checkpoints else 0)
+        if phase is not Phase.WEIGHTS:
+            for name, size in segment.grads.items():
+                self._gradient(name, size)
+        if phase is Phase.INPUTS and segment.late:
+            self.graphs.add(item.name)
+            return
+        for name in item.outputs:
+            self._forget(name)
+        if not self.checkpoints and item.name in self.graphs:
+            self.graphs.remove(item.name)
+            for key in segment.keeps:
+                self.ledger.release((self.number, key))
+
+    def _gradient(self, name: str, size: int) -> None:
+        if name not in self.grads:
+            self.grads[name] = f"gradient of {name}"
+            self.ledger.hold((self.number, self.grads[name]), {"passing": size})
+
+    def _forget(self, name: str) -> None:
+        """A leaf and its gradient have served."""
+        if name not in self.way.lasting:
+            self._drop(self.leaves, name)
+        if name in self.grads:
+            self.ledger.release((self.number, self.grads.pop(name)))
+
+    def _exchange(self, item: Exchange) -> None:
+        self._travel(item)
+        if item.window is not None:
+            self._keep(item.target)
+        if item.own is not None:
+            self._release(item, (item.source,))
+
+    def _travel(self, item: Exchange) -> None:
+        if _staged(item) > _ARENA_BYTES or not (item.sends and item.receives):
+            self.ledger.for_a_while(messages=_staged(item))
+
+    def _exchange_back(self, item: Exchange) -> None:
+        self._travel(item)
+        if item.own is not None and item.source in self.tally.needs_gradient:
+            source = self.tally.bytes[self.tally.lies_in[item.source]]
+            self._gradient(item.source, source)
+        if item.window is not None:
+            self._forget(item.target)
+
+    def _reduce(self, item: AllReduce) -> None:
+        self._keep(item.target)
+        self._release(item, (item.source,))
+
+    def _reduce_back(self, item: AllReduce) -> None:
+        self._gradient(item.source, item.spec.bytes)
+        self._forget(item.target)

@@ -1,0 +1,104 @@
+"""A model's graph as a plan needs it: traced for one micro-batch, and kept for the next plan that needs the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, nn
+
+from engines.comm.device import autocast_type
+from engines.errors import ImageError, PlanError
+from engines.layer.graph import ModelGraph, TensorSpec
+from engines.layer.trace import answer, trace
+from engines.plan import Plan
+
+__all__ = ["Loss", "Traces", "micro_batch", "shared"]
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Traces:
+    """One model under many plans: `image_shape` is (N, C, H, W) of a batch, `labels` are as for `prepare`.
+
+    Plans with micro-batches of one shape and precision share a trace, whatever they do with it; a trace takes seconds.
+    Raises ImageError for an `image_shape` that is none.
+    """
+
+    model: nn.Module
+    image_shape: Sequence[int]
+    loss: Loss
+    labels: TensorSpec | None = None
+    device: str = "auto"
+    _graphs: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if len(self.image_shape) != 4 or any(size < 1 for size in self.image_shape):
+            raise ImageError(f"image_shape={tuple(self.image_shape)} must be (N, C, H, W), four positive numbers.")
+
+    def knows(self, plan: Plan) -> bool:
+        """Whether `graph` answers at once. Raises PlanError where the batch cannot be cut as the plan says."""
+        return self._key(plan) in self._graphs
+
+    def graph(self, plan: Plan) -> ModelGraph:
+        """What `plan` is compiled from, with the share of a rank where ranks share micro-batches.
+
+        Raises PlanError, or TraceError where the model cannot be traced.
+        """
+        key = self._key(plan)
+        if key not in self._graphs:
+            self._graphs[key] = self._traced(plan)
+        return self._graphs[key]
+
+    def _key(self, plan: Plan) -> Hashable:
+        images = self._images(plan)
+        return images, plan.precision, shared(images, plan) if plan.local_dp > 1 else None
+
+    def _images(self, plan: Plan) -> TensorSpec:
+        return micro_batch("images", TensorSpec(tuple(self.image_shape), plan.held_in), plan)
+
+    def _traced(self, plan: Plan) -> ModelGraph:
+        images = self._images(plan)
+        usual = _label_spec(self.model, images)
+        answers = micro_batch("labels", self.labels, plan) if self.labels else usual
+        whole = self._trace(plan, images, answers)
+        if plan.local_dp == 1:
+            return whole
+        return replace(whole, share=self._trace(plan, shared(images, plan), shared(answers, plan)))
+
+    def _trace(self, plan: Plan, images: TensorSpec, answers: TensorSpec) -> ModelGraph:
+        return trace(self.model, self.loss, images, answers, plan.precision, autocast_type(self.device))
+
+
+def micro_batch(name: str, batch: TensorSpec, plan: Plan) -> TensorSpec:
+    """One of the `parts` of a batch. Raises PlanError where it cannot be cut into so many."""
+    if not batch.shape and plan.micro_batches * plan.local_dp > 1:
+        raise PlanError(
+            f"{name} of shape () cannot be cut into the {plan.micro_batches} micro-batches of a step, or shared by "
+            f"local_dp={plan.local_dp} ranks. Give them a first axis, with an entry for each image."
+        )
+    count = batch.shape[0] if batch.shape else 1
+    if count % plan.parts:
+        raise PlanError(
+            f"A batch of {count} {name} cannot be cut into parts={plan.parts} micro-batches of one size. "
+            f"Use a batch size that is a multiple of {plan.parts}, or other parts."
+        )
+    return replace(batch, shape=(count // plan.parts, *batch.shape[1:])) if batch.shape else batch
+
+
+def shared(micro_batch: TensorSpec, plan: Plan) -> TensorSpec:
+    """What one of `local_dp` ranks has of a micro-batch. Raises PlanError where they cannot share it evenly."""
+    count = micro_batch.shape[0]
+    if count % plan.local_dp:
+        raise PlanError(
+            f"local_dp={plan.local_dp} ranks cannot share the {count} images of a micro-batch evenly. "
+            f"Use a batch size that is a multiple of {plan.parts * plan.local_dp} (parts x local_dp)."
+        )
+    return replace(micro_batch, shape=(count // plan.local_dp, *micro_batch.shape[1:]))
+
+
+def _label_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
+    """Class numbers for whatever the model answers: one for each row of its output, or for each pixel."""
+    shape = answer(model, images).shape
+    return TensorSpec((*shape[:1], *shape[2:]), "int64")

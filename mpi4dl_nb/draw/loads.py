@@ -1,0 +1,102 @@
+"""What ranks have to carry, as rows of bars: weights, activations kept for backward, and what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+from matplotlib.axes import Axes
+
+from engines.predict.load import Load
+from mpi4dl_nb.draw.bars import Look
+from mpi4dl_nb.draw.figure import INK, spoken_bytes
+from mpi4dl_nb.draw.sheet import Box, fill, write
+
+__all__ = ["COUNTING", "NOT_COUNTED", "Loads", "draw_loads", "grouped", "height_of", "spoken_ranks", "told_loads"]
+
+Loads = Mapping[Load, tuple[int, ...]]
+"""The ranks that carry the same, by what that is."""
+
+LEFT_IN, ROW_IN, BAR_IN = 0.15, 0.27, 0.18
+MOST_ROWS, MOST_LETTERS = 16, 22
+COUNTING, NOT_COUNTED = "counting ...", "not counted"
+KINDS = (
+    (Look("weights and buffers", "#56b4e9", ""), 1.75, 1.1),
+    (Look("activations kept for backward", "#e69f00", "//"), 4.2, 1.1),
+    (Look("sent in a training step", "#009e73", "xx"), 7.6, 1.2),
+)
+"""The look of each column, where its bars begin, and how long the longest one is."""
+
+
+def grouped(loads: Sequence[Load]) -> Loads:
+    """From one load for each rank, in rank order."""
+    groups: dict[Load, tuple[int, ...]] = {}
+    for rank, load in enumerate(loads):
+        groups[load] = (*groups.get(load, ()), rank)
+    return groups
+
+
+def height_of(loads: Loads) -> float:
+    """Inches that the rows take."""
+    rows = min(len(loads), MOST_ROWS) + (len(loads) > MOST_ROWS)
+    return ROW_IN * (rows + 1) if rows else 0.0
+
+
+def draw_loads(axes: Axes, loads: Loads, top: float, missing: str) -> None:
+    """A row for all ranks that carry the same: three bars, each with its number, or `missing`."""
+    groups = list(loads.items())
+    for column, (look, left, longest) in enumerate(KINDS if groups else ()):
+        write(axes, left, top, look.name, 9, weight="bold")
+        largest = max(_sizes(load)[column] for load in loads) or 1
+        boxes: list[Box] = []
+        for row, (load, _) in enumerate(groups[:MOST_ROWS]):
+            length = longest * _sizes(load)[column] / largest
+            boxes.append((left, _middle(top, row) - BAR_IN / 2, length, BAR_IN))
+            write(axes, left + length + 0.07, _middle(top, row), _said(load, missing)[column], 9)
+        fill(axes, boxes, facecolor=look.colour, hatch=look.hatch, edgecolor=INK, linewidth=0)
+    for row, (_, ranks) in enumerate(groups[:MOST_ROWS]):
+        write(axes, LEFT_IN, _middle(top, row), _short(spoken_ranks(ranks)), 9)
+    if rest := sum(len(ranks) for _, ranks in groups[MOST_ROWS:]):
+        write(axes, LEFT_IN, _middle(top, MOST_ROWS), f"... and {rest} more ranks", 9)
+
+
+def told_loads(loads: Loads, missing: str) -> Iterable[str]:
+    """The same in words."""
+    for load, ranks in loads.items():
+        parts = zip((look.name for look, _, _ in KINDS), _said(load, missing), strict=True)
+        yield f"{spoken_ranks(ranks)}: {', '.join(f'{name} {said}' for name, said in parts)}"
+
+
+def spoken_ranks(ranks: Sequence[int]) -> str:
+    """
+    >>> spoken_ranks((4,)), spoken_ranks((0, 1, 2, 5)), spoken_ranks((3, 2, 1))
+    ('rank 4', 'ranks 0 to 2, 5', 'ranks 3 to 1')
+    >>> spoken_ranks((0, 1))
+    'ranks 0, 1'
+    """
+    down = len(ranks) > 1 and ranks[1] < ranks[0]
+    runs: list[str] = []
+    for _, run in groupby(enumerate(ranks), lambda pair: pair[1] + pair[0] if down else pair[1] - pair[0]):
+        members = [rank for _, rank in run]
+        runs += [f"{members[0]} to {members[-1]}"] if len(members) > 2 else map(str, members)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(runs)}"
+
+
+def _middle(top: float, row: int) -> float:
+    return top + ROW_IN * (row + 1)
+
+
+def _sizes(load: Load) -> tuple[int, int, int]:
+    return load.weight_bytes, load.kept_bytes or 0, load.sent.bytes
+
+
+def _said(load: Load, missing: str) -> tuple[str, str, str]:
+    kept = missing
+    if load.kept_bytes is not None and load.peak_bytes is not None:
+        kept = f"{spoken_bytes(load.kept_bytes)} ({spoken_bytes(load.peak_bytes)} in all)"
+    sent = f"{load.sent.messages:,} messages, {spoken_bytes(load.sent.bytes)}" if load.sent.messages else "nothing"
+    return spoken_bytes(load.weight_bytes), kept, sent
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 4]} ..."

@@ -1,0 +1,65 @@
+"""A figure as a sheet of paper, measured in inches from its upper left: boxes, arrows and texts that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
+
+from mpi4dl_nb.draw.figure import INK, Drawing
+
+__all__ = ["Box", "draw_arrows", "fill", "fit", "new_sheet", "write"]
+
+CHARACTER_IN = 0.0085  # the width of one, for each point of the type's size
+HEAD_IN = 0.09  # of an arrow
+
+Box = tuple[float, float, float, float]
+"""Left and upper edge, width and height."""
+Point = tuple[float, float]
+
+
+def new_sheet(width_in: float, height_in: float) -> tuple[Drawing, Axes]:
+    """An empty one."""
+    figure = Drawing(figsize=(width_in, height_in))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, width_in), ylim=(height_in, 0))
+    axes.axis("off")
+    return figure, axes
+
+
+def write(axes: Axes, x: float, y: float, text: str, size: float, **style: Any) -> None:
+    """A text that begins at x, and whose middle is at y."""
+    axes.text(x, y, text, fontsize=size, color=INK, **{"va": "center", "ha": "left"} | style)
+
+
+def fit(axes: Axes, x: float, y: float, forms: Sequence[str], width: float, size: float, **style: Any) -> None:
+    """The first of these texts that is narrow enough, its middle at (x, y), or nothing."""
+    for form in forms:
+        if max(map(len, form.splitlines())) * CHARACTER_IN * size < width:
+            write(axes, x, y, form, size, **{"ha": "center"} | style)
+            return
+
+
+def fill(axes: Axes, boxes: Sequence[Box], **style: Any) -> None:
+    """All boxes as one patch, which is quicker than one for each."""
+    corners = [((x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y)) for x, y, w, h in boxes]
+    _add(axes, corners, **style)
+
+
+def draw_arrows(axes: Axes, spans: Sequence[Point], y: float) -> None:
+    """From left to right, all at one height."""
+    outlines = []
+    for start, stop in spans:
+        neck = stop - HEAD_IN
+        outlines.append(((start, y), (neck, y), (neck, y - 0.05), (stop, y), (neck, y + 0.05), (neck, y), (start, y)))
+    _add(axes, outlines, facecolor=INK, edgecolor=INK, linewidth=1)
+
+
+def _add(axes: Axes, outlines: Sequence[Sequence[Point]], **style: Any) -> None:
+    points = [point for outline in outlines for point in outline]
+    codes = [code for each in outlines for code in (Path.MOVETO, *[Path.LINETO] * (len(each) - 2), Path.CLOSEPOLY)]
+    if points:
+        axes.add_artist(PathPatch(Path(points, codes), **style))

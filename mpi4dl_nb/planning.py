@@ -1,0 +1,122 @@
+"""A model under one plan after another: what has been found of it once is not found again."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from engines.layer.graph import ModelGraph
+from engines.plan import Plan
+from engines.predict.load import Load, load_of, with_memory
+from engines.program.compile import compile_plan
+from engines.program.program import Program
+from engines.traces import Traces
+from mpi4dl_nb.cluster import Cluster
+
+__all__ = ["Compiled", "Planning", "Standing", "standing", "undisturbed"]
+
+KEPT = 24  # plans; a program of a large model is some megabytes
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A plan that fits the model: the program of each rank, and what the rank has to carry."""
+
+    plan: Plan
+    graph: ModelGraph
+    programs: tuple[Program, ...]
+    loads: tuple[Load, ...]
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the memory of each rank is known too."""
+        return all(load.peak_bytes is not None for load in self.loads)
+
+
+class Planning:
+    """Compiles plans for one model; the last ones stay known."""
+
+    def __init__(self, traces: Traces) -> None:
+        self.traces = traces
+        self._found: dict[Plan, Compiled] = {}
+
+    def is_quick(self, plan: Plan) -> bool:
+        """Whether no trace is needed, which takes seconds. Raises PlanError where the batch does not fit the plan."""
+        return self.traces.knows(plan)
+
+    def compiled(self, plan: Plan) -> Compiled:
+        """Raises PlanError or TraceError where the plan does not fit the model."""
+        found = self._found.pop(plan, None) or self._compile(plan)
+        self._keep(found)
+        return found
+
+    def counted(self, plan: Plan, is_asked: Callable[[], bool] = lambda: True) -> Compiled | None:
+        """With the memory of each rank; None where that is not asked for any more."""
+        found = self.compiled(plan)
+        if found.is_counted:
+            return found
+        loads = []
+        for load, program in self._pairs(found):
+            if not is_asked():
+                return None
+            loads.append(with_memory(load, program, found.graph, plan))
+        found = replace(found, loads=tuple(loads))
+        self._keep(found)
+        return found
+
+    @staticmethod
+    def _pairs(found: Compiled) -> Iterator[tuple[Load, Program]]:
+        return zip(found.loads, found.programs, strict=True)
+
+    def _compile(self, plan: Plan) -> Compiled:
+        graph = self.traces.graph(plan)
+        programs = compile_plan(graph, plan)
+        return Compiled(plan, graph, programs, tuple(load_of(program, graph) for program in programs))
+
+    def _keep(self, found: Compiled) -> None:
+        self._found[found.plan] = found
+        for old in list(self._found)[:-KEPT]:
+            self._found.pop(old, None)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Python looks for garbage later: it would in the midst of compiling, and that takes longer than compiling does."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How the ranks that a plan needs compare to those of a cluster: in words, and what a button can do about it."""
+
+    text: str
+    button: str
+    helps: bool
+
+
+def standing(needed: int | None, cluster: Cluster | None) -> Standing:
+    """`needed` is None where no plan works yet.
+
+    >>> standing(6, None)
+    Standing(text='6 ranks needed, none running.', button='Start 6 ranks', helps=True)
+    >>> standing(6, Cluster(5, backend="loopback").start()).button
+    'Resize to 6 ranks'
+    """
+    running = cluster.n if cluster is not None and cluster.state != "not started" else None
+    there = "none running." if running is None else f"{running} running."
+    if needed is None:
+        return Standing(f"Ranks: {there}", "Start ranks", helps=False)
+    text = f"{needed} ranks needed, {there}"
+    if cluster is not None and cluster.dead:
+        return Standing(f"{text} {cluster.dead}", f"Restart with {needed} ranks", helps=True)
+    if running == needed:
+        return Standing(text, f"{needed} ranks run", helps=False)
+    return Standing(text, f"{'Start' if running is None else 'Resize to'} {needed} ranks", helps=True)

@@ -1,0 +1,135 @@
+"""Plans tried on the ranks of a cluster: some steps of random images, in turns, timed, and their bytes counted."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from engines.bench.live import LiveBytes
+from engines.bench.verify import batches
+from engines.comm.device import wait_for
+from engines.errors import Mpi4dlError
+from engines.program.compile import compile_plan
+from engines.program.worker import Inputs
+from engines.training import RankTraining, Recipe, cut_inputs
+
+if TYPE_CHECKING:
+    from engines.host import Host
+    from mpi4dl_nb.cluster import Cluster
+
+__all__ = ["Measurement", "Seen", "Trial", "nobody", "run_in_turns"]
+
+Seen = Callable[[int, int], None]
+"""Told what is done, of how much."""
+
+
+def nobody(done: int, of: int) -> None:
+    """Nobody is told."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds of each step that was taken (the first one, which warms up, left out), and bytes of tensors by rank."""
+
+    seconds: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+
+    @property
+    def median_s(self) -> float:
+        """Of a step."""
+        return statistics.median(self.seconds)
+
+
+@dataclass
+class Trial:
+    """One plan under trial; `failure` says why it ended, if it did."""
+
+    cluster: Cluster
+    recipe: Callable[[], Recipe]
+    failure: str = ""
+    peak_bytes: tuple[int, ...] = ()
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _seconds: list[float] = field(default_factory=list)
+    _inputs: list[tuple[Inputs]] = field(default_factory=list)
+
+    @property
+    def measured(self) -> Measurement | None:
+        """None where it failed."""
+        return None if self.failure else Measurement(tuple(self._seconds[1:]), self.peak_bytes)
+
+    def step(self, last: bool = False) -> None:
+        """One training step on all ranks; the first one makes the training, the `last` one counts bytes instead."""
+        if self.failure:
+            return
+        try:
+            if not self._inputs:
+                self._begin()
+            if last:
+                self.peak_bytes = tuple(self.cluster.call(_bytes, self.name, per_rank=self._inputs))
+            else:
+                self._seconds.append(max(self.cluster.call(_timed, self.name, per_rank=self._inputs)))
+        except Mpi4dlError as error:
+            self.failure = str(error)
+
+    def _begin(self) -> None:
+        recipe = self.recipe()
+        programs = compile_plan(recipe.graph, recipe.plan)
+        whole = batches(recipe, 0, steps=1)[0]
+        self.cluster.call(_create, self.name, per_rank=[(recipe.of_rank(program),) for program in programs])
+        self._inputs = [(cut_inputs(program, whole),) for program in programs]
+
+
+def run_in_turns(trials: Sequence[Trial], steps: int, seen: Seen = nobody) -> None:
+    """A step of each, again and again, so that all meet the same disturbances; in the end nothing is left of them.
+
+    Each takes `steps` steps that count, one before to warm up, and one behind that counts bytes.
+    """
+    rounds = steps + 2
+    try:
+        for turn in range(rounds):
+            for index, trial in enumerate(trials):
+                trial.step(last=turn == rounds - 1)
+                seen(turn * len(trials) + index + 1, rounds * len(trials))
+    finally:
+        for trial in trials:
+            _forget(trial)
+
+
+def _forget(trial: Trial) -> None:
+    try:
+        trial.cluster.call(_drop, trial.name)
+    except Mpi4dlError as error:  # ranks that are lost hold nothing
+        trial.failure = trial.failure or str(error)
+
+
+def _create(host: Host, name: str, recipe: Recipe) -> None:
+    host.trainings[name] = RankTraining(host.world, recipe)
+
+
+def _timed(host: Host, name: str, inputs: Inputs) -> float:
+    training = host.trainings[name]
+    host.world.rest()
+    start_s = time.perf_counter()
+    training.step(inputs)
+    wait_for(training.device)
+    return time.perf_counter() - start_s
+
+
+def _bytes(host: Host, name: str, inputs: Inputs) -> int:
+    """Of tensors, at the fullest moment of a step of a training that is made anew, so that all of it is counted."""
+    recipe = host.trainings.pop(name).recipe
+    with LiveBytes() as live:
+        training = host.trainings[name] = RankTraining(host.world, recipe)
+        for _ in range(2):
+            training.step(inputs)
+        live.restart()
+        training.step(inputs)
+    return live.peak
+
+
+def _drop(host: Host, name: str) -> None:
+    host.trainings.pop(name, None)

@@ -1,0 +1,213 @@
+"""Finds the plan for a model, an image and a cluster: all plans are predicted, the best of them measured for real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from engines.errors import PlanError
+from engines.layer.graph import ModelGraph, TensorSpec
+from engines.plan import Plan
+from engines.predict.forecast import Forecast
+from engines.predict.machine import Machine
+from engines.predict.search import Found, search
+from engines.training import Loss, Optimiser, Recipe, prepare, sgd, traced
+from mpi4dl_nb.trials import Measurement, Seen, Trial, nobody, run_in_turns
+
+if TYPE_CHECKING:
+    from mpi4dl_nb.cluster import Cluster
+
+__all__ = ["Candidate", "Tuned", "Tuning", "exchanged", "optimiser_states", "ordered", "tune"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan, what it is predicted to cost, and what it was measured to cost, or why it could not be."""
+
+    forecast: Forecast
+    measured: Measurement | None = None
+    failure: str = ""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan itself."""
+        return self.forecast.plan
+
+    @property
+    def predicted_images_per_s(self) -> float:
+        """By simulation."""
+        return self.forecast.images_per_s
+
+    @property
+    def images_per_s(self) -> float | None:
+        """As measured, None where it was not."""
+        return self.forecast.images / self.measured.median_s if self.measured else None
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Of the fullest rank."""
+        return self.forecast.peak_bytes
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of the fullest rank as measured, None where it was not."""
+        return max(self.measured.peak_bytes) if self.measured else None
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """All candidates, best first: the measured ones by what was measured, behind them the others by prediction.
+
+    `refused` are plans that cannot run, and why.
+    """
+
+    candidates: tuple[Candidate, ...]
+    machine: Machine
+    refused: tuple[tuple[Plan, str], ...] = ()
+
+    @property
+    def best(self) -> Candidate:
+        """The first one."""
+        return self.candidates[0]
+
+    @property
+    def plan(self) -> Plan:
+        """The best plan."""
+        return self.best.plan
+
+    def __repr__(self) -> str:
+        measured = [each for each in self.candidates if each.measured]
+        return f"<Tuned: {len(self.candidates)} plans, {len(measured)} measured; best: {self.plan.summary}>"
+
+    def _repr_html_(self) -> str:
+        from mpi4dl_nb.draw.tuning import table_html
+
+        return table_html(self.candidates)
+
+
+@dataclass
+class Tuning:
+    """A model and images whose plans are looked for, on a cluster; graphs are traced once for each micro-batch."""
+
+    model: nn.Module
+    image_shape: Sequence[int]
+    cluster: Cluster
+    loss: Loss | None = None
+    optimiser: Optimiser = sgd
+    labels: TensorSpec | None = None
+    device: str = "auto"
+    _graphs: dict[tuple[int, int, str], ModelGraph] = field(default_factory=dict)
+
+    def graph_of(self, plan: Plan) -> ModelGraph:
+        """The traced micro-batch of a plan."""
+        key = plan.parts, plan.local_dp, plan.precision
+        if key not in self._graphs:
+            loss = self.loss or nn.CrossEntropyLoss()
+            self._graphs[key] = traced(self.model, plan, self.image_shape, loss, self.labels, self.device)
+        return self._graphs[key]
+
+    def find(self, rank_bytes: int | None = None, seen: Seen = nobody) -> tuple[tuple[Candidate, ...], Found]:
+        """All plans for the cluster's ranks, predicted, the fastest first; and those that cannot run or do not fit.
+
+        `rank_bytes`: what a rank may use, an equal share of the machine's memory if it is None.
+        Raises PlanError where no plan can run.
+        """
+        machine = self.cluster.calibrate()
+        if rank_bytes is None and machine.memory_bytes:
+            rank_bytes = machine.memory_bytes // self.cluster.n
+        states = optimiser_states(self.optimiser)
+        found = search(self.cluster.n, self.image_shape[0], self.graph_of, machine, rank_bytes, states, seen)
+        return tuple(Candidate(each) for each in found.fitting), found
+
+    def measure(self, candidates: Sequence[Candidate], steps: int = 3, seen: Seen = nobody) -> list[Candidate]:
+        """The same ones, trained for some steps on the ranks. A plan that fails is told with its failure."""
+        trials = [Trial(self.cluster, self._recipe(each.plan)) for each in candidates]
+        run_in_turns(trials, steps, seen)
+        return [
+            replace(each, measured=trial.measured, failure=trial.failure)
+            for each, trial in zip(candidates, trials, strict=True)
+        ]
+
+    def _recipe(self, plan: Plan) -> Callable[[], Recipe]:
+        return lambda: prepare(
+            self.model, plan, self.image_shape, self.loss, self.optimiser, self.labels, self.device,
+            graph=self.graph_of(plan),
+        )  # fmt: skip
+
+
+def tune(
+    model: nn.Module,
+    image_shape: Sequence[int],
+    cluster: Cluster,
+    loss: Loss | None = None,
+    optimiser: Optimiser = sgd,
+    labels: TensorSpec | None = None,
+    device: str = "auto",
+    top: int = 4,
+    steps: int = 3,
+    rank_bytes: int | None = None,
+    progress: bool = True,
+) -> Tuned:
+    """The plan that trains most images per second on all ranks of the cluster.
+
+    Every plan that makes sense for them is predicted on the machine as calibrated; of those that fit into `rank_bytes`
+    of each rank (None: its share of the machine's memory), the `top` ones are trained for `steps` steps of random
+    images, in turns.
+    The rest as in `Training`. `.plan` is the best, and the result shows itself as a table.
+    Raises PlanError where no plan can run or fits, TraceError, or RankError where the ranks are lost.
+    """
+    if top < 0 or steps < 1:
+        raise PlanError(f"top={top} plans are to be measured for steps={steps}: use 0 or more plans, 1 or more steps.")
+    tuning = Tuning(model, image_shape, cluster, loss, optimiser, labels, device)
+    with _bar("plans predicted", progress) as seen:
+        candidates, found = tuning.find(rank_bytes, seen)
+    measured: list[Candidate] = []
+    if top:
+        with _bar("steps measured", progress) as seen:
+            measured = tuning.measure(candidates[:top], steps, seen)
+    return Tuned(ordered([*measured, *candidates[top:]]), cluster.calibrate(), found.refused)
+
+
+@contextmanager
+def _bar(unit: str, progress: bool) -> Iterator[Seen]:
+    with tqdm(unit=f" {unit}", disable=not progress) as bar:
+
+        def seen(done: int, of: int) -> None:
+            bar.total = of
+            bar.update(done - bar.n)
+
+        yield seen
+
+
+def ordered(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """The measured ones by what was measured, then the others by prediction; those that failed last."""
+
+    def rank(each: Candidate) -> tuple[bool, float, float]:
+        return bool(each.failure), -(each.images_per_s or 0.0), -each.predicted_images_per_s
+
+    return tuple(sorted(candidates, key=rank))
+
+
+def optimiser_states(optimiser: Optimiser) -> int:
+    """How many numbers an optimiser keeps for each weight after a step.
+
+    >>> optimiser_states(sgd)
+    1
+    """
+    weight = nn.Parameter(torch.zeros(16))
+    made = optimiser([weight])
+    weight.grad = torch.ones(16)
+    made.step()
+    return sum(value.numel() for value in made.state[weight].values() if isinstance(value, Tensor)) // 16
+
+
+def exchanged(candidates: Iterable[Candidate], measured: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates, with those in the place of others whose plans were measured (again)."""
+    by_plan = {each.plan: each for each in measured}
+    return [by_plan.get(each.plan, each) for each in candidates]

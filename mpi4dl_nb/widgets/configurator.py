@@ -1,0 +1,201 @@
+"""Choose a plan: every knob with what is wrong beside it, which rank does what, and a cluster of the right size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from html import escape
+from threading import RLock
+
+import ipywidgets
+from torch import nn
+
+from engines.errors import Mpi4dlError, TraceError
+from engines.knobs import GROUPS, knob_of
+from engines.layer.graph import TensorSpec
+from engines.plan import Plan
+from engines.program.program import Program
+from engines.traces import Loss, Traces
+from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.draw.loads import COUNTING
+from mpi4dl_nb.draw.ranks import draw_ranks
+from mpi4dl_nb.later import IsAsked, Later
+from mpi4dl_nb.planning import Compiled, Planning, standing, undisturbed
+from mpi4dl_nb.widgets.controls import Trouble, button
+from mpi4dl_nb.widgets.instrument import Instrument
+from mpi4dl_nb.widgets.knob import Knob
+
+__all__ = ["Configurator"]
+
+PATIENCE_S = 600.0  # for a trace of a very large model
+COUNT_AFTER_S = 0.3  # of rest: knobs that are turned quickly are not slowed by it
+COLUMNS = (("Stages", "Pipeline"), ("Tiles", "Numbers"), ("Directions and replicas",))
+COLUMN = {"width": "19em", "margin": "0 1.2em 0.6em 0"}
+LAST = "The figure shows the last plan that works."
+
+
+class Configurator(Instrument):
+    """All knobs of a `Plan` for one model, checked as they are turned.
+
+    `image_shape` is (N, C, H, W) of a batch; `loss`, `labels` and `device` are as for `Training`. `plan` is the last
+    plan that works, for a cell to use, and `programs` what its ranks would do. Each knob is in `knobs` by its name. The
+    button starts `cluster`, or one over MPI where none is given, with the ranks that the plan needs, or resizes it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        image_shape: Sequence[int],
+        cluster: Cluster | None = None,
+        plan: Plan | None = None,
+        loss: Loss | None = None,
+        labels: TensorSpec | None = None,
+        device: str = "auto",
+    ) -> None:
+        self.cluster = cluster
+        self.planning = Planning(Traces(model, tuple(image_shape), loss or nn.CrossEntropyLoss(), labels, device))
+        plan = plan or Plan()
+        self.knobs = {each.name: Knob(each.name, getattr(plan, each.name), self._turned) for each in fields(Plan)}
+        self.note, self.rank_trouble = ipywidgets.HTML(), Trouble()
+        self.start = button("", self._start, "start the cluster with the ranks that the plan needs, or resize it")
+        self._tracing, self._counting, self._starting = Later(), Later(), Later()
+        self._turn, self._is_quiet = RLock(), False
+        self._found: Compiled | None = None
+        self._error: Mpi4dlError | None = None
+        super().__init__([_columns(self.knobs), ipywidgets.HBox([self.start, self.note]), self.rank_trouble])
+        self.view.show(draw_ranks(plan))
+        self._turned("")
+
+    @property
+    def plan(self) -> Plan:
+        """The last plan that works. Raises PlanError or TraceError where none has worked yet."""
+        return self._settled().plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._is_quiet = True
+        for name, knob in self.knobs.items():
+            knob.value = getattr(plan, name)
+        self._is_quiet = False
+        self._turned("")
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What each rank would do in a training step under that plan."""
+        return self._settled().programs
+
+    @property
+    def wrong(self) -> dict[str, str]:
+        """What is wrong, by the knob that it is said beside; what is said beside none has an empty name."""
+        told = {name: knob.trouble.text for name, knob in self.knobs.items()} | {"": self.trouble.text}
+        return {name: text for name, text in told.items() if text}
+
+    def wait(self, within_s: float = PATIENCE_S) -> bool:
+        """Until all is traced, counted and started that was asked for; whether it was in time."""
+        return all(each.wait(within_s) for each in (self._tracing, self._counting, self._starting))
+
+    def __dir__(self) -> list[str]:
+        return ["cluster", "figure", "knobs", "plan", "programs", "start", "wait", "wrong"]
+
+    def _settled(self) -> Compiled:
+        self._tracing.wait(PATIENCE_S)
+        if self._found is None:
+            raise self._error or TraceError(f"The model was not traced within {PATIENCE_S:.0f} s.")
+        return self._found
+
+    def _turned(self, touched: str) -> None:
+        """A knob has another value."""
+        if self._is_quiet:
+            return
+        with self._turn, undisturbed(), self._judging(touched):
+            self._tracing.rest()
+            plan = Plan(**{name: knob.value for name, knob in self.knobs.items()})
+            if self.planning.is_quick(plan):
+                self._accept(plan)
+            else:
+                self._tell_state("Tracing the model for this plan ...")
+                self._tracing.do(lambda is_asked: self._trace(plan, touched, is_asked))
+
+    def _trace(self, plan: Plan, touched: str, is_asked: IsAsked) -> None:
+        error = None
+        try:
+            self.planning.compiled(plan)
+        except Mpi4dlError as caught:
+            error = caught
+        with self._turn:
+            if is_asked():
+                with self._judging(touched):
+                    self._accept(plan, error)
+
+    def _accept(self, plan: Plan, error: Mpi4dlError | None = None) -> None:
+        """From now on this is the plan, unless something was wrong with it."""
+        if error is not None:
+            raise error
+        self._found = self.planning.compiled(plan)
+        self._counting.rest()
+        if not self._found.is_counted:
+            self._counting.do(lambda is_asked: self._count(plan, is_asked))
+        self.view.show(draw_ranks(plan, self._found.loads, COUNTING))
+        self._tell_state()
+
+    def _count(self, plan: Plan, is_asked: IsAsked) -> None:
+        """Add the memory of each rank to the figure; where it cannot be counted, the figure says so."""
+        if not self._counting.pause(COUNT_AFTER_S, is_asked):
+            return
+        try:
+            found = self.planning.counted(plan, is_asked)
+        except Mpi4dlError:
+            found = self.planning.compiled(plan)
+        with self._turn:
+            if found and is_asked():
+                self._found = found
+                self.view.show(draw_ranks(plan, found.loads))
+
+    @contextmanager
+    def _judging(self, touched: str) -> Iterator[None]:
+        """What is wrong with the plan is told beside the knob that it is about; the last good plan stays."""
+        place = text = ""
+        try:
+            yield
+        except Mpi4dlError as error:
+            self._error, text = error, str(error)
+            place = knob_of(text, touched)
+            self._tell_state(LAST if self._found else "")
+        for name, knob in self.knobs.items():
+            knob.tell(text if name == place else "")
+        self.trouble.tell("" if place else text)
+
+    def _tell_state(self, doing: str = "") -> None:
+        """Ranks needed against ranks running, and what the button would do about it."""
+        said = standing(self._found.plan.ranks if self._found else None, self.cluster)
+        self.start.description, self.start.disabled = said.button, not said.helps
+        self.note.value = f'<div role="status">{escape(f"{said.text} {doing}")}</div>'
+
+    def _start(self) -> None:
+        ranks = self.plan.ranks
+        self.start.disabled = True
+        self._tell_state(f"Starting {ranks} ranks ...")
+        self.start.disabled = True
+        self._starting.do(lambda _: self._resize(ranks))
+
+    def _resize(self, ranks: int) -> None:
+        try:
+            self.cluster = self.cluster or Cluster(ranks)
+            self.cluster.resize(ranks)
+        except Mpi4dlError as error:
+            self.rank_trouble.tell(str(error))
+        else:
+            self.rank_trouble.tell("")
+        self._tell_state()
+
+
+def _columns(knobs: Mapping[str, Knob]) -> ipywidgets.Box:
+    """The knobs in their groups, as many columns beside each other as there is room for."""
+    groups = {
+        title: [ipywidgets.HTML(f"<b>{title}</b>"), *(knobs[name] for name in names)] for title, names in GROUPS.items()
+    }
+    columns = [[part for title in titles for part in groups[title]] for titles in COLUMNS]
+    return ipywidgets.Box(
+        [ipywidgets.VBox(column, layout=COLUMN) for column in columns], layout={"flex_flow": "row wrap"}
+    )

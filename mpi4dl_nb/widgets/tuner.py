@@ -1,0 +1,120 @@
+"""Choose a plan by what it costs: all plans for the ranks, predicted, and measured where one wants to know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import ipywidgets
+from torch import nn
+
+from engines.errors import PlanError
+from engines.layer.graph import TensorSpec
+from engines.plan import Plan
+from engines.training import Loss, Optimiser, sgd
+from mpi4dl_nb.draw.tuning import show_tuning, table_html
+from mpi4dl_nb.tuning import Candidate, Tuning, exchanged, ordered
+from mpi4dl_nb.widgets.choice_table import ChoiceTable
+from mpi4dl_nb.widgets.controls import button, number
+from mpi4dl_nb.widgets.instrument import Instrument
+
+if TYPE_CHECKING:
+    from mpi4dl_nb.cluster import Cluster
+
+__all__ = ["Tuner"]
+
+
+class Tuner(Instrument):
+    """The plans for all ranks of a cluster, as a table to choose from, and a figure.
+
+    They are predicted when it is made (the cluster is calibrated first). "Measure the best" trains the first ones on
+    the ranks for some steps, "Measure the chosen" that one; the table is ordered anew then. `plan` is the chosen one,
+    the best until another one is chosen. Without a browser: `measure_best()`, `choose(plan)`.
+    Raises PlanError or TraceError where no plan can run, RankError where the cluster is not started.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        image_shape: Sequence[int],
+        cluster: Cluster,
+        loss: Loss | None = None,
+        optimiser: Optimiser = sgd,
+        labels: TensorSpec | None = None,
+        rank_bytes: int | None = None,
+    ) -> None:
+        self.tuning = Tuning(model, image_shape, cluster, loss, optimiser, labels)
+        self.rows = ChoiceTable()
+        self.top = number("plans to measure", 3, 1, 20, "how many of the best plans are trained for real")
+        self.steps = number("steps of each", 3, 1, 50, "training steps that are timed; the median counts")
+        self.told = ipywidgets.HTML()
+        self.buttons = [
+            button("Measure the best", self.measure_best, "Train the best plans for some steps on the ranks"),
+            button("Measure the chosen", self.measure_chosen, "Train the chosen plan for some steps on the ranks"),
+        ]
+        for each in self.buttons:
+            each.layout.flex = "0 0 auto"
+        line = ipywidgets.HBox([self.top, self.steps, *self.buttons], layout={"flex_flow": "row wrap"})
+        super().__init__([line, self.told, self.rows])
+        self.candidates: tuple[Candidate, ...] = ()
+        self._chosen: Plan | None = None
+        self._fills = False
+        candidates, self.found = self.tuning.find(rank_bytes)
+        self._show(candidates)
+        self.rows.observe(self._picked, "index")
+
+    @property
+    def plan(self) -> Plan:
+        """The chosen plan, or the best where none was chosen yet."""
+        return self._chosen or self.candidates[0].plan
+
+    @property
+    def chosen(self) -> Candidate:
+        """The candidate with that plan."""
+        return next(each for each in self.candidates if each.plan == self.plan)
+
+    def choose(self, plan: Plan) -> None:
+        """Make one of the candidates' plans the chosen one. Raises PlanError where it is none of them."""
+        plans = [each.plan for each in self.candidates]
+        if plan not in plans:
+            raise PlanError(f"{plan.summary}: this is none of the {len(plans)} plans in the table.")
+        self.rows.index = plans.index(plan)
+
+    def measure_best(self) -> None:
+        """Train the first ones, as many as `top` says, on the ranks."""
+        self._measure(self.candidates[: self.top.value])
+
+    def measure_chosen(self) -> None:
+        """Train the chosen one on the ranks."""
+        self._measure([self.chosen])
+
+    def _measure(self, candidates: Sequence[Candidate]) -> None:
+        for each in self.buttons:
+            each.disabled = True
+        try:
+            with self.telling():
+                measured = self.tuning.measure(candidates, self.steps.value, self._seen)
+                self._show(ordered(exchanged(self.candidates, measured)))
+        finally:
+            self._tell("")
+            for each in self.buttons:
+                each.disabled = False
+
+    def _seen(self, done: int, of: int) -> None:
+        self._tell(f"measuring: step {done} of {of}")
+
+    def _tell(self, words: str) -> None:
+        self.told.value = f'<div role="status">{words}</div>'
+
+    def _show(self, candidates: Sequence[Candidate]) -> None:
+        """The table and the figure in this order; the chosen plan stays chosen."""
+        self.candidates = tuple(candidates)
+        place = [each.plan for each in self.candidates].index(self.plan)
+        self._fills = True  # it is the table that changes, not the choice
+        self.rows.html, self.rows.index = table_html(self.candidates, "plan"), place
+        self._fills = False
+        self.view.show(show_tuning(self.candidates))
+
+    def _picked(self, _change: object) -> None:
+        if not self._fills:
+            self._chosen = self.candidates[self.rows.index].plan

@@ -1,0 +1,44 @@
+"""The tuner in a real page, over ranks of a real cluster: measured and chosen by keyboard alone."""
+
+from __future__ import annotations
+
+CELLS = [
+    """
+import torch
+from torch import nn
+from mpi4dl_nb import Cluster, Tuner
+
+torch.manual_seed(0)
+layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()]
+model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+cluster = Cluster(2).start()
+""",
+    "tuner = Tuner(model, (2, 3, 32, 32), cluster)\ntuner",
+]
+MEASURED = "document.querySelector('tbody tr td:nth-of-type(7)').textContent"
+
+
+def test_plans_are_measured_and_one_is_chosen_by_keyboard(notebook):
+    notebook.open(CELLS)
+    page = notebook.page
+    table = page.get_by_role("table")
+    table.wait_for()
+    count = table.locator("tbody tr").count()
+    assert count > 5
+    assert table.get_by_role("columnheader", name="images/s predicted").count() == 1
+    steps = notebook.control("steps of each")
+    steps.fill("1")
+    steps.press("Tab")
+    page.keyboard.press("Enter")  # the next control is the button that measures the best
+    page.wait_for_function(f"() => /\\d/.test({MEASURED})", timeout=60_000)
+    page.get_by_role("img", name="measured").wait_for()
+    page.get_by_role("radio", checked=True).focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    third = page.get_by_role("radio").nth(2)
+    assert third.is_checked()
+    assert third.get_attribute("aria-label").startswith("plan 3: ")
+    asked = "tuner.plan == tuner.candidates[2].plan, sum(bool(each.measured) for each in tuner.candidates)"
+    said = notebook.run_cell(f"print({asked})")
+    assert said == "True 3"
+    assert notebook.run_cell("cluster.stop(); print(cluster.state)") == "not started"

@@ -1,0 +1,108 @@
+"""The picture of the ranks: each where its tile lies, with the numbers of its program."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from legible import read, unreadable
+
+from engines.comm.loopback import run_ranks
+from engines.errors import PlanError
+from engines.layout import Layout
+from engines.models import resnet20_v1
+from engines.plan import Plan
+from engines.predict.load import loads_of
+from engines.predict.memory import rank_memory
+from engines.program.compile import compile_plan
+from engines.program.traffic import traffic
+from engines.training import RankTraining, prepare
+from mpi4dl_nb import show_ranks
+from mpi4dl_nb.draw.figure import spoken_bytes
+from mpi4dl_nb.draw.ranks import draw_ranks
+
+SHAPE = (4, 3, 32, 32)
+ALL = Plan(split_size=3, slice_method="2x3", bidirectional=True, data_parallel=2, parts=2)
+PLANS = [
+    Plan(),
+    ALL,
+    Plan(split_size=3, spatial_size=2, slice_method=("2x3", "vertical"), local_dp=2),
+    Plan(split_size=5, schedule="interleaved", stages_per_rank=2),
+    Plan(split_size=24, spatial_size=0),
+    Plan(split_size=8, spatial_size=2, slice_method="8x8", data_parallel=16),
+]
+
+
+def cells(figure) -> list[tuple[float, float, int]]:
+    """Where each rank's name stands, from above and from the left."""
+    found = [(text.get_position(), text.get_text().removeprefix("rank ")) for text in figure.axes[0].texts]
+    return [(round(y, 3), round(x, 3), int(name)) for (x, y), name in found if name.isdecimal()]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
+def test_it_is_legible(plan: Plan):
+    assert unreadable(draw_ranks(plan)) == []
+
+
+@pytest.mark.parametrize("plan", [Plan(), ALL], ids=lambda plan: plan.summary)
+def test_every_rank_is_named_as_often_as_it_has_a_role(plan: Plan):
+    roles = Counter({rank: len(roles) for rank, roles in enumerate(Layout.of(plan).roles)})
+    assert Counter(rank for _, _, rank in cells(draw_ranks(plan))) == roles
+
+
+def test_tiles_stand_in_their_grid_and_copies_below_each_other():
+    rows = {}
+    for y, x, rank in sorted(cells(draw_ranks(Plan(split_size=1, slice_method="2x3", data_parallel=2)))):
+        rows.setdefault(y, []).append((x, rank))
+    assert [[rank for _, rank in sorted(row)] for row in rows.values()] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7, 8],
+        [9, 10, 11],
+    ]
+    assert len({tuple(x for x, _ in sorted(row)) for row in rows.values()}) == 1
+
+
+def test_the_mirrored_copy_is_told_and_hatched():
+    plan = Plan(split_size=3, spatial_size=0, bidirectional=True)
+    figure = draw_ranks(plan)
+    assert "replica 0, mirrored: stage 0 on rank 2, stage 1 on rank 1, stage 2 on rank 0" in figure.alt
+    assert "replica 0 mirrored" in read(figure)
+    assert {patch.get_hatch() for patch in figure.axes[0].patches} >= {"//"}
+
+
+@pytest.mark.parametrize("plan", [Plan(), ALL, Plan(split_size=2, local_dp=2)], ids=lambda plan: plan.summary)
+def test_the_numbers_are_those_of_the_programs(plan: Plan):
+    graph = prepare(resnet20_v1(), plan, SHAPE).graph
+    figure, programs = show_ranks(plan, resnet20_v1(), SHAPE), compile_plan(graph, plan)
+    for program, load in zip(programs, loads_of(programs, graph, plan), strict=True):
+        memory, sent = rank_memory(program, graph, plan), traffic(program).values()
+        assert load.kept_bytes == memory.at_peak["activations"] + memory.at_peak["halos"] > 0
+        told = f"{spoken_bytes(load.kept_bytes)} ({spoken_bytes(memory.peak_bytes)} in all), sent in a training step "
+        told += f"{sum(part.messages for part in sent):,} messages, {spoken_bytes(sum(part.bytes for part in sent))}"
+        assert f"{spoken_bytes(load.weight_bytes)}, activations kept for backward {told}" in figure.alt
+        assert f"{sum(part.messages for part in sent):,} messages" in read(figure)
+
+
+def test_the_numbers_are_those_of_ranks_at_work():
+    plan = Plan(split_size=2, slice_method="1x2", parts=2, bidirectional=True)
+    recipe = prepare(resnet20_v1(), plan, SHAPE, device="cpu")
+    count = SHAPE[0] * plan.batches
+    batch = {"images": torch.randn(count, *SHAPE[1:]), "labels": torch.zeros(count, dtype=torch.int64)}
+
+    def weighed(world) -> tuple[int, int]:
+        training = RankTraining(world, recipe)
+        report = training.step(training.cut(batch))
+        owned = [*training.weights.values(), *training.buffers.values()]
+        return sum(tensor.nbytes for tensor in owned), sum(event.bytes for event in report.events)
+
+    loads = loads_of(compile_plan(recipe.graph, plan), recipe.graph, plan)
+    for load, (weights, sent) in zip(loads, run_ranks(plan.ranks, weighed), strict=True):
+        assert load.weight_bytes == weights
+        assert load.sent.bytes == pytest.approx(sent, rel=1e-3)
+
+
+def test_a_model_needs_a_size():
+    with pytest.raises(PlanError, match="needs the image_shape"):
+        show_ranks(Plan(), resnet20_v1())

@@ -1,0 +1,130 @@
+"""Plans predicted, measured and chosen: from a cell, and by the widget without a browser."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from engines.errors import PlanError
+from engines.predict.machine import Machine
+from mpi4dl_nb import Cluster, Training, tune
+from mpi4dl_nb.draw.tuning import show_tuning
+from mpi4dl_nb.widgets.tuner import Tuner
+from tests.draw.legible import read, unreadable
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+
+
+SHAPE = (2, 3, 32, 32)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with Cluster(2, backend="loopback") as started:
+        started.calibrate(tmp_path_factory.mktemp("machine") / "machine.json")
+        yield started
+
+
+def test_a_machine_is_measured_once_and_kept(cluster, tmp_path):
+    assert cluster.calibrate() is cluster.calibrate()
+    file = tmp_path / "machine.json"
+    file.write_text(cluster.machine.to_json())
+    assert Cluster(2).calibrate(file) == cluster.machine  # read: these ranks were never started
+    file.write_text("3")
+    with pytest.raises(PlanError, match="no machine that was stored"):
+        Cluster(2).calibrate(file)
+    assert isinstance(cluster.machine, Machine)
+    assert cluster.machine.ranks == 2
+    assert min(speed.per_s for kind in cluster.machine.speeds.values() for speed in kind) > 1e6
+
+
+def test_the_best_plan_is_one_that_was_measured_and_trains(cluster):
+    tuned = tune(model(), SHAPE, cluster, top=2, steps=2, progress=False)
+    measured = [each for each in tuned.candidates if each.measured]
+    assert len(measured) == 2 < len(tuned.candidates)
+    assert tuned.best.images_per_s == max(each.images_per_s for each in measured)
+    for each in measured:
+        assert len(each.measured.seconds) == 2
+        assert each.predicted_bytes == pytest.approx(each.peak_bytes, rel=0.15)
+    assert tuned.plan.ranks == 2
+    assert tuned._repr_html_().count('scope="row"') == len(tuned.candidates)
+    training = Training(model(), tuned.plan, cluster, SHAPE)
+    spec = training.recipe.step_specs
+    training.step(torch.rand(spec["images"].shape), torch.zeros(spec["labels"].shape, dtype=torch.int64))
+    training.close()
+    assert not cluster.call(lambda host: len(host.trainings))[0]
+
+
+def test_numbers_that_make_no_sense_are_refused(cluster):
+    with pytest.raises(PlanError, match="top=-1 plans"):
+        tune(model(), SHAPE, cluster, top=-1)
+
+
+def test_the_figure_tells_what_was_predicted_and_what_was_measured(cluster):
+    tuned = tune(model(), SHAPE, cluster, top=1, steps=1, progress=False)
+    figure = show_tuning(tuned.candidates)
+    assert unreadable(figure) == []
+    assert "images per second" in read(figure)
+    best = tuned.best
+    for rate in (best.images_per_s, best.predicted_images_per_s):
+        assert any(f"{said} images/s" in figure.alt for said in (f"{rate:,.0f}", f"{rate:.3g}"))
+    with pytest.raises(PlanError, match="no candidate"):
+        show_tuning([])
+
+
+def test_a_tuner_is_set_and_read_without_a_browser(cluster):
+    tuner = Tuner(model(), SHAPE, cluster)
+    assert tuner.plan == tuner.candidates[0].plan
+    other = tuner.candidates[3].plan
+    tuner.rows.index = 3
+    assert tuner.plan == other
+    assert tuner.rows.html.count('type="radio"') == len(tuner.candidates)
+    tuner.steps.value = 1
+    tuner.measure_chosen()
+    assert tuner.plan == other
+    assert tuner.chosen.measured
+    assert tuner.candidates[0].plan == other  # what was measured comes first
+    tuner.choose(tuner.candidates[2].plan)
+    assert tuner.rows.index == 2
+    with pytest.raises(PlanError, match="none of the"):
+        tuner.choose(type(other)())
+    assert tuner.trouble.text == ""
+
+
+def test_unless_one_is_chosen_the_plan_is_the_best_measured(cluster):
+    tuner = Tuner(model(), SHAPE, cluster)
+    tuner.top.value, tuner.steps.value = 2, 1
+    tuner.measure_best()
+    assert tuner.plan == tuner.candidates[0].plan
+    assert tuner.candidates[0].images_per_s == max(each.images_per_s for each in tuner.candidates[:2])
+
+
+def test_a_plan_that_fails_is_told_and_the_others_are_measured(cluster, monkeypatch):
+    tuner = Tuner(model(), SHAPE, cluster)
+    first, second = tuner.candidates[:2]
+    whole = tuner.tuning._recipe
+
+    def failing(plan):
+        if plan == first.plan:
+            return lambda: (_ for _ in ()).throw(PlanError("it does not <run>"))
+        return whole(plan)
+
+    monkeypatch.setattr(tuner.tuning, "_recipe", failing)
+    tuner.top.value, tuner.steps.value = 2, 1
+    tuner.measure_best()
+    assert tuner.candidates[0].plan == second.plan
+    assert tuner.candidates[-1].failure == "it does not <run>"
+    assert "it does not &lt;run&gt;" in tuner.rows.html
+
+
+def test_over_mpi_predictions_are_of_the_size_of_what_is_measured():
+    with Cluster(2) as started:
+        tuned = tune(model(), (2, 3, 64, 64), started, top=2, steps=3, progress=False)
+        for each in tuned.candidates[:2]:
+            assert each.predicted_bytes == pytest.approx(each.peak_bytes, rel=0.15)
+            assert 0.05 < each.predicted_images_per_s / each.images_per_s < 20

@@ -1,0 +1,46 @@
+"""Ranks that count the bytes of their live tensors while they train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engines.bench.live import LiveBytes
+from engines.bench.verify import batches
+from engines.comm.loopback import run_ranks
+from engines.program.program import Program
+from engines.training import RankTraining, Recipe
+
+
+@dataclass(frozen=True)
+class Measured:
+    program: Program
+    peak_bytes: int
+    peak_step: int
+    after: tuple[int, ...]
+
+
+def live_bytes(recipe: Recipe) -> list[Measured]:
+    """Of each rank in its third step: gradients and the optimiser's state are there from the second one on."""
+    batch = batches(recipe, 0, steps=1)[0]
+
+    def work(world):
+        own = RankTraining(world, recipe).cut(batch)
+        with LiveBytes() as live:
+            training = RankTraining(world, recipe)
+            for _ in range(2):
+                training.step(own)
+            training.start(own)
+            live.restart()
+            return _walked(training, live)
+
+    return run_ranks(recipe.plan.ranks, work)
+
+
+def _walked(training: RankTraining, live: LiveBytes) -> Measured:
+    after, peak_step = [], 0
+    for index in range(len(training.program.steps)):
+        before = live.peak
+        training.worker.step()
+        peak_step = index if live.peak > before else peak_step
+        after.append(live.now)
+    return Measured(training.program, live.peak, peak_step, tuple(after))

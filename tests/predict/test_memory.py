@@ -1,0 +1,61 @@
+"""Predicted bytes of each rank, against those of the tensors that live in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from engines.models import resnet20_v1
+from engines.models.unet import UNet
+from engines.plan import Plan
+from engines.predict.memory import rank_memory
+from engines.program.compile import compile_plan
+from engines.program.instructions import SumGradients
+from engines.training import prepare, sgd
+from tests.predict.measured import live_bytes
+
+ADAM = partial(torch.optim.Adam, lr=1e-3)
+CASES = {
+    "tiles to the loss, Adam": (
+        partial(UNet, num_classes=3),
+        Plan(split_size=1, num_spatial_parts=3, slice_method="vertical"),
+        ADAM,
+        2,
+    ),
+    "zero bubble": (resnet20_v1, Plan(split_size=3, spatial_size=0, parts=4, schedule="zero_bubble"), sgd, 1),
+    "both directions": (resnet20_v1, Plan(split_size=3, spatial_size=0, bidirectional=True, schedule="gems"), sgd, 1),
+    "half precision": (resnet20_v1, Plan(split_size=2, spatial_size=1, precision="bfloat16"), sgd, 1),
+    "computed again": (resnet20_v1, Plan(split_size=2, spatial_size=1, checkpoint_activations=True), sgd, 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_of_each_rank_is_as_measured(name):
+    model, plan, optimiser, states = CASES[name]
+    recipe = prepare(model(), plan, (4, 3, 64, 64), optimiser=optimiser)
+    for measured in live_bytes(recipe):
+        memory = rank_memory(measured.program, recipe.graph, plan, states)
+        assert memory.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1)
+        assert sum(memory.at_peak.values()) == memory.peak_bytes
+
+
+def test_what_is_held_after_each_step_is_as_measured():
+    plan = Plan(split_size=2, spatial_size=1)
+    recipe = prepare(resnet20_v1(), plan, (2, 3, 64, 64))
+    for measured in live_bytes(recipe):
+        memory = rank_memory(measured.program, recipe.graph, plan)
+        assert memory.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.05)
+        kinds = [type(step.instruction) for step in measured.program.steps]
+        for index in range(kinds.index(SumGradients) if SumGradients in kinds else len(kinds)):
+            assert memory.after[index] == pytest.approx(measured.after[index], abs=0.05 * measured.peak_bytes)
+
+
+def test_computing_again_keeps_less():
+    plan = Plan(split_size=1, spatial_size=0)
+    graph = prepare(resnet20_v1(), plan, (2, 3, 64, 64)).graph
+    (program,) = compile_plan(graph, plan)
+    kept, again = (rank_memory(program, graph, each) for each in (plan, replace(plan, checkpoint_activations=True)))
+    assert again.at_peak["activations"] < 0.5 * kept.at_peak["activations"]

@@ -1,0 +1,66 @@
+"""Which plans are looked at, and in which order they come."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.errors import PlanError
+from engines.plan import Plan
+from engines.predict.search import plans, search
+from engines.training import traced
+from tests.predict.test_simulate import FLAT
+from tests.zoo import Skips
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 5, 6])
+def test_every_plan_uses_all_ranks_and_comes_once(ranks):
+    found = list(plans(ranks, batch=4))
+    assert {plan.ranks for plan in found} == {ranks}
+    assert len(set(found)) == len(found)
+
+
+def test_all_kinds_of_parallelism_are_looked_at():
+    found = list(plans(4, batch=4))
+    assert {plan.schedule for plan in found} == {"fill_drain", "1f1b", "zero_bubble", "interleaved", "gems"}
+    assert {plan.data_parallel for plan in found} == {1, 2, 4}
+    assert {plan.spatial_size for plan in found} == {0, 1}
+    assert {plan.local_dp for plan in found} == {1, 2}
+    assert {plan.halo_d2 for plan in found} == {True, False}
+
+
+def test_micro_batches_divide_the_batch():
+    assert {plan.parts for plan in plans(3, batch=6)} == {1, 2}
+
+
+@pytest.fixture(scope="module")
+def graph_of():
+    import torch
+
+    model, graphs = Skips(), {}
+
+    def graph(plan: Plan):
+        key = plan.parts, plan.local_dp
+        if key not in graphs:
+            graphs[key] = traced(model, plan, (2, 3, 24, 24), torch.nn.CrossEntropyLoss())
+        return graphs[key]
+
+    return graph
+
+
+def test_the_fastest_comes_first_and_refusals_have_reasons(graph_of):
+    seen = []
+    found = search(3, 2, graph_of, FLAT, seen=lambda done, of: seen.append((done, of)))
+    rates = [each.images_per_s for each in found.fitting]
+    assert rates == sorted(rates, reverse=True)
+    assert len(rates) > 5
+    assert seen[-1][0] == seen[-1][1] == len(found.fitting) + len(found.refused)
+    assert all(text for _, text in found.refused)
+
+
+def test_what_does_not_fit_is_set_apart(graph_of):
+    all_of_them = search(2, 2, graph_of, FLAT).fitting
+    sizes = sorted(each.peak_bytes for each in all_of_them)
+    found = search(2, 2, graph_of, FLAT, rank_bytes=sizes[2])
+    assert max(each.peak_bytes for each in found.fitting) <= sizes[2] < found.too_large[-1].peak_bytes
+    with pytest.raises(PlanError, match=rf"No plan for 2 ranks fits: the smallest needs {sizes[0]} bytes"):
+        search(2, 2, graph_of, FLAT, rank_bytes=10)

@@ -1,0 +1,49 @@
+"""A trace takes seconds: plans that need the same one share it."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from engines import traces
+from engines.errors import ImageError, PlanError
+from engines.models import resnet20_v1
+from engines.plan import Plan
+from engines.traces import Traces
+
+
+@pytest.fixture
+def counted(monkeypatch) -> list[tuple[int, ...]]:
+    """The shapes of images that were traced."""
+    found, trace = [], traces.trace
+
+    def counting(model, loss, images, *rest):
+        found.append(images.shape)
+        return trace(model, loss, images, *rest)
+
+    monkeypatch.setattr(traces, "trace", counting)
+    return found
+
+
+def test_plans_with_micro_batches_of_one_shape_and_precision_share_a_trace(counted):
+    known = Traces(resnet20_v1(), (4, 3, 32, 32), nn.CrossEntropyLoss())
+    assert not known.knows(Plan())
+    graph = known.graph(Plan())
+    assert known.graph(Plan(split_size=3, spatial_size=2, bidirectional=True)) is graph
+    assert known.knows(Plan(data_parallel=2))
+    assert counted == [(4, 3, 32, 32)]
+    assert known.graph(Plan(parts=2)).inputs["images"].shape == (2, 3, 32, 32)
+    assert known.graph(Plan(precision="float64")).inputs["images"].dtype == "float64"
+    assert known.graph(Plan(local_dp=4)).share.inputs["images"].shape == (1, 3, 32, 32)
+    assert len(counted) == 5
+
+
+def test_what_does_not_fit_is_said_before_anything_is_traced(counted):
+    known = Traces(resnet20_v1(), (4, 3, 32, 32), nn.CrossEntropyLoss())
+    with pytest.raises(PlanError, match="parts=3"):
+        known.knows(Plan(parts=3))
+    with pytest.raises(PlanError, match="local_dp=3"):
+        known.graph(Plan(local_dp=3))
+    with pytest.raises(ImageError, match="four positive numbers"):
+        Traces(resnet20_v1(), (4, 3, 32), nn.CrossEntropyLoss())
+    assert counted == []
