@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from engines.comm.device import choose_device, memory_format, threads_of
+from engines.comm.device import choose_device, held_bytes, memory_format, threads_of
 from engines.comm.world import World
 from engines.errors import LossError, PlanError, TraceError
 from engines.layer.graph import ModelGraph, TensorSpec
@@ -179,10 +179,14 @@ def state_of(model: nn.Module, loss: Loss | None, graph: ModelGraph) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one rank tells of one training step: the `losses` of micro-batches that it has, and what it did."""
+    """What one rank tells of one training step: the `losses` of micro-batches that it has, and what it did.
+
+    `memory_bytes` it holds at its end: of a GPU its tensors, otherwise all of its process.
+    """
 
     losses: Mapping[int, float]
     events: tuple[Event, ...]
+    memory_bytes: int = 0
 
 
 class RankTraining:
@@ -223,7 +227,7 @@ class RankTraining:
         while not self.worker.done:
             self.worker.step()
             self._check_loss()
-        return StepReport(self.worker.losses, tuple(self.worker.events))
+        return StepReport(self.worker.losses, tuple(self.worker.events), held_bytes(self.device))
 
     def start(self, inputs: Inputs) -> None:
         """Go to the start of a step, gradients forgotten."""

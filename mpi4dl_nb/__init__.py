@@ -18,12 +18,14 @@ from mpi4dl_nb.draw.traffic import show_traffic
 from mpi4dl_nb.training import Training
 from mpi4dl_nb.tuning import tune
 from mpi4dl_nb.widgets.configurator import Configurator
+from mpi4dl_nb.widgets.monitor import Monitor
 from mpi4dl_nb.widgets.tuner import Tuner
 
 __all__ = [
     "Augmented",
     "Cluster",
     "Configurator",
+    "Monitor",
     "Plan",
     "Training",
     "Tuner",

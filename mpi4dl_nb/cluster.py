@@ -17,6 +17,7 @@ from engines.predict.calibrate import calibrate
 from engines.predict.machine import Machine
 from mpi4dl_nb.calls import DEATH, Call, Ranks
 from mpi4dl_nb.launch import LoopbackRanks, MpiRanks, threads_per_rank
+from mpi4dl_nb.names import public_names
 
 __all__ = ["Cluster"]
 
@@ -162,6 +163,9 @@ class Cluster:
             "State": self.state,
         }
         return facts_table("Cluster", facts)
+
+    def __dir__(self) -> list[str]:
+        return public_names(self)
 
 
 def _check_count(n: int) -> None:

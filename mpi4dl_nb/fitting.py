@@ -6,12 +6,12 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tqdm.auto import tqdm
 
@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     from mpi4dl_nb.training import Training
 
 __all__ = [
+    "Bar",
     "Batch",
     "BatchCourse",
     "History",
     "ImageCourse",
     "Saving",
+    "Watcher",
     "check_classes",
     "continued",
     "end",
@@ -54,13 +56,33 @@ Evaluate = Callable[[], Scores | None]
 class History:
     """What `fit` saw: the loss of each step, images per second over all of them, and each epoch.
 
-    `left_out` says of each bad image that was left out which one it was, and why.
+    `left_out` says of each bad image that was left out which one it was, and why. `stopped` is whether a monitor's
+    button has ended it early, `saved` the last checkpoint.
     """
 
     losses: tuple[float, ...]
     images_per_s: float
     epochs: tuple[Epoch, ...] = ()
     left_out: tuple[str, ...] = ()
+    stopped: bool = False
+    saved: Path | None = None
+
+
+class Watcher(Protocol):
+    """Is told how a `fit` goes. The ranks wait meanwhile: what takes time is for another thread."""
+
+    def begin(self, training: Training, total: int | None) -> None:
+        """It begins, with so many steps to do."""
+
+    def heard(self, event: LeftOut | Told | Epoch) -> None:
+        """What has just happened; of a step, `training.reports` tell more."""
+
+    @property
+    def stops(self) -> bool:
+        """Whether it is to end now."""
+
+    def end(self, outcome: History | BaseException) -> None:
+        """It is over."""
 
 
 def is_images(data: object) -> bool:
@@ -86,37 +108,84 @@ class Saving:
 
 
 def fit(
-    course: BatchCourse | ImageCourse, epochs: int, log: str | PathLike[str] | None, progress: bool, saving: Saving
+    course: BatchCourse | ImageCourse,
+    epochs: int,
+    log: str | PathLike[str] | None,
+    saving: Saving,
+    watchers: Sequence[Watcher],
 ) -> History:
-    """Go through a course with a bar that shows loss and images per second, and a line for each epoch.
+    """Go through a course, until its end or until a watcher stops it; the watchers are told all of it.
 
     An interrupt ends it between two steps, saved if it is saved at all; a second one at once.
     """
-    losses: list[float] = []
-    ended: list[Epoch] = []
-    images, start_s = 0, time.perf_counter()
-    total = None if course.steps is None else epochs * course.steps
-    bar = tqdm(total=total, unit="step", disable=not progress)
+    seen = _Seen()
     interrupts = Interrupts((signal.SIGINT,))
-    with closing(course), bar, nullcontext() if log is None else EpochLog(log) as book, interrupts as asked:
+    with (
+        closing(course),
+        _watched(watchers, course.training, course.total(epochs), seen),
+        nullcontext() if log is None else EpochLog(log) as book,
+        interrupts as asked,
+    ):
         keeper = saving.keeper(course.training, asked)
         for event in run(course, epochs):
-            match event:
-                case LeftOut():
-                    tqdm.write(f"Left out from now on: {event.text}")
-                case Told():
-                    losses.append(event.loss)
-                    images += event.images
-                    rate = images / (time.perf_counter() - start_s)
-                    bar.set_postfix_str(f"loss {event.loss:.4f}, {rate:.2f} images/s")
-                    bar.update()
-                case Epoch():
-                    ended.append(event)
-                    _note(event, book, progress)
+            seen.add(event)
+            if book is not None and isinstance(event, Epoch):
+                book.add(event.record)
+            for watcher in watchers:
+                watcher.heard(event)
             _look_after(event, keeper, asked)
+            if seen.stop(watchers):
+                break
         if keeper:
             keeper.after_all()
-    return History(tuple(losses), images / (time.perf_counter() - start_s), tuple(ended), tuple(course.bad))
+            seen.saved = keeper.path
+        seen.left_out = course.bad
+    return seen.history
+
+
+@dataclass
+class _Seen:
+    """What becomes a History."""
+
+    losses: list[float] = field(default_factory=list)
+    ended: list[Epoch] = field(default_factory=list)
+    left_out: Sequence[str] = ()
+    images: int = 0
+    start_s: float = field(default_factory=time.perf_counter)
+    stopped: bool = False
+    saved: Path | None = None
+
+    def add(self, event: LeftOut | Told | Epoch) -> None:
+        if isinstance(event, Told):
+            self.losses.append(event.loss)
+            self.images += event.images
+        if isinstance(event, Epoch):
+            self.ended.append(event)
+
+    def stop(self, watchers: Sequence[Watcher]) -> bool:
+        self.stopped = any(watcher.stops for watcher in watchers)
+        return self.stopped
+
+    @property
+    def history(self) -> History:
+        rate = self.images / (time.perf_counter() - self.start_s)
+        return History(tuple(self.losses), rate, tuple(self.ended), tuple(self.left_out), self.stopped, self.saved)
+
+
+@contextmanager
+def _watched(watchers: Sequence[Watcher], training: Training, total: int | None, seen: _Seen) -> Iterator[None]:
+    """Tell the watchers of the beginning, and whatever happens of the end."""
+    outcome: BaseException | None = None
+    for watcher in watchers:
+        watcher.begin(training, total)
+    try:
+        yield
+    except BaseException as error:
+        outcome = error
+        raise
+    finally:
+        for watcher in watchers:
+            watcher.end(outcome or seen.history)
 
 
 def _look_after(event: LeftOut | Told | Epoch, keeper: Keeper | None, asked: Callable[[], int]) -> None:
@@ -129,11 +198,34 @@ def _look_after(event: LeftOut | Told | Epoch, keeper: Keeper | None, asked: Cal
         raise KeyboardInterrupt
 
 
-def _note(epoch: Epoch, book: EpochLog | None, progress: bool) -> None:
-    if progress:
-        tqdm.write(str(epoch))
-    if book is not None:
-        book.add(epoch.record)
+class Bar:
+    """A bar that shows loss and images per second, and a line for each epoch; not `shown`, it tells of bad images."""
+
+    stops = False
+
+    def __init__(self, shown: bool) -> None:
+        self.shown, self.images = shown, 0
+
+    def begin(self, training: Training, total: int | None) -> None:
+        """An empty bar."""
+        self.bar, self.start_s = tqdm(total=total, unit="step", disable=not self.shown), time.perf_counter()
+
+    def heard(self, event: LeftOut | Told | Epoch) -> None:
+        """One step more, or a line."""
+        match event:
+            case LeftOut():
+                tqdm.write(f"Left out from now on: {event.text}")
+            case Told():
+                self.images += event.images
+                rate = self.images / (time.perf_counter() - self.start_s)
+                self.bar.set_postfix_str(f"loss {event.loss:.4f}, {rate:.2f} images/s")
+                self.bar.update()
+            case Epoch() if self.shown:
+                tqdm.write(str(event))
+
+    def end(self, outcome: History | BaseException) -> None:
+        """It stays as it is."""
+        self.bar.close()
 
 
 # ---- batches that the notebook sends
@@ -154,6 +246,10 @@ class BatchCourse:
     def steps(self) -> int | None:
         """Of one epoch, as far as that is known."""
         return len(self.data) if isinstance(self.data, Sized) else None
+
+    def total(self, epochs: int) -> int | None:
+        """The steps of so many epochs, as far as that is known."""
+        return None if self.steps is None else epochs * self.steps
 
     def step(self) -> Told | None:
         """One step on the next batch; waiting for it is waiting for data."""
@@ -193,7 +289,12 @@ class ImageCourse:
         self.training, self.evaluate, self.bad = training, evaluate, ()
         whole = len(images) // specs["images"].shape[0]
         self.steps = min(whole, feeding.steps or whole)
+        self.done = state["step"] if state else 0  # of the epoch that has begun
         self.updates = training.cluster.call(_begin, training.name, specs, images, feeding, state)[0]
+
+    def total(self, epochs: int) -> int:
+        """The steps of so many epochs, of which the first may have begun."""
+        return epochs * self.steps - self.done
 
     def step(self) -> Told | None:
         """One step on all ranks."""

@@ -20,6 +20,7 @@ from engines.checkpoint.load import check, load
 from engines.checkpoint.save import KEEP, save
 from engines.errors import ImageError, PlanError
 from engines.evaluation import plain_state
+from engines.facts import facts_table
 from engines.images.feed import Feeding
 from engines.images.labelled import LabelledImages
 from engines.inference.sweep import Swept
@@ -34,8 +35,23 @@ from engines.program.update import Scheduler
 from engines.program.worker import Inputs
 from engines.train import Heard, stepped, told
 from engines.training import Loss, Optimiser, RankTraining, Recipe, StepReport, cut_inputs, prepare, sgd
-from mpi4dl_nb.fitting import Batch, BatchCourse, History, ImageCourse, Saving, continued, end, fit, held, is_images
+from mpi4dl_nb.facts import StepTimeline, facts
+from mpi4dl_nb.fitting import (
+    Bar,
+    Batch,
+    BatchCourse,
+    History,
+    ImageCourse,
+    Saving,
+    Watcher,
+    continued,
+    end,
+    fit,
+    held,
+    is_images,
+)
 from mpi4dl_nb.judging import Judge
+from mpi4dl_nb.names import public_names
 from mpi4dl_nb.prediction import drop, is_batch, predict_batch, predict_picture
 
 if TYPE_CHECKING:
@@ -83,6 +99,7 @@ class Training:
         self.steps = 0
         self.predicted: Swept | None = None
         self.reports: list[StepReport] = []
+        self.monitor: Watcher | None = None  # what shows `fit` as it goes
         self.feed_state: Mapping[str, Any] | None = None  # where `fit` goes on in the images
         cluster.call(_create, self.name, per_rank=[(self.recipe.of_rank(program),) for program in self.programs])
 
@@ -123,8 +140,11 @@ class Training:
         save: str | PathLike[str] | None = None,
         save_every: int | None = None,
         keep: int = KEEP,
+        monitor: Watcher | None = None,
     ) -> History:
         """Train for `epochs` epochs, with a bar that shows loss and images per second, and a line for each epoch.
+
+        Or with a `Monitor()`, which shows more, and has a button that ends it when the step under way is done.
 
         `data` is batches of images and labels, or images that each rank reads by itself, its own pixels only, such
         as a folder of pictures: these go in an order that follows from `seed` (0) alone, in epochs of at most `steps`
@@ -143,14 +163,16 @@ class Training:
         """
         feeding, saving = Feeding(seed or 0, steps, workers, on_bad_image), Saving(save, save_every, keep)
         state = continued(self.feed_state, data, seed) if go_on and is_images(data) else None
+        monitor = monitor or self.monitor
+        watchers: list[Watcher] = [Bar(progress and monitor is None), *([monitor] if monitor else [])]
         with nullcontext() if held_out is None else closing(Judge(self, held_out, on_bad_image)) as judge:
 
             def evaluate() -> Scores | None:
                 return judge and judge.scores(lambda: self.cluster.call(_tensors, self.name))
 
             if not is_images(data):
-                return fit(BatchCourse(self, data, evaluate), epochs, log, progress, saving)
-            return fit(ImageCourse(self, data, feeding, state, evaluate), epochs, log, progress, saving)
+                return fit(BatchCourse(self, data, evaluate), epochs, log, saving, watchers)
+            return fit(ImageCourse(self, data, feeding, state, evaluate), epochs, log, saving, watchers)
 
     def verify(
         self, data: Iterable[Batch] | None = None, seed: int = 0, precision: str = "float64"
@@ -195,11 +217,11 @@ class Training:
         self.predicted = predict_picture(self, source, held, to, region, level, kind, memory_mb, progress)
         return self.predicted.answer
 
-    def timeline(self) -> Timeline:
-        """What each rank did when in the last step. Raises PlanError before the first one."""
+    def timeline(self) -> StepTimeline:
+        """What each rank did when in the last step, shown as a chart. Raises PlanError before the first one."""
         if not self.reports:
             raise PlanError("timeline() shows the last step, but none was run yet. Call step() or fit() first.")
-        return Timeline.of(report.events for report in self.reports)
+        return StepTimeline(Timeline.of(report.events for report in self.reports).events, self.plan)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights and buffers by the plain model's names, for `model.load_state_dict`."""
@@ -256,6 +278,12 @@ class Training:
     def __repr__(self) -> str:
         spec = self.recipe.step_specs["images"]
         return f"Training({type(self.model).__name__}, images {spec.shape}, {self.plan.summary})"
+
+    def _repr_html_(self) -> str:
+        return facts_table("Training", facts(self))
+
+    def __dir__(self) -> list[str]:
+        return public_names(self)
 
 
 def _check_classes(labels: Tensor, prediction: TensorSpec, ignored: int) -> None:

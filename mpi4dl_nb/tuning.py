@@ -23,7 +23,7 @@ from mpi4dl_nb.trials import Measurement, Seen, Trial, nobody, run_in_turns
 if TYPE_CHECKING:
     from mpi4dl_nb.cluster import Cluster
 
-__all__ = ["Candidate", "Tuned", "Tuning", "exchanged", "optimiser_states", "ordered", "tune"]
+__all__ = ["Candidate", "Tuned", "Tuning", "bar", "exchanged", "optimiser_states", "ordered", "tune"]
 
 
 @dataclass(frozen=True)
@@ -165,22 +165,23 @@ def tune(
     if top < 0 or steps < 1:
         raise PlanError(f"top={top} plans are to be measured for steps={steps}: use 0 or more plans, 1 or more steps.")
     tuning = Tuning(model, image_shape, cluster, loss, optimiser, labels, device)
-    with _bar("plans predicted", progress) as seen:
+    with bar("plans predicted", progress) as seen:
         candidates, found = tuning.find(rank_bytes, seen)
     measured: list[Candidate] = []
     if top:
-        with _bar("steps measured", progress) as seen:
+        with bar("steps measured", progress) as seen:
             measured = tuning.measure(candidates[:top], steps, seen)
     return Tuned(ordered([*measured, *candidates[top:]]), cluster.calibrate(), found.refused)
 
 
 @contextmanager
-def _bar(unit: str, progress: bool) -> Iterator[Seen]:
-    with tqdm(unit=f" {unit}", disable=not progress) as bar:
+def bar(unit: str, progress: bool = True) -> Iterator[Seen]:
+    """A bar of how far it is, which is gone in the end."""
+    with tqdm(unit=f" {unit}", disable=not progress, leave=False) as shown:
 
         def seen(done: int, of: int) -> None:
-            bar.total = of
-            bar.update(done - bar.n)
+            shown.total = of
+            shown.update(done - shown.n)
 
         yield seen
 

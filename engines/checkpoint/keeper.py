@@ -32,6 +32,7 @@ class Keeper:
     ) -> None:  # fmt: skip
         self.save, self.step, self.every, self.asked, self.tell = save, step, every, asked, tell
         self.saved_step = step()
+        self.path: Path | None = None  # of the last one
 
     def after_step(self) -> None:
         """Save if it is time; of a full disk it tells, and training goes on. Raises StoppedError if asked to end."""
@@ -55,9 +56,9 @@ class Keeper:
             self._save()
 
     def _save(self) -> Path:
-        path = self.save()
+        self.path = self.save()
         self.saved_step = self.step()
-        return path
+        return self.path
 
     def _try(self) -> None:
         try:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 
 from engines import layout
@@ -20,6 +21,7 @@ __all__ = [
     "cores",
     "give_memory_back",
     "has_own_memory",
+    "held_bytes",
     "keep_memory_tight",
     "memory_format",
     "peak_of_own_memory",
@@ -74,6 +76,13 @@ def peak_of_own_memory(device: torch.device, work: Callable[[], object]) -> int:
     before = torch.cuda.memory_allocated(device)
     work()
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def held_bytes(device: torch.device) -> int:
+    """What this rank holds now: of a GPU the tensors there, otherwise all memory of its process."""
+    if has_own_memory(device):
+        return torch.cuda.memory_allocated(device)
+    return int(psutil.Process().memory_info().rss)
 
 
 def keep_memory_tight(tight: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from engines.comm.waiting import waited
 from engines.comm.world import Message, Pending, World
 
 __all__ = ["LinkedWorld"]
@@ -56,7 +57,8 @@ class _Passing:
     def wait(self) -> None:
         """Sleeps meanwhile."""
         self.pending.wait()
-        time.sleep(max(0.0, self._begin() - time.perf_counter()))
+        with waited():
+            time.sleep(max(0.0, self._begin() - time.perf_counter()))
 
     def done(self) -> bool:
         return (self.end_s is not None or self.pending.done()) and time.perf_counter() >= self._begin()

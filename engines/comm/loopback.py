@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.comm.waiting import waited
 from engines.comm.world import Message, Pending
 from engines.errors import RankError, ReleasedError
 
@@ -55,7 +56,9 @@ class _Mail:
 
     def fetch(self, place: _Place) -> Any:
         with self.arrived:
-            self.arrived.wait_for(lambda: place in self.letters or self.failed)
+            if place not in self.letters:
+                with waited():
+                    self.arrived.wait_for(lambda: place in self.letters or self.failed)
             self._check()
             return self.letters.pop(place)
 

@@ -14,6 +14,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from engines.comm.waiting import waited
 from engines.comm.world import Message, Pending
 from engines.errors import RankError, ReleasedError
 
@@ -44,15 +45,20 @@ class _Requests:
         self.requests, self.staged, self.world, self.buffers = list(requests), staged, world, buffers
 
     def wait(self, nap_s: float = _NAP_S) -> None:
-        looks = 0
         with self.world:
-            while not MPI.Request.Testall(self.requests):
-                looks += 1
-                if looks > _YIELDING:
-                    time.sleep(min(nap_s * (looks // _YIELDING), _REST_S))
-                elif looks > _EAGER:
-                    os.sched_yield()
+            if not MPI.Request.Testall(self.requests):
+                with waited():
+                    self._look_until_here(nap_s)
         self._deliver()
+
+    def _look_until_here(self, nap_s: float) -> None:
+        looks = 1
+        while not MPI.Request.Testall(self.requests):
+            looks += 1
+            if looks > _YIELDING:
+                time.sleep(min(nap_s * (looks // _YIELDING), _REST_S))
+            elif looks > _EAGER:
+                os.sched_yield()
 
     def done(self) -> bool:
         with self.world:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,12 +11,18 @@ from pathlib import Path
 from engines.program.instructions import Phase
 from engines.program.program import Step
 
-__all__ = ["Event", "Timeline"]
+__all__ = ["WORK", "Event", "Timeline", "Use"]
+
+WORK = ("compute", "update")
+"""The kinds of instructions in which a rank works by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One instruction on one rank. Times are of one clock per host; `bytes` were sent by this rank."""
+    """One instruction on one rank. Times are of one clock per host; `bytes` were sent by this rank.
+
+    For `wait_s` of its time it had nothing to do until messages of others came, their travel included.
+    """
 
     rank: int
     name: str
@@ -26,12 +32,32 @@ class Event:
     start_s: float
     end_s: float
     bytes: int
+    wait_s: float = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Without the waiting."""
+        return self.end_s - self.start_s - self.wait_s
 
     @classmethod
-    def of(cls, rank: int, step: Step, start_s: float, end_s: float, sent_bytes: int) -> Event:
+    def of(cls, rank: int, step: Step, start_s: float, end_s: float, sent_bytes: int, wait_s: float = 0.0) -> Event:
         """The event of one step of a program."""
         kind, phase = step.instruction.kind, step.phase.value
-        return cls(rank, step.instruction.name, kind, phase, step.micro_batch, start_s, end_s, sent_bytes)
+        return cls(rank, step.instruction.name, kind, phase, step.micro_batch, start_s, end_s, sent_bytes, wait_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """The parts of a rank's time: its own work, handling messages, and waiting for those of others."""
+
+    work: float
+    communication: float
+    waiting: float
+
+    @property
+    def idle(self) -> float:
+        """Waiting, or between two instructions."""
+        return max(0.0, 1 - self.work - self.communication)
 
 
 @dataclass(frozen=True)
@@ -68,27 +94,57 @@ class Timeline:
         mine = (event for event in self.events if event.rank == rank and event.kind == kind)
         return sum(event.end_s - event.start_s for event in mine) / self.seconds
 
+    @cached_property
+    def uses(self) -> dict[int, Use]:
+        """What each rank did with the time of the step."""
+        parts = {rank: [0.0, 0.0, 0.0] for rank in self.ranks}
+        for event in self.events:
+            mine = parts[event.rank]
+            mine[event.kind not in WORK] += event.busy_s / self.seconds
+            mine[2] += event.wait_s / self.seconds
+        return {rank: Use(*mine) for rank, mine in parts.items()}
+
+    def bubbles(self, rank: int) -> list[tuple[float, float]]:
+        """When a rank waited, or was between two instructions: (start, end) in seconds of the step, in their order.
+
+        Where an instruction has waited, it counts as its end: messages are asked for first, and used last.
+        """
+        mine = sorted((event for event in self.events if event.rank == rank), key=lambda event: event.start_s)
+        begins = [event.start_s - self.start_s for event in mine] + [self.seconds]
+        ends = [0.0] + [event.end_s - event.wait_s - self.start_s for event in mine]
+        return [(end, begin) for end, begin in zip(ends, begins, strict=True) if begin > end]
+
     @property
     def idle(self) -> float:
         """The part of all ranks' time in which they do not compute, from the first forward to the last backward."""
         passes = Timeline(tuple(event for event in self.events if event.phase != Phase.UPDATE.value))
         return 1 - sum(passes.share(rank, "compute") for rank in self.ranks) / len(self.ranks)
 
-    def to_chrome(self, path: str | Path) -> Path:
-        """Write Chrome trace JSON, which Perfetto and chrome://tracing open."""
-        rows = [_chrome(event, self.start_s) for event in self.events]
+    def to_chrome(self, path: str | Path, predicted: Timeline | None = None) -> Path:
+        """Write Chrome trace JSON, which Perfetto and chrome://tracing open; both begin at 0, as two processes."""
+        parts = {"measured": self} | ({"predicted": predicted} if predicted else {})
+        rows = [row for number, (name, part) in enumerate(parts.items()) for row in _process(name, number, part)]
         Path(path).write_text(json.dumps({"traceEvents": rows}))
         return Path(path)
 
 
-def _chrome(event: Event, zero_s: float) -> dict[str, object]:
+def _process(name: str, number: int, timeline: Timeline) -> Iterator[dict[str, object]]:
+    """The names of a process and of its ranks, and the events."""
+    yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
+    for rank in timeline.ranks:
+        yield {"ph": "M", "name": "thread_name", "pid": number, "tid": rank, "args": {"name": f"rank {rank}"}}
+    for event in timeline.events:
+        yield _chrome(event, number, timeline.start_s)
+
+
+def _chrome(event: Event, process: int, zero_s: float) -> dict[str, object]:
     return {
         "name": f"{event.name} ({event.phase})",
         "cat": event.kind,
         "ph": "X",
         "ts": (event.start_s - zero_s) * 1e6,
         "dur": (event.end_s - event.start_s) * 1e6,
-        "pid": 0,
+        "pid": process,
         "tid": event.rank,
         "args": asdict(event),
     }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engines.comm.total import all_reduce
+from engines.comm.waiting import waited_s
 from engines.comm.world import World
 from engines.errors import PlanError
 from engines.program.carry import carriers
@@ -125,9 +126,10 @@ class Worker:
     def step(self) -> Step:
         """Do one instruction and go on to the next."""
         step = self.program.steps[self.position]
-        start_s = time.perf_counter()
+        start_s, before_s = time.perf_counter(), waited_s()
         sent = self._do(step)
-        self.events.append(Event.of(self.program.rank, step, start_s, time.perf_counter(), sent))
+        event = Event.of(self.program.rank, step, start_s, time.perf_counter(), sent, waited_s() - before_s)
+        self.events.append(event)
         self.position += 1
         start_s = time.perf_counter()
         # What is sent is read until it has gone: whoever ends a program may free it or write over it.

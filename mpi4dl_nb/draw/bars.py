@@ -11,7 +11,7 @@ from matplotlib.path import Path
 
 from mpi4dl_nb.draw.figure import INK, Drawing
 
-__all__ = ["Look", "draw_bars", "draw_legend", "frame_rows", "text_of_rows"]
+__all__ = ["Look", "draw_bars", "draw_legend", "draw_rows", "frame_rows", "text_of_rows"]
 
 MANY = 12  # rows: more of them are lower, and have one line of text
 
@@ -32,15 +32,24 @@ def text_of_rows(rows: int) -> tuple[float, str]:
 
 def draw_bars(axes: Axes, rank: int, look: Look, spans: Sequence[tuple[float, float]], top: float, high: float) -> None:
     """All bars of one look and rank as one patch: a hatch costs a millisecond for each, and there are thousands."""
-    patch = PathPatch(_rectangles(spans, top, top + high), facecolor=look.colour, hatch=look.hatch)
-    patch.set(edgecolor=INK, linewidth=0, label=look.name, gid=f"rank {rank}: {look.name}")
+    patch = _patch(look, [(a, b, top, top + high) for a, b in spans])
+    patch.set(linewidth=0, gid=f"rank {rank}: {look.name}")
     axes.add_patch(patch)
 
 
-def _rectangles(spans: Sequence[tuple[float, float]], top: float, bottom: float) -> Path:
-    corners = [((a, top), (b, top), (b, bottom), (a, bottom), (a, top)) for a, b in spans]
+def draw_rows(axes: Axes, look: Look, bars: Sequence[tuple[int, float, float]], top: float, high: float) -> None:
+    """One look's bars of several rows, each as (row, start, end), with an outline; `top` and `high` from its row."""
+    if bars:
+        patch = _patch(look, [(a, b, row + top, row + top + high) for row, a, b in bars])
+        patch.set_clip_on(False)  # half of the outline lies beyond the axes
+        axes.add_patch(patch)
+
+
+def _patch(look: Look, boxes: Sequence[tuple[float, float, float, float]]) -> PathPatch:
+    corners = [((a, top), (b, top), (b, bottom), (a, bottom), (a, top)) for a, b, top, bottom in boxes]
     codes = (Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY)
-    return Path([corner for bar in corners for corner in bar], codes * len(spans))
+    path = Path([corner for bar in corners for corner in bar], codes * len(boxes))
+    return PathPatch(path, facecolor=look.colour, hatch=look.hatch, edgecolor=INK, linewidth=0.6, label=look.name)
 
 
 def draw_legend(figure: Drawing, looks: Sequence[Look]) -> None:

@@ -1,8 +1,9 @@
-"""Who did what when: one training step as a chart, one row per rank."""
+"""Who did what when: one training step as a chart, one row per rank; what was predicted of it below."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 
@@ -10,26 +11,31 @@ from engines.errors import PlanError
 from engines.layout import Layout, Role
 from engines.pipeline.bubble import bubble_of
 from engines.plan import Plan
-from engines.program.timeline import Event, Timeline
+from engines.program.timeline import WORK, Event, Timeline
 from mpi4dl_nb.draw.bars import Look, draw_bars, draw_legend, frame_rows, text_of_rows
 from mpi4dl_nb.draw.figure import Drawing
+from mpi4dl_nb.draw.timeline_labels import label_rows
 
-__all__ = ["show_timeline"]
+__all__ = ["look", "show_timeline"]
 
-WORK = ("compute", "update")
-HINT = "upper half of a row: own work; lower half: communication and waiting for others; white: neither"
+HINT = "upper half of a row: own work; lower half: communication, and waiting for others with its share of the step"
 
 FORWARD = Look("compute, forward", "#56b4e9", "")
 BACKWARD = Look("compute, backward", "#e69f00", "//")
 WEIGHTS = Look("compute, weights' gradient", "#bfbfbf", "++")
 PASSES = {"forward": FORWARD, "weights": WEIGHTS}
 OTHER = Look("other communication", "#d9d9d9", "ooo")
+WAIT = Look("waiting for others", "#ffffff", "..")
 LOOKS = {
     "update": Look("update of the weights", "#4d4d4d", "**"),
     "halo": Look("halo", "#009e73", "xxx"),
-    "stage": Look("stage transfer", "#cc79a7", "..."),
+    "stage": Look("stage transfer", "#cc79a7", "\\\\"),
     "all-reduce": Look("all-reduce", "#f0e442", "|||"),
 }
+ORDER = (FORWARD, BACKWARD, WEIGHTS, *LOOKS.values(), OTHER, WAIT)  # of the legend
+
+Rows = Mapping[int, tuple[str, ...]]
+"""Each rank's name and role."""
 
 
 def look(event: Event) -> Look:
@@ -39,26 +45,52 @@ def look(event: Event) -> Look:
     return LOOKS.get(event.kind, OTHER)
 
 
-def show_timeline(timeline: Timeline, plan: Plan | None = None) -> Drawing:
-    """One step on all ranks: above in each row what the rank computes, below what it communicates.
+def show_timeline(
+    timeline: Timeline,
+    plan: Plan | None = None,
+    predicted: Timeline | None = None,
+    span_ms: tuple[float, float] | None = None,
+) -> Drawing:
+    """One step on all ranks: above in each row what the rank computes, below what it communicates and how it waits.
 
-    Communication includes waiting for the others; where a row is white, the rank did neither. `plan` adds
-    each rank's stage and tile, and for a pipeline the share of time without computation beside the formula's.
-    Raises PlanError where nothing happened, or on other ranks than the plan's.
+    Where a row is white, the rank did nothing. `predicted` is drawn below on the same axis of time, `span_ms` (start,
+    end) is the part of the step to be shown. `plan` adds each rank's stage and tile, and for a pipeline the share of
+    time without computation beside the formula's. In a bar stands the pass and the micro-batch (F0, B0, W0), where
+    there is room. Raises PlanError where nothing happened, on other ranks than the plan's, or outside of the span.
     """
-    rows = _rows(timeline, plan)
-    row_in, end = text_of_rows(len(rows))
-    figure = Drawing(figsize=(11, 1.6 + row_in * len(rows)), layout="constrained")
-    axes = figure.add_subplot()
-    title = f"One training step: {timeline.seconds * 1e3:.4g} ms on {len(rows)} ranks{_idle(timeline, plan)}"
-    axes.set_title(f"{title}\n{HINT}", loc="left", fontsize=10)
-    draw_legend(figure, _draw_bars(axes, timeline, list(rows)))
-    shares = {rank: _shares(timeline, rank) for rank in rows}
-    texts = [[end.join(words) for words in side.values()] for side in (rows, shares)]
-    frame_rows(axes, timeline.seconds * 1e3, "time, ms", *texts)
-    told = [f"{', '.join(rows[rank])}: {', '.join(shares[rank])}" for rank in rows]
-    figure.alt = f"{title}. {'; '.join(told)}."
+    charts = {"measured": timeline} | ({"predicted": predicted} if predicted is not None else {})
+    rows = {name: _rows(chart, plan) for name, chart in charts.items()}
+    first, last = span_ms or (0.0, max(chart.seconds for chart in charts.values()) * 1e3)
+    if not 0 <= first < last:
+        raise PlanError(f"span_ms={span_ms} must be (start, end) in milliseconds, 0 <= start < end.")
+    row_in, _ = text_of_rows(len(rows["measured"]))
+    tall = [0.8 + row_in * len(each) for each in rows.values()]
+    figure = Drawing(figsize=(11, 0.8 + sum(tall)), layout="constrained")
+    axes = figure.subplots(len(charts), sharex=True, squeeze=False, height_ratios=tall)[:, 0]
+    titles = {name: _title(name, charts, plan) for name in charts}
+    met = {
+        style
+        for place, (name, chart) in zip(axes, charts.items(), strict=True)
+        for style in _chart(place, chart, rows[name], titles[name])
+    }
+    axes[0].set_title(f"{titles['measured']}\n{HINT}", loc="left", fontsize=10)
+    for place in axes[:-1]:
+        place.set_xlabel("")
+    axes[0].set_xlim(first, last)
+    draw_legend(figure, [style for style in ORDER if style in met])
+    figure.settle()
+    for place, chart in zip(axes, charts.values(), strict=True):
+        label_rows(place, chart)
+    figure.alt = " ".join(_alt(titles[name], chart, rows[name]) for name, chart in charts.items())
     return figure
+
+
+def _title(name: str, charts: Mapping[str, Timeline], plan: Plan | None) -> str:
+    """Of one chart; where there are two, each says which one it is."""
+    chart, measured = charts[name], charts["measured"]
+    title = "One training step" if len(charts) == 1 else f"One training step, {name}"
+    beside = f" ({chart.seconds / measured.seconds - 1:+.0%})" if name == "predicted" else ""
+    return f"{title}: {chart.seconds * 1e3:.4g} ms{beside} on {len(chart.ranks)} ranks{_idle(chart, plan)}"
 
 
 def _idle(timeline: Timeline, plan: Plan | None) -> str:
@@ -70,7 +102,7 @@ def _idle(timeline: Timeline, plan: Plan | None) -> str:
     return f"; idle or communicating {timeline.idle:.0%}{beside}"
 
 
-def _rows(timeline: Timeline, plan: Plan | None) -> dict[int, tuple[str, ...]]:
+def _rows(timeline: Timeline, plan: Plan | None) -> Rows:
     """Each rank's name and role, ascending."""
     if not timeline.events:
         raise PlanError("The timeline holds no event: run a training step first.")
@@ -90,23 +122,40 @@ def _told(role: Role) -> str:
     return f"stage {role.stage}, tile {role.tile}{', mirrored' * role.direction}"
 
 
-def _draw_bars(axes: Axes, timeline: Timeline, ranks: list[int]) -> list[Look]:
-    """Every event; the looks that occur, in the legend's order."""
-    bars: dict[tuple[int, Look], list[tuple[float, float]]] = defaultdict(list)
-    is_work: dict[Look, bool] = {}
-    zero_s = timeline.start_s
+def _chart(axes: Axes, timeline: Timeline, rows: Rows, title: str) -> set[Look]:
+    """Every event, and the texts beside the rows; the looks that occur."""
+    axes.set_title(title, loc="left", fontsize=10)
+    met = _draw_bars(axes, timeline, list(rows))
+    end = text_of_rows(len(rows))[1]
+    texts = [[end.join(words) for words in side] for side in (rows.values(), _shares(timeline).values())]
+    frame_rows(axes, timeline.seconds * 1e3, "time, ms", *texts)
+    return met
+
+
+def _draw_bars(axes: Axes, timeline: Timeline, ranks: Sequence[int]) -> set[Look]:
+    """Work above, messages below, and at their end the waiting for them."""
+    bars: dict[tuple[int, Look, bool], list[tuple[float, float]]] = defaultdict(list)
     for event in timeline.events:
-        bars[event.rank, look(event)].append(((event.start_s - zero_s) * 1e3, (event.end_s - zero_s) * 1e3))
-        is_work[look(event)] = event.kind in WORK
-    for (rank, style), spans in bars.items():
-        top = ranks.index(rank) + (-0.42 if is_work[style] else 0.02)
-        draw_bars(axes, rank, style, spans, top, 0.4)
-    return [style for style in (FORWARD, BACKWARD, WEIGHTS, *LOOKS.values(), OTHER) if style in is_work]
+        start, wait, end = (
+            (s - timeline.start_s) * 1e3 for s in (event.start_s, event.end_s - event.wait_s, event.end_s)
+        )
+        bars[event.rank, look(event), event.kind in WORK].append((start, wait))
+        if event.wait_s:
+            bars[event.rank, WAIT, False].append((wait, end))
+    for (rank, style, is_work), spans in bars.items():
+        draw_bars(axes, rank, style, spans, ranks.index(rank) + (-0.42 if is_work else 0.02), 0.4)
+    return {style for _, style, _ in bars}
 
 
-def _shares(timeline: Timeline, rank: int) -> tuple[str, str]:
-    """`compute 71%` and `communicate and wait 22%`."""
-    kinds = {event.kind for event in timeline.events if event.rank == rank}
-    work = sum(timeline.share(rank, kind) for kind in kinds if kind in WORK)
-    traffic = sum(timeline.share(rank, kind) for kind in kinds if kind not in WORK)
-    return f"compute {work:.0%}", f"communicate and wait {traffic:.0%}"
+def _shares(timeline: Timeline) -> dict[int, tuple[str, str]]:
+    """`compute 71%` and `communicate 5%, wait 22%`, by rank."""
+    return {
+        rank: (f"compute {use.work:.0%}", f"communicate {use.communication:.0%}, wait {use.waiting:.0%}")
+        for rank, use in timeline.uses.items()
+    }
+
+
+def _alt(title: str, timeline: Timeline, rows: Rows) -> str:
+    shares = _shares(timeline)
+    told = [f"{', '.join(rows[rank])}: {', '.join(shares[rank])}" for rank in rows]
+    return f"{title}. {'; '.join(told)}."

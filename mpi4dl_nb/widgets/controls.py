@@ -9,6 +9,8 @@ from typing import Any
 import ipywidgets
 import traitlets
 
+from mpi4dl_nb.widgets.range_bar import RangeBar
+
 __all__ = ["Slider", "Trouble", "button", "check", "choice", "number", "whole", "written"]
 
 _STYLE = {"description_width": "initial"}
@@ -49,15 +51,12 @@ def button(label: str, on_click: Callable[[], None], tip: str = "", icon: str = 
 
 
 class Slider(ipywidgets.HBox):
-    """A slider beside a box with its number: browsers tell the name of the box, and of the slider only its text."""
+    """A bar to slide on beside a box with its number."""
 
     value = traitlets.Int()
 
     def __init__(self, label: str, value: int, low: int, high: int, tip: str = "") -> None:
-        self._slider = ipywidgets.IntSlider(
-            value, min=low, max=high, readout=False, continuous_update=False, tooltip=tip or label,
-            layout={"width": "18em"},
-        )  # fmt: skip
+        self._slider = RangeBar(value, min=low, max=high, label=label, tip=tip or label)
         self._box = number(label, value, low, high, tip)
         super().__init__([self._box, self._slider])
         self.value = value

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ipywidgets
+from IPython.display import HTML, DisplayHandle, display
 
 from engines.errors import Mpi4dlError
 from mpi4dl_nb.draw.figure import Drawing
@@ -14,6 +15,8 @@ from mpi4dl_nb.widgets.controls import Trouble
 from mpi4dl_nb.widgets.figure_view import FigureView
 
 __all__ = ["Instrument"]
+
+STILL = "mpi4dl-still"  # known to figure_view.css
 
 
 class Instrument(ipywidgets.VBox):
@@ -27,6 +30,7 @@ class Instrument(ipywidgets.VBox):
         on_point: Callable[[float, float], None] | None = None,
     ) -> None:
         self.view, self.trouble = FigureView(keys, on_key, on_point), Trouble()
+        self._still: DisplayHandle | None = None
         super().__init__([*controls, self.trouble, self.view])
 
     @property
@@ -43,6 +47,25 @@ class Instrument(ipywidgets.VBox):
             self.trouble.tell(str(error))
         else:
             self.trouble.tell("")
+
+    def keep_still(self) -> None:
+        """From now on the page's file has the figure as it is now."""
+        if self._still is not None:
+            self._still.update(HTML(self._still_html))
+
+    @property
+    def _still_html(self) -> str:
+        figure = self.figure._repr_html_() if self.figure else ""
+        return f'<div class="{STILL}">{figure}</div>'
+
+    def _ipython_display_(self) -> None:
+        """Twice: as a widget, and as a figure, which figure_view.css hides wherever the widget is alive.
+
+        Files have both; of one output, nbconvert would take the widget alone, which is dead there.
+        """
+        live = super()._repr_mimebundle_() | {"text/plain": f"{type(self).__name__}, as it was:"}
+        display(live, raw=True)
+        self._still = display(HTML(self._still_html), display_id=True)
 
     def _repr_mimebundle_(self, **keywords: Any) -> dict[str, Any]:
         bundle = super()._repr_mimebundle_(**keywords)

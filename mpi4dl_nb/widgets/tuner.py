@@ -13,7 +13,7 @@ from engines.layer.graph import TensorSpec
 from engines.plan import Plan
 from engines.training import Loss, Optimiser, sgd
 from mpi4dl_nb.draw.tuning import show_tuning, table_html
-from mpi4dl_nb.tuning import Candidate, Tuning, exchanged, ordered
+from mpi4dl_nb.tuning import Candidate, Tuning, bar, exchanged, ordered
 from mpi4dl_nb.widgets.choice_table import ChoiceTable
 from mpi4dl_nb.widgets.controls import button, number
 from mpi4dl_nb.widgets.instrument import Instrument
@@ -42,6 +42,7 @@ class Tuner(Instrument):
         optimiser: Optimiser = sgd,
         labels: TensorSpec | None = None,
         rank_bytes: int | None = None,
+        progress: bool = True,
     ) -> None:
         self.tuning = Tuning(model, image_shape, cluster, loss, optimiser, labels)
         self.rows = ChoiceTable()
@@ -59,7 +60,8 @@ class Tuner(Instrument):
         self.candidates: tuple[Candidate, ...] = ()
         self._chosen: Plan | None = None
         self._fills = False
-        candidates, self.found = self.tuning.find(rank_bytes)
+        with bar("plans predicted", progress) as seen:
+            candidates, self.found = self.tuning.find(rank_bytes, seen)
         self._show(candidates)
         self.rows.observe(self._picked, "index")
 

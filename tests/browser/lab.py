@@ -115,15 +115,25 @@ class NotebookPage:
             self.page.click(f'.lm-Menu-itemLabel:text-is("{entry}")')
 
     def run_all(self) -> None:
-        """Run all cells, and wait until the last one is done. A page that has just come may not listen yet."""
+        """Run all cells, and wait until the last one is done. A page that has just come may not listen, or forget."""
         for _ in range(TRIES):
-            self.menu("Run", "Run All Cells")
-            try:
-                self.page.wait_for_function(f"() => {PROMPTS}.every(text => /[\\d*]/.test(text))", timeout=3000)
-                return self.wait_idle()
-            except PageError:
-                continue
+            if self._began():
+                self.wait_idle()
+                if self.page.evaluate(f"() => {PROMPTS}.some(text => /\\d/.test(text))"):
+                    return
         raise TimeoutError("JupyterLab ran no cell.")
+
+    def _began(self) -> bool:
+        """Whether all cells run, or wait to run. A dialog in between (of a slow kernel) is closed for the next try."""
+        try:
+            self.menu("Run", "Run All Cells")
+            self.page.wait_for_function(f"() => {PROMPTS}.every(text => /[\\d*]/.test(text))", timeout=3000)
+        except PageError:
+            dialog = self.page.locator("dialog.jp-Dialog .jp-mod-accept")
+            if dialog.count():
+                dialog.first.click()
+            return False
+        return True
 
     def wait_idle(self, within_s: float = RUN_S) -> None:
         """Wait until no cell runs or waits to run."""
@@ -132,8 +142,8 @@ class NotebookPage:
             timeout=within_s * 1000,
         )
 
-    def run_cell(self, source: str) -> str:
-        """Add a cell at the end, run it, and what it printed."""
+    def start_cell(self, source: str) -> object:
+        """Add a cell at the end and run it; the cell, which may run for long."""
         cells = self.page.locator(".jp-Notebook .jp-CodeCell")
         count = cells.count()
         self.page.click(".jp-Notebook-footer")
@@ -141,8 +151,13 @@ class NotebookPage:
         cells.nth(count).locator(".cm-content").click()
         self.page.keyboard.insert_text(source)
         self.page.keyboard.press("Control+Enter")
+        return cells.nth(count)
+
+    def run_cell(self, source: str) -> str:
+        """Add a cell at the end, run it, and what it printed."""
+        cell = self.start_cell(source)
         self.page.wait_for_function(f"() => /\\d/.test({PROMPTS}.at(-1))", timeout=RUN_S * 1000)
-        return cells.nth(count).locator(".jp-OutputArea-output").first.inner_text().strip()
+        return cell.locator(".jp-OutputArea-output").first.inner_text().strip()
 
     def shut_down(self) -> None:
         """End the notebook's kernel, as closing it for good does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 
@@ -17,13 +18,15 @@ from engines.plan import Plan
 from engines.program.timeline import Event, Timeline
 from engines.training import RankTraining, prepare
 from mpi4dl_nb.draw.figure import alt_text
-from mpi4dl_nb.draw.timeline import BACKWARD, FORWARD, LOOKS, OTHER, look, show_timeline
+from mpi4dl_nb.draw.timeline import BACKWARD, FORWARD, LOOKS, OTHER, WAIT, WEIGHTS, look, show_timeline
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="1x2")
 
 
-def event(rank: int, kind: str, start_s: float, end_s: float, phase: str = "forward") -> Event:
-    return Event(rank, f"{kind}1", kind, phase, 0, start_s, end_s, 0)
+def event(
+    rank: int, kind: str, start_s: float, end_s: float, phase: str = "forward", wait_s: float = 0.0, number: int = 0
+) -> Event:
+    return Event(rank, f"{kind}1", kind, phase, number, start_s, end_s, 0, wait_s)
 
 
 TWO_RANKS = Timeline(
@@ -52,10 +55,23 @@ def measured() -> Timeline:
     return Timeline.of(run_ranks(PLAN.ranks, step))
 
 
-def bars(figure) -> dict[str, list[tuple[float, float, int, bool]]]:
+PIPELINE = Timeline(
+    (
+        event(0, "compute", 1.0, 1.3),
+        event(0, "stage", 1.3, 1.7, "backward", 0.35),
+        event(0, "compute", 1.7, 2.0, "backward"),
+        event(1, "stage", 1.0, 1.35, wait_s=0.3),
+        event(1, "compute", 1.35, 1.5),
+        event(1, "compute", 1.5, 1.65, "backward"),
+        event(1, "stage", 1.65, 1.7, "backward"),
+    )
+)
+
+
+def bars(figure, chart: int = 0) -> dict[str, list[tuple[float, float, int, bool]]]:
     """What is drawn by the legend's names: start and length in ms, row, and whether in its lower half."""
     drawn = {}
-    for patch in figure.axes[0].patches:
+    for patch in figure.axes[chart].patches:
         assert isinstance(patch, PathPatch)
         for corners in patch.get_path().vertices.reshape(-1, 5, 2):
             (x0, y0), (x1, y1) = corners.min(0), corners.max(0)
@@ -77,18 +93,82 @@ def test_each_event_is_drawn_where_and_as_long_as_it_was():
 
 def test_every_event_of_a_real_step_is_drawn(measured):
     drawn = bars(show_timeline(measured, PLAN))
-    assert sum(len(places) for places in drawn.values()) == len(measured.events)
+    waits = [each for each in measured.events if each.wait_s]
+    assert sum(len(places) for places in drawn.values()) == len(measured.events) + len(waits)
     for each in measured.events:
-        place = (each.start_s - measured.start_s) * 1e3, (each.end_s - each.start_s) * 1e3, each.rank
+        start_s = each.start_s - measured.start_s
+        place = start_s * 1e3, (each.end_s - each.wait_s - each.start_s) * 1e3, each.rank
         assert place in [bar[:3] for bar in drawn[look(each).name]]
-    assert set(drawn) == {"compute, forward", "compute, backward", "halo", "stage transfer", "all-reduce",
-                          "update of the weights"}  # fmt: skip
+    assert set(drawn) - {WAIT.name} == {"compute, forward", "compute, backward", "halo", "stage transfer", "all-reduce",
+                                        "update of the weights"}  # fmt: skip
+
+
+def test_waiting_is_the_end_of_what_waited():
+    drawn = bars(show_timeline(PIPELINE))
+    assert drawn["stage transfer"] == [(300, 50, 0, True), (0, 50, 1, True), (650, 50, 1, True)]
+    assert drawn[WAIT.name] == [(350, 350, 0, True), (50, 300, 1, True)]
 
 
 def test_the_shares_stand_beside_the_rows():
     shown = read(show_timeline(TWO_RANKS))
-    assert "compute 80% communicate and wait 10%" in shown
-    assert "compute 20% communicate and wait 80%" in shown
+    assert "compute 80% communicate 10%, wait 0%" in shown
+    assert "compute 20% communicate 80%, wait 0%" in shown
+    assert "compute 60% communicate 5%, wait 35%" in read(show_timeline(PIPELINE))
+
+
+def test_bubbles_are_marked_with_their_share_and_work_with_its_micro_batch():
+    figure = show_timeline(PIPELINE)
+    texts = {(text.get_text(), *(round(c, 6) for c in text.get_position())) for text in figure.axes[0].texts}
+    assert texts == {
+        ("F0", 150, -0.22), ("B0", 850, -0.22), ("waits 35%", 525, 0.22),
+        ("F0", 425, 0.78), ("B0", 575, 0.78), ("waits 30%", 200, 1.22), ("waits 30%", 850, 1.22),
+    }  # fmt: skip
+    assert unreadable(figure) == []
+
+
+def test_measured_and_predicted_have_one_axis_of_time():
+    figure = show_timeline(PIPELINE, predicted=TWO_RANKS)
+    above, below = figure.axes
+    assert above.get_xlim() == below.get_xlim() == (0, 1000)
+    assert bars(figure, 0) == bars(show_timeline(PIPELINE))
+    assert bars(figure, 1) == bars(show_timeline(TWO_RANKS))
+    shown = read(figure)
+    assert "One training step, measured: 1000 ms on 2 ranks" in shown
+    faster = Timeline(tuple(event(each.rank, each.kind, each.start_s / 2, each.end_s / 2) for each in TWO_RANKS.events))
+    alt = alt_text(show_timeline(PIPELINE, predicted=faster))
+    assert "One training step, predicted: 500 ms (-50%) on 2 ranks." in alt
+    assert alt.count("rank 1: compute") == 2
+    assert unreadable(figure) == []
+
+
+def test_a_part_of_the_step_can_be_shown():
+    figure = show_timeline(PIPELINE, span_ms=(300, 700))
+    assert figure.axes[0].get_xlim() == (300, 700)
+    assert ("waits 35%", 525) in [(text.get_text(), round(text.get_position()[0])) for text in figure.axes[0].texts]
+    with pytest.raises(PlanError, match=r"span_ms=\(5, 2\) must be"):
+        show_timeline(PIPELINE, span_ms=(5, 2))
+
+
+def test_a_rank_that_waits_says_so():
+    """Rank 1 cannot begin before rank 0 has worked on the first micro-batch."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 5, padding=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2))
+    plan = Plan(split_size=2, spatial_size=0, balance=(1, 1))
+    recipe = prepare(model, plan, (2, 3, 128, 128))
+    inputs = {"images": torch.rand(2, 3, 128, 128), "labels": torch.tensor([0, 1])}
+
+    def steps(world: LoopbackWorld) -> list[tuple[Event, ...]]:
+        training = RankTraining(world, recipe)
+        return [training.step(training.cut(inputs)).events for _ in range(5)]
+
+    expected = []
+    for timeline in map(Timeline.of, zip(*run_ranks(2, steps), strict=True)):
+        first = next(each for each in timeline.events if each.rank == 0 and each.kind == "compute")
+        got = next(each for each in timeline.events if each.rank == 1 and each.kind == "stage")
+        expected.append(first.end_s - max(got.start_s, first.start_s))
+        assert got.wait_s >= expected[-1] - 1e-3
+        assert all(0 <= each.wait_s <= each.end_s - each.start_s for each in timeline.events)
+        assert all(each.wait_s == 0 for each in timeline.events if each.kind == "compute")
+    assert max(expected) > 0, "it never came in time to wait"
 
 
 def test_a_plan_names_the_roles(measured):
@@ -99,15 +179,14 @@ def test_a_plan_names_the_roles(measured):
 
 def test_the_alt_text_has_the_numbers(measured):
     assert alt_text(show_timeline(TWO_RANKS)) == (
-        "One training step: 1000 ms on 2 ranks. rank 0: compute 80%, communicate and wait 10%; "
-        "rank 1: compute 20%, communicate and wait 80%."
+        "One training step: 1000 ms on 2 ranks. rank 0: compute 80%, communicate 10%, wait 0%; "
+        "rank 1: compute 20%, communicate 80%, wait 0%."
     )
-    work = measured.share(2, "compute") + measured.share(2, "update")
-    assert f"rank 2, stage 1, tile 0: compute {work:.0%}" in alt_text(show_timeline(measured, PLAN))
+    assert f"rank 2, stage 1, tile 0: compute {measured.uses[2].work:.0%}" in alt_text(show_timeline(measured, PLAN))
 
 
 def test_kinds_differ_in_colour_and_in_hatch():
-    looks = (FORWARD, BACKWARD, *LOOKS.values(), OTHER)
+    looks = (FORWARD, BACKWARD, WEIGHTS, *LOOKS.values(), OTHER, WAIT)
     assert len({each.colour for each in looks}) == len({each.hatch for each in looks}) == len(looks)
 
 
@@ -146,3 +225,18 @@ def test_what_cannot_be_drawn_is_refused():
         show_timeline(Timeline(()))
     with pytest.raises(PlanError, match="ranks 0, 1, but the plan needs 3 ranks"):
         show_timeline(TWO_RANKS, PLAN)
+
+
+def test_a_trace_has_both_as_processes(tmp_path):
+    path = PIPELINE.to_chrome(tmp_path / "trace.json", predicted=TWO_RANKS)
+    rows = json.loads(path.read_text())["traceEvents"]
+    names = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
+    assert names == {0: "measured", 1: "predicted"}
+    threads = {(row["pid"], row["tid"]): row["args"]["name"] for row in rows if row["name"] == "thread_name"}
+    assert threads[1, 1] == "rank 1"
+    spans = [(row["pid"], row["tid"], row["cat"], row["ts"], row["dur"]) for row in rows if row["ph"] == "X"]
+    assert (0, 0, "compute", 0, pytest.approx(3e5)) in spans
+    assert (1, 1, "stage", 0, pytest.approx(8e5)) in spans
+    assert len(spans) == len(PIPELINE.events) + len(TWO_RANKS.events)
+    alone = json.loads(PIPELINE.to_chrome(tmp_path / "one.json").read_text())["traceEvents"]
+    assert {row["pid"] for row in alone} == {0}

@@ -9,6 +9,7 @@ from torch import nn
 from engines.errors import PlanError
 from engines.predict.machine import Machine
 from mpi4dl_nb import Cluster, Training, tune
+from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.tuning import show_tuning
 from mpi4dl_nb.widgets.tuner import Tuner
 from tests.draw.legible import read, unreadable
@@ -52,6 +53,7 @@ def test_the_best_plan_is_one_that_was_measured_and_trains(cluster):
         assert len(each.measured.seconds) == 2
         assert each.predicted_bytes == pytest.approx(each.peak_bytes, rel=0.15)
     assert tuned.plan.ranks == 2
+    assert f"{tuned.best.forecast.seconds * 1e3:.4g} ms" in show_timeline(tuned.best.forecast.timeline, tuned.plan).alt
     assert tuned._repr_html_().count('scope="row"') == len(tuned.candidates)
     training = Training(model(), tuned.plan, cluster, SHAPE)
     spec = training.recipe.step_specs
@@ -78,7 +80,7 @@ def test_the_figure_tells_what_was_predicted_and_what_was_measured(cluster):
 
 
 def test_a_tuner_is_set_and_read_without_a_browser(cluster):
-    tuner = Tuner(model(), SHAPE, cluster)
+    tuner = Tuner(model(), SHAPE, cluster, progress=False)
     assert tuner.plan == tuner.candidates[0].plan
     other = tuner.candidates[3].plan
     tuner.rows.index = 3
@@ -97,7 +99,7 @@ def test_a_tuner_is_set_and_read_without_a_browser(cluster):
 
 
 def test_unless_one_is_chosen_the_plan_is_the_best_measured(cluster):
-    tuner = Tuner(model(), SHAPE, cluster)
+    tuner = Tuner(model(), SHAPE, cluster, progress=False)
     tuner.top.value, tuner.steps.value = 2, 1
     tuner.measure_best()
     assert tuner.plan == tuner.candidates[0].plan
@@ -105,7 +107,7 @@ def test_unless_one_is_chosen_the_plan_is_the_best_measured(cluster):
 
 
 def test_a_plan_that_fails_is_told_and_the_others_are_measured(cluster, monkeypatch):
-    tuner = Tuner(model(), SHAPE, cluster)
+    tuner = Tuner(model(), SHAPE, cluster, progress=False)
     first, second = tuner.candidates[:2]
     whole = tuner.tuning._recipe
 

@@ -1,0 +1,41 @@
+"""How long this thread has been held up: it had nothing to do until a message came."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["waited", "waited_s"]
+
+
+class _Held(threading.local):
+    """Each rank that is a thread has its own, and so has a thread that reads images."""
+
+    seconds = 0.0
+
+
+_held = _Held()
+
+
+@contextmanager
+def waited() -> Iterator[None]:
+    """What passes within it is waiting. Only for where nothing had come yet: messages that are there cost nothing.
+
+    >>> before_s = waited_s()
+    >>> with waited():
+    ...     time.sleep(0.01)
+    >>> 0.01 <= waited_s() - before_s < 1
+    True
+    """
+    start_s = time.perf_counter()
+    try:
+        yield
+    finally:
+        _held.seconds += time.perf_counter() - start_s
+
+
+def waited_s() -> float:
+    """Of this thread, since it began: the travel of a message that it waits for is part of it."""
+    return _held.seconds

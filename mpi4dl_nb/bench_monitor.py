@@ -1,0 +1,130 @@
+"""`python -m mpi4dl_nb.bench_monitor`: what a monitor costs a training, as a ratio of speeds.
+
+The same training runs with and without one in turns, on a real cluster; the last line printed is JSON. There is no
+page here: what is drawn and told is computed, and not sent. Where other work shares the machine the ratio is noisy;
+`drawing_share` and `telling_share`, which are counted and not compared, are not: they bound what is lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+
+import psutil
+import torch
+
+from engines.comm.device import cores
+from engines.images.synthetic import SyntheticImages
+from engines.models import resnet20_v1
+from engines.report import Epoch, LeftOut, Told
+from mpi4dl_nb import Cluster, Monitor, Plan, Training
+from mpi4dl_nb.fitting import History
+
+__all__ = ["main"]
+
+
+class Timed:
+    """Takes the time from the first step's end to the last one's, of a training with a monitor or without."""
+
+    def __init__(self, monitor: Monitor | None) -> None:
+        self.monitor = monitor
+        self.ends_s: list[float] = []
+        self.telling_s = self.drawing_s = 0.0
+        self.stops = False
+
+    def begin(self, training: Training, total: int | None) -> None:
+        """As a monitor hears it."""
+        if self.monitor:
+            self.monitor.begin(training, total)
+
+    def heard(self, event: LeftOut | Told | Epoch) -> None:
+        """The end of a step, too."""
+        start_s = time.perf_counter()
+        if self.monitor:
+            self.monitor.heard(event)
+        self.telling_s += time.perf_counter() - start_s
+        if isinstance(event, Told):
+            self.ends_s.append(time.perf_counter())
+
+    def end(self, outcome: History | BaseException) -> None:
+        """As a monitor hears it; before, what the thread that draws has computed is read."""
+        if self.monitor:
+            self.drawing_s = _computed_s(self.monitor.thread_id)
+            self.monitor.end(outcome)
+
+    @property
+    def steps_per_s(self) -> float:
+        """Without the first step, which prepares."""
+        return (len(self.ends_s) - 1) / self.seconds
+
+    @property
+    def seconds(self) -> float:
+        """From the first step's end to the last one's."""
+        return self.ends_s[-1] - self.ends_s[0]
+
+
+def _computed_s(thread: int | None) -> float:
+    """Processor time of one thread of this process so far."""
+    return sum(each.user_time + each.system_time for each in psutil.Process().threads() if each.id == thread)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and print one line."""
+    chosen = _options(arguments)
+    plan = Plan(split_size=2, spatial_size=1, num_spatial_parts=chosen.tiles, slice_method="vertical")
+    size = (chosen.size, chosen.size)
+    torch.manual_seed(0)
+    with Cluster(plan.ranks, backend=chosen.backend) as cluster:
+        training = Training(resnet20_v1(), plan, cluster, (chosen.batch_size, 3, *size))
+        images = SyntheticImages(chosen.steps * chosen.batch_size, size, 10)
+        runs: dict[bool, list[Timed]] = {False: [], True: []}
+        for pair in range(chosen.pairs + 1):  # the first one warms up
+            for watched in (False, True) if pair % 2 else (True, False):
+                timed = Timed(Monitor() if watched else None)
+                training.fit(images, steps=chosen.steps, progress=False, go_on=False, monitor=timed)
+                runs[watched] += [timed] if pair else []
+                told = "with" if watched else "without"
+                print(f"pair {pair}, {told} a monitor: {timed.steps_per_s:.3f} steps/s", flush=True)
+    print(json.dumps(_line(plan, chosen.steps, runs)), flush=True)
+
+
+def _line(plan: Plan, steps: int, runs: dict[bool, list[Timed]]) -> dict[str, object]:
+    """Medians; `ratio` is that of pairs of neighbours, `spread` half of the distance between their quartiles.
+
+    `drawing_share` is of the processor time of all cores, `telling_share` of the time of the thread that runs `fit`.
+    """
+    speeds = {watched: [timed.steps_per_s for timed in all_of_them] for watched, all_of_them in runs.items()}
+    seconds = sum(timed.seconds for timed in runs[True])
+    ratios = [with_it / without for without, with_it in zip(speeds[False], speeds[True], strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
+    return {
+        "ranks": plan.ranks,
+        "steps": steps,
+        "pairs": len(ratios),
+        "steps_per_s": round(statistics.median(speeds[False]), 3),
+        "steps_per_s_monitored": round(statistics.median(speeds[True]), 3),
+        "ratio": round(statistics.median(ratios), 4),
+        "spread": round((high - low) / 2, 4),
+        "drawing_share": round(sum(timed.drawing_s for timed in runs[True]) / seconds / cores(), 5),
+        "telling_share": round(sum(timed.telling_s for timed in runs[True]) / seconds, 5),
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    flags = argparse.ArgumentParser(description="How fast a training is with a monitor, compared to without.")
+    flags.add_argument("--pairs", type=int, default=7)
+    flags.add_argument("--steps", type=int, default=100)
+    flags.add_argument("--tiles", type=int, default=2)
+    flags.add_argument("--batch-size", type=int, default=2)
+    flags.add_argument("--size", type=int, default=64, help="height and width of the images, in pixels")
+    flags.add_argument("--backend", choices=["mpi", "loopback"], default="mpi")
+    return flags.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

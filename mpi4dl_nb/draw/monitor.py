@@ -1,0 +1,183 @@
+"""A training while it runs: loss, speed, and what each rank does with its time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from engines.layout import Layout, Role
+from engines.plan import Plan
+from engines.program.timeline import Timeline, Use
+from mpi4dl_nb.draw.bars import Look, draw_rows
+from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, Drawing, spoken_bytes
+from mpi4dl_nb.watching import Progress
+
+__all__ = ["COMMUNICATES", "WAITS", "WORKS", "held_bytes", "rank_names", "show_progress", "uses"]
+
+WORKS = Look("works", "#56b4e9", "")
+COMMUNICATES = Look("communicates", "#f0e442", "xxx")
+WAITS = Look("waits for others", "#ffffff", "...")
+MEMORY = Look("memory", "#cccccc", "//")
+LOOKS = (WORKS, COMMUNICATES, WAITS)
+
+WIDTH, TOP_IN, HEAD_IN, GAP_IN, FOOT_IN, ROW_IN = 11.0, 2.1, 0.35, 0.8, 0.5, 0.32
+COLUMNS = ((0.15, 0.36), (0.59, 0.33))  # left side and width, as parts of the figure's
+SEEN = 2.0  # times the range of the losses: so far from them others are seen
+POINTS = 400  # of a curve: more cannot be seen
+LABELLED = 0.09  # of a bar: shorter parts have no room for their number
+BAR_TOP, BAR_HIGH = -0.4, 0.8
+NUMBER: dict[str, Any] = {
+    "fontsize": 8.5, "color": INK, "ha": "center", "va": "center", "zorder": 10,
+    "bbox": {"boxstyle": "square,pad=0.15", "facecolor": "white", "linewidth": 0},
+}  # fmt: skip
+
+
+def show_progress(progress: Progress) -> Drawing:
+    """Above the loss and images per second, step by step; below the time and the memory of each rank.
+
+    How ranks spend their time is of the last step. Sides are fixed rather than fitted: it is drawn again and again.
+    """
+    names = rank_names(progress.plan)
+    rows_in = max(2, len(names)) * ROW_IN
+    high = HEAD_IN + TOP_IN + GAP_IN + rows_in + FOOT_IN
+    figure = Drawing(figsize=(WIDTH, high))
+    top = (rows_in + FOOT_IN + GAP_IN) / high, TOP_IN / high
+    low = FOOT_IN / high, rows_in / high
+    loss, speed, use, memory = (
+        figure.add_axes((left, bottom, wide, tall)) for bottom, tall in (top, low) for left, wide in COLUMNS
+    )
+    _curve(loss, progress.losses, "loss", BLUE)
+    _judged(loss, progress)
+    _curve(speed, progress.speeds, "images per second", INK)
+    speed.set_ylim(0, 1.15 * max(progress.speeds, default=1))
+    for axes in (loss, speed):
+        _epochs(axes, progress)
+    used = uses(progress)
+    _draw_uses(use, names, used)
+    held = held_bytes(progress)
+    _draw_memory(memory, held)
+    figure.alt = _alt(progress, names, used, held)
+    return figure
+
+
+def rank_names(plan: Plan) -> list[str]:
+    """`rank 1: stage 0, tile 1`, for all of them."""
+    return [f"rank {rank}: {_role(who)}" for rank, who in enumerate(Layout.of(plan).roles)]
+
+
+def _role(roles: Sequence[Role]) -> str:
+    """Of the first of its roles: there is no room for more."""
+    return f"stage {roles[0].stage}, tile {roles[0].tile}" if roles else "no work"
+
+
+def held_bytes(progress: Progress) -> dict[str, int]:
+    """The memory of each rank; one process has that of all ranks together."""
+    if progress.one_process and progress.reports:
+        return {"all ranks": progress.reports[0].memory_bytes}
+    return {f"rank {rank}": report.memory_bytes for rank, report in enumerate(progress.reports)}
+
+
+def uses(progress: Progress) -> dict[int, Use]:
+    """What each rank did with the time of the last step; empty before the first one."""
+    timeline = Timeline.of(report.events for report in progress.reports)
+    return timeline.uses if timeline.events else {}
+
+
+def _curve(axes: Axes, values: Sequence[float], name: str, colour: str) -> None:
+    """Each step where there is room, else the mean of as many as share a place; the last one as a dot."""
+    axes.text(0, 1.04, f"{name}, by step", transform=axes.transAxes, fontsize=10)
+    axes.tick_params(labelsize=9)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")  # no factor above, where the title is
+    if not values:
+        axes.set(xlim=(0, 10), ylim=(0, 1))
+        axes.text(0.5, 0.5, "no step yet", transform=axes.transAxes, ha="center", va="center", color="#555555")
+        return
+    steps, means = _thinned(np.asarray(values, dtype=float))
+    axes.plot(steps, means, color=colour, linewidth=1.4)
+    axes.plot(steps[-1:], means[-1:], "o", color=colour, markersize=4)
+    axes.set_xlim(0.5, max(len(values), 2) + 0.5)
+
+
+def _thinned(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of steps, from 1, and values: means of neighbours where there are more than can be seen."""
+    edges = np.unique(np.linspace(0, len(values), min(len(values), POINTS) + 1).astype(int))
+    counts = np.diff(edges)
+    return (edges[:-1] + edges[1:] + 1) / 2, np.add.reduceat(values, edges[:-1]) / counts
+
+
+def _judged(axes: Axes, progress: Progress) -> None:
+    """The loss on held-out images, where there are any; one far above all others leaves the axes to these."""
+    both = zip(progress.ends, progress.epochs, strict=True)
+    judged = [(end, epoch.held_out.loss) for end, epoch in both if epoch.held_out]
+    if judged:
+        axes.plot(*zip(*judged, strict=True), "D--", color=ORANGE, markersize=5, linewidth=1, label="held out")
+        axes.legend(loc="upper right", fontsize=9, frameon=False)
+        low, high = min(progress.losses), max(progress.losses)
+        near = [loss for _, loss in judged if low - SEEN * (high - low) <= loss <= high + SEEN * (high - low)]
+        low, high = min([low, *near]), max([high, *near])
+        room = 0.05 * (high - low) or 0.05
+        axes.set_ylim(low - room, high + room)
+
+
+def _epochs(axes: Axes, progress: Progress) -> None:
+    """A line where each epoch ended, while they are few enough to be told apart."""
+    if len(progress.ends) <= POINTS // 10:
+        for end in progress.ends:
+            axes.axvline(end + 0.5, color="#888888", linewidth=0.8, linestyle=":")
+
+
+def _rows(axes: Axes, title: str, names: Sequence[str], ends: Sequence[str]) -> None:
+    """Axes for one bar, 0 to 1, for each name. By hand: ticks and second axes take most of the time of a figure."""
+    axes.axis("off")
+    axes.set(xlim=(0, 1), ylim=(max(1, len(names)) - 0.5, -0.5))
+    axes.text(0, -0.5 - 0.15, title, fontsize=10, va="bottom")
+    for row, (name, end) in enumerate(zip(names, ends, strict=True)):
+        axes.text(-0.015, row, name, fontsize=9, ha="right", va="center")
+        axes.text(1.015, row, end, fontsize=9, ha="left", va="center")
+
+
+def _draw_uses(axes: Axes, names: Sequence[str], used: Mapping[int, Use]) -> None:
+    """The parts of each rank's time, one behind the other, with their numbers where there is room."""
+    _rows(axes, "time of the last step, in %", names, [""] * len(names))
+    bars: dict[Look, list[tuple[int, float, float]]] = {look: [] for look in LOOKS}
+    for rank, use in used.items():
+        start = 0.0
+        for look, share in zip(LOOKS, (use.work, use.communication, use.waiting), strict=True):
+            bars[look].append((rank, start, start + share))
+            if share >= LABELLED:
+                axes.text(start + share / 2, rank, f"{100 * share:.0f}", **NUMBER)
+            start += share
+    for look, places in bars.items():
+        draw_rows(axes, look, places, BAR_TOP, BAR_HIGH)
+    patches = [Patch(facecolor=look.colour, hatch=look.hatch, edgecolor=INK, label=look.name) for look in LOOKS]
+    axes.figure.legend(handles=patches, loc="lower left", bbox_to_anchor=(0.12, 0), ncols=3, frameon=False, fontsize=9)
+
+
+def _draw_memory(axes: Axes, held: Mapping[str, int]) -> None:
+    """Beside each other, the largest as long as there is room."""
+    _rows(axes, "memory after the last step", list(held), [spoken_bytes(size) for size in held.values()])
+    most = max(held.values(), default=1)
+    draw_rows(axes, MEMORY, [(row, 0, size / most) for row, size in enumerate(held.values())], BAR_TOP, BAR_HIGH)
+
+
+def _alt(progress: Progress, names: Sequence[str], used: Mapping[int, Use], held: Mapping[str, int]) -> str:
+    of = f" of {progress.total}" if progress.total is not None else ""
+    told = [f"A training, {progress.state}: {len(progress.losses)}{of} steps done"]
+    if progress.losses:
+        told += [f"loss from {progress.losses[0]:.4g} to {progress.losses[-1]:.4g}"]
+        told += [f"{progress.speeds[-1]:.3g} images per second in the last step"]
+    ranks = [
+        f"{names[rank]}: works {use.work:.0%}, communicates {use.communication:.0%}, waits {use.waiting:.0%}"
+        for rank, use in used.items()
+    ]
+    memory = [f"memory of {name}: {spoken_bytes(size)}" for name, size in held.items()]
+    return ". ".join(filter(None, (", ".join(told), "; ".join(ranks), "; ".join(memory)))) + "."

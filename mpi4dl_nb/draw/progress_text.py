@@ -1,0 +1,117 @@
+"""A training while it runs, in numbers: what a page can show every second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from engines.checkpoint.interrupts import StoppedError
+from engines.report import Epoch
+from mpi4dl_nb.draw.figure import spoken_bytes
+from mpi4dl_nb.draw.monitor import held_bytes, rank_names, uses
+from mpi4dl_nb.fitting import History
+from mpi4dl_nb.watching import Progress
+
+__all__ = ["progress_html", "spoken_outcome", "spoken_time"]
+
+EPOCHS = 6  # the last ones: all of them are in the History
+RANKS = 16  # more of them are in the figure only
+
+
+def progress_html(progress: Progress) -> str:
+    """A line, a bar of the steps done, and two tables: of the last epochs, and of the ranks in the last step."""
+    line = " · ".join(escape(part) for part in _line(progress))
+    return (
+        f'<div style="line-height:1.5"><p style="margin:0"><b>{escape(progress.state)}</b> · {line}</p>{_bar(progress)}'
+        f'<div style="display:flex;flex-wrap:wrap;gap:0 2em">{_ranks(progress)}{_epochs(progress.epochs)}</div></div>'
+    )
+
+
+def spoken_time(seconds: float) -> str:
+    """
+    >>> spoken_time(59.6), spoken_time(3725)
+    ('1:00', '1:02:05')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def spoken_outcome(outcome: History | BaseException) -> str:
+    """How a `fit` has ended."""
+    match outcome:
+        case History(stopped=True, saved=None):
+            return f"stopped after {len(outcome.losses)} steps; the ranks keep what they have learned"
+        case History(stopped=True):
+            return f"stopped after {len(outcome.losses)} steps; saved as {outcome.saved}"
+        case History():
+            return f"done; saved as {outcome.saved}" if outcome.saved else "done"
+        case StoppedError():
+            return str(outcome)
+        case KeyboardInterrupt():
+            return "stopped by an interrupt; the ranks keep what they have learned"
+    return f"ended by an error: {outcome}"
+
+
+def _line(progress: Progress) -> list[str]:
+    done = len(progress.losses)
+    of = f" of {progress.total}" if progress.total is not None else ""
+    if progress.last is None:
+        return [f"step {done}{of}"]
+    last = progress.last
+    wait = last.wait_s / (last.seconds + last.wait_s)
+    told = [f"epoch {last.epoch}, step {done}{of}", f"loss {last.loss:.5g}", f"{progress.speeds[-1]:.2f} images/s"]
+    told += [f"accuracy {last.accuracy:.3f}"] if last.accuracy is not None else []
+    told += [f"waiting for images {wait:.0%}", f"{spoken_time(progress.seconds)} so far"]
+    told += [f"about {spoken_time(progress.left_s)} left"] if progress.left_s is not None else []
+    return told + ([f"{progress.left_out} bad images left out"] if progress.left_out else [])
+
+
+def _bar(progress: Progress) -> str:
+    if not progress.total:
+        return ""
+    style = "width:100%;max-width:40em;height:1.1em;margin:0.2em 0"
+    done = f'value="{len(progress.losses)}" max="{progress.total}"'
+    return f'<progress aria-label="steps done" {done} style="{style}"></progress>'
+
+
+def _ranks(progress: Progress) -> str:
+    used, held = uses(progress), held_bytes(progress)
+    together = next(iter(held.values()), 0) if progress.one_process else None
+    rows = [
+        (rank_names(progress.plan)[rank], *(f"{share:.0%}" for share in (use.work, use.communication, use.waiting)),
+         "" if together is not None else spoken_bytes(held[f"rank {rank}"]))
+        for rank, use in used.items()
+    ]  # fmt: skip
+    rows += [("all ranks: one process", "", "", "", spoken_bytes(together))] if together else []
+    rows = rows if len(rows) <= RANKS else []
+    return _table("Ranks in the last step", ("rank", "works", "communicates", "waits", "memory"), rows)
+
+
+def _epochs(epochs: Sequence[Epoch]) -> str:
+    """The newest first; columns that none of them has are left out."""
+    records = [epoch.record for epoch in reversed(epochs[-EPOCHS:])]
+    shown = {"epoch": "d", "loss": ".5g", "accuracy": ".3f", "dice": ".3f", "held_out_loss": ".5g",
+             "held_out_accuracy": ".3f", "held_out_dice": ".3f", "images_per_s": ".2f", "data_wait": ".0%"}  # fmt: skip
+    kept = {name: form for name, form in shown.items() if any(record[name] is not None for record in records)}
+    rows = [["" if record[name] is None else format(record[name], kept[name]) for name in kept] for record in records]
+    names = {"images_per_s": "images/s", "data_wait": "data wait"}
+    return _table("Last epochs", [names.get(name, name.replace("_", " ")) for name in kept], rows)
+
+
+def _table(caption: str, heads: Iterable[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    cell = 'style="text-align:right;padding:0 0.6em"'
+    first = 'style="text-align:left;padding:0 0.6em 0 0;font-weight:normal"'
+    head = "".join(
+        f'<th scope="col" {cell if place else first}>{escape(name)}</th>' for place, name in enumerate(heads)
+    )
+    body = "".join(
+        f'<tr><th scope="row" {first}>{escape(name)}</th>'
+        + "".join(f"<td {cell}>{escape(v)}</td>" for v in values)
+        + "</tr>"
+        for name, *values in rows
+    )
+    words = f'<caption style="text-align:left;font-weight:bold">{caption}</caption>'
+    return f"<table>{words}<tr>{head}</tr>{body}</table>"

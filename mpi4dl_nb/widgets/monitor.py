@@ -1,0 +1,128 @@
+"""Shows a training while it runs, and stops it."""
+
+from __future__ import annotations
+
+from threading import Event, Thread
+from typing import TYPE_CHECKING
+
+import ipywidgets
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.display import display
+
+from engines.report import Epoch, LeftOut, Told
+from mpi4dl_nb.draw.monitor import show_progress
+from mpi4dl_nb.draw.progress_text import progress_html, spoken_outcome
+from mpi4dl_nb.fitting import History
+from mpi4dl_nb.watching import Gathered, Pace, Progress
+from mpi4dl_nb.widgets.instrument import Instrument
+from mpi4dl_nb.widgets.live_button import LiveButton
+
+if TYPE_CHECKING:
+    from mpi4dl_nb.training import Training
+
+__all__ = ["Monitor"]
+
+LOOK_S = 0.2
+NUMBERS_SHARE, FIGURE_SHARE = 0.003, 0.011  # of all cores
+STOP, STOPS = "Stop after this step", "Stops after this step …"
+HINT = "The notebook's own ■ does so too. What it has learned is kept."
+
+
+class Monitor(Instrument):
+    """Loss, speed, time and memory of all ranks, while `fit` runs, and a button that stops it.
+
+    `training.fit(images, monitor=Monitor())` shows it below that cell. `Monitor(training)` in a cell of its own is
+    live whenever that training's `fit` runs.
+
+    Numbers come every second, the figure as often as drawing costs the ranks next to nothing: another thread draws.
+    After a stop `fit` has saved the training if it was told to `save`, and returns its History.
+    """
+
+    def __init__(self, training: Training | None = None) -> None:
+        self.numbers = ipywidgets.HTML()
+        self.stop = LiveButton(STOP, self._stop, HINT, icon="stop")
+        self.stops = False
+        self._over, self._drawer = Event(), Thread()
+        self._gathered: Gathered | None = None
+        self._state, self._running, self._on_page = "not begun", False, False
+        super().__init__([ipywidgets.HBox([self.stop, ipywidgets.Label(HINT)]), self.numbers])
+        self.stop.disabled = True
+        if training is not None:
+            training.monitor = self
+            self._gather(training, None)
+            self._show()
+
+    @property
+    def progress(self) -> Progress | None:
+        """What there is to show now."""
+        return self._gathered and self._gathered.progress(self._state, self._running)
+
+    @property
+    def thread_id(self) -> int | None:
+        """The system's number of the thread that draws; None where none does."""
+        return self._drawer.native_id
+
+    # ---- what `fit` tells, in its own thread
+
+    def begin(self, training: Training, total: int | None) -> None:
+        """A `fit` begins: from now on it is shown, in this cell if nowhere else."""
+        self._gather(training, total)
+        self.stops, self._state, self._running = False, "running", True
+        self.stop.description, self.stop.disabled = STOP, False
+        self.trouble.tell("")
+        self._show()
+        if not self._on_page and InteractiveShell.initialized():
+            display(self)
+        self._over.clear()
+        self._drawer = Thread(target=self._draw_until_over, name="monitor", daemon=True)
+        self._drawer.start()
+
+    def heard(self, event: LeftOut | Told | Epoch) -> None:
+        """Taken note of; drawn later."""
+        self._gathered.add(event, self._training.reports)
+
+    def end(self, outcome: History | BaseException) -> None:
+        """The last numbers and the last figure stay."""
+        self._over.set()
+        self._drawer.join()
+        self._state, self._running = spoken_outcome(outcome), False
+        self.stop.description, self.stop.disabled = STOP, True
+        self._show()
+        self.keep_still()
+
+    # ---- the button, and the thread that draws
+
+    def _stop(self) -> None:
+        if self._running:
+            self.stops, self._state = True, "stops after this step"
+            self.stop.description, self.stop.disabled = STOPS, True
+
+    def _gather(self, training: Training, total: int | None) -> None:
+        self._training = training
+        self._gathered = Gathered(training.plan, training.cluster.backend == "loopback", total)
+
+    def _show(self) -> None:
+        self._show_numbers(self.progress)
+        self.view.show(show_progress(self.progress))
+
+    def _show_numbers(self, progress: Progress) -> None:
+        self.numbers.value = progress_html(progress)
+
+    def _draw_until_over(self) -> None:
+        for_numbers, for_figure = Pace(NUMBERS_SHARE), Pace(FIGURE_SHARE)
+        try:
+            while not self._over.wait(LOOK_S):
+                if self._gathered.last is None:
+                    continue  # drawing nothing would put off the first step's figure
+                with for_numbers.turn() as due:
+                    if due:
+                        self._show_numbers(self.progress)
+                with for_figure.turn() as due:
+                    if due:
+                        self.view.show(show_progress(self.progress))
+        except Exception as error:  # what cannot be drawn is no reason to end a training
+            self.trouble.tell(f"The monitor has stopped drawing, the training goes on: {type(error).__name__}: {error}")
+
+    def _ipython_display_(self) -> None:
+        self._on_page = True
+        super()._ipython_display_()

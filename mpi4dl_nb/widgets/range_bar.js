@@ -1,0 +1,27 @@
+// The browser's own slider: it can be named, and knows all keys.
+function render({ model, el }) {
+  const bar = document.createElement("input");
+  bar.type = "range";
+  bar.style.width = "18em";
+  bar.style.accentColor = "var(--jp-brand-color1, #1976d2)";
+  bar.setAttribute("data-lm-suppress-shortcuts", "true"); // JupyterLab would take arrows for its own
+  el.append(bar);
+
+  const show = () => {
+    bar.min = model.get("min"); // before the value, which the browser keeps within them
+    bar.max = model.get("max");
+    bar.value = model.get("value");
+    bar.ariaLabel = model.get("label");
+    bar.title = model.get("tip");
+    bar.disabled = model.get("disabled");
+  };
+  show();
+  model.on("change", show);
+  bar.addEventListener("change", () => {
+    model.set("value", Number(bar.value));
+    model.save_changes();
+  });
+  return () => model.off("change", show);
+}
+
+export default { render };

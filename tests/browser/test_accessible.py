@@ -1,0 +1,63 @@
+"""The parts of all widgets can be used by keyboard and with a screen reader, and what cannot is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.browser.accessible import accessible, contrast
+
+OURS = """
+import ipywidgets
+from IPython.display import HTML
+from mpi4dl_nb.draw.figure import Drawing
+from mpi4dl_nb.widgets.controls import Slider, button, check, choice, number
+from mpi4dl_nb.widgets.instrument import Instrument
+
+tried = Instrument([
+    number("stages", 2, 1, 9), choice("schedule", ["1f1b", "gems"], "gems"), check("both ways"),
+    button("begin", print), Slider("layer", 3, 0, 9),
+], keys=["+"])
+tried.trouble.tell("split_size=99 is too many")
+figure = Drawing(figsize=(2, 1))
+figure.alt = "a figure"
+tried.view.show(figure)
+tried
+"""
+BAD = """
+display(ipywidgets.IntSlider(), HTML(
+    '<p style="color:#999;background:white">too pale</p>'
+    '<img width="20" height="20" src="data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///ywAAAAAAQABAAACAUwAOw==">'
+    '<button></button>'
+    '<div onkeydown="event.preventDefault()"><button>a trap</button></div><button>behind it</button>'
+))
+"""
+
+
+def test_our_parts_can_be_used_by_everybody_and_others_are_found(notebook):
+    notebook.open([OURS])
+    assert accessible(notebook) == []
+    bar = notebook.page.get_by_role("slider", name="layer")
+    bar.focus()
+    notebook.page.keyboard.press("ArrowRight")
+    notebook.page.keyboard.press("ArrowRight")
+    assert notebook.run_cell("print(tried.children[4].value)") == "5"
+    assert notebook.page.get_by_role("spinbutton", name="layer").input_value() == "5"
+    notebook.menu("Settings", "Theme", "JupyterLab Dark")
+    notebook.page.wait_for_selector("body[data-jp-theme-light=false]", state="attached")
+    assert accessible(notebook) == []
+    notebook.menu("Settings", "Theme", "JupyterLab Light")
+    notebook.start_cell(BAD)
+    notebook.page.get_by_text("too pale").last.wait_for()
+    found = "\n".join(accessible(notebook))
+    for what in (
+        "a slider has no name", "a image has no name", "a button has no name", "'too pale' has a contrast of 2.8",
+        "Tab does not reach 'behind it'",
+    ):  # fmt: skip
+        assert what in found, found
+
+
+def test_contrast_is_that_of_what_is_seen():
+    assert contrast("rgb(118, 118, 118)", ["rgb(255, 255, 255)"]) == pytest.approx(4.54, abs=0.01)
+    half = contrast("rgba(0, 0, 0, 0.5)", ["rgba(0, 0, 0, 0)", "rgb(255, 255, 255)"])
+    assert half == pytest.approx(contrast("rgb(127.5, 127.5, 127.5)", ["rgb(255, 255, 255)"]))
+    assert contrast("rgb(255, 255, 255)", ["rgb(255, 255, 255)", "rgb(0, 0, 0)"]) == 1
