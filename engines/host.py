@@ -7,7 +7,7 @@ import pickle
 import re
 import signal
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
@@ -23,8 +23,9 @@ from engines.errors import ReleasedError
 if TYPE_CHECKING:
     from engines.train import RankCourse
     from engines.training import RankTraining
+    from engines.walk import RankWalk
 
-__all__ = ["Answer", "Failure", "Host", "dumps", "execute", "join", "recover", "run"]
+__all__ = ["Answer", "Failure", "Host", "dumps", "execute", "join", "recover", "run", "while_walking"]
 
 # How MPI names what a rank sees when another one has failed.
 _BY_OTHERS = re.compile("MPI_ERR_(REVOKED|PROC_FAILED)")
@@ -38,6 +39,28 @@ class Host:
         self.trainings: dict[str, RankTraining] = {}
         self.courses: dict[str, RankCourse] = {}
         self.predictions: dict[str, Any] = {}
+        self.walk: RankWalk | None = None
+
+    def leave(self) -> None:
+        """Give up the step that is walked, if any: messages under way must not meet those of other work. Collective."""
+        if self.walk is None or self.walk.done:
+            self.walk = None
+        else:
+            self.world.fail()
+            self.recover()
+
+    def recover(self) -> None:
+        """Bring the ranks together again, without old messages; a step that was walked is given up. Collective."""
+        walk, self.walk = self.walk, None
+        self.world.recover()
+        if walk is not None:
+            walk.drop()  # not before: messages under way still lie in its memory
+
+
+def while_walking(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function that ranks may be called with in the middle of a step that is walked: it sends no messages."""
+    function.while_walking = True  # type: ignore[attr-defined]
+    return function
 
 
 @dataclass(frozen=True)
@@ -122,10 +145,13 @@ def dumps(value: Any) -> bytes:
 def execute(host: Host, common: bytes, own: bytes) -> bytes:
     """Call `function(host, *args, *own)`, where `common` is `(function, args)`, to a pickled Answer.
 
-    If that fails the other ranks are released first, so that none waits for this one.
+    If that fails the other ranks are released first, so that none waits for this one. A step that is walked is given
+    up, unless the function says that it may go on (`while_walking`).
     """
     try:
         function, args = cloudpickle.loads(common)
+        if not getattr(function, "while_walking", False):
+            host.leave()
         return dumps(Answer(function(host, *args, *cloudpickle.loads(own))))
     except BaseException as error:
         return _failed(host, error)
@@ -136,9 +162,10 @@ def _failed(host: Host, error: BaseException) -> bytes:
     return dumps(Answer(failure=Failure.of(error)))
 
 
+@while_walking
 def recover(host: Host) -> None:
     """Be ready for new work after a failure; collective. Trainings stay, on the same world, made fresh."""
-    host.world.recover()
+    host.recover()
 
 
 @cache

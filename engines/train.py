@@ -25,6 +25,7 @@ __all__ = [
     "Heard",
     "RankCourse",
     "Ranks",
+    "heard",
     "images_per_step",
     "run",
     "stepped",
@@ -107,10 +108,14 @@ class RankCourse:
 def stepped(training: RankTraining, parts: Inputs, images: int) -> tuple[StepReport, Heard]:
     """One training step on this rank's parts of the inputs."""
     start_s = time.perf_counter()
-    report = training.step(parts)
-    seconds = time.perf_counter() - start_s
+    training.step(parts)
+    return heard(training, parts, images, time.perf_counter() - start_s)
+
+
+def heard(training: RankTraining, parts: Inputs, images: int, seconds: float) -> tuple[StepReport, Heard]:
+    """What this rank tells of a step that is done, and what it knows of it."""
     counts = added(_counted(training, number, part["labels"]) for number, part in parts.items() if "labels" in part)
-    return report, Heard(images, seconds, report.losses, counts)
+    return training.report, Heard(images, seconds, training.report.losses, counts)
 
 
 def _counted(training: RankTraining, micro_batch: int, labels: Tensor) -> Counts:

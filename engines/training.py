@@ -225,8 +225,17 @@ class RankTraining:
         """
         self.start(inputs)
         while not self.worker.done:
-            self.worker.step()
-            self._check_loss()
+            self.advance()
+        return self.report
+
+    def advance(self) -> None:
+        """One instruction of the step that was started. Raises LossError where the loss is not a number."""
+        self.worker.step()
+        self._check_loss()
+
+    @property
+    def report(self) -> StepReport:
+        """What is told of the step, as far as it has come."""
         return StepReport(self.worker.losses, tuple(self.worker.events), held_bytes(self.device))
 
     def start(self, inputs: Inputs) -> None:

@@ -13,12 +13,14 @@ from mpi4dl_nb.draw.asynchrony import show_asynchrony
 from mpi4dl_nb.draw.ranks import show_ranks
 from mpi4dl_nb.draw.schedule import show_schedule
 from mpi4dl_nb.draw.slicing import show_slicing
+from mpi4dl_nb.draw.stepper import show_step
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.traffic import show_traffic
 from mpi4dl_nb.training import Training
 from mpi4dl_nb.tuning import tune
 from mpi4dl_nb.widgets.configurator import Configurator
 from mpi4dl_nb.widgets.monitor import Monitor
+from mpi4dl_nb.widgets.stepper import Stepper
 from mpi4dl_nb.widgets.tuner import Tuner
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "Configurator",
     "Monitor",
     "Plan",
+    "Stepper",
     "Training",
     "Tuner",
     "folder_images",
@@ -37,6 +40,7 @@ __all__ = [
     "show_ranks",
     "show_schedule",
     "show_slicing",
+    "show_step",
     "show_timeline",
     "show_traffic",
     "table_images",

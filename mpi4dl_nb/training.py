@@ -21,6 +21,7 @@ from engines.checkpoint.save import KEEP, save
 from engines.errors import ImageError, PlanError
 from engines.evaluation import plain_state
 from engines.facts import facts_table
+from engines.host import while_walking
 from engines.images.feed import Feeding
 from engines.images.labelled import LabelledImages
 from engines.inference.sweep import Swept
@@ -53,6 +54,7 @@ from mpi4dl_nb.fitting import (
 from mpi4dl_nb.judging import Judge
 from mpi4dl_nb.names import public_names
 from mpi4dl_nb.prediction import drop, is_batch, predict_batch, predict_picture
+from mpi4dl_nb.stepping import Stepping
 
 if TYPE_CHECKING:
     from engines.host import Host
@@ -119,6 +121,13 @@ class Training:
         answers = self.cluster.call(_step, self.name, len(whole["images"]), per_rank=parts)
         self.heard([report for report, _ in answers])
         return [heard for _, heard in answers]
+
+    def stepping(self, images: Any, labels: Any) -> Stepping:
+        """One training step on a batch, walked: `for event in training.stepping(images, labels): ...`.
+
+        See `mpi4dl_nb.stepping.Stepping`. Raises ImageError for a wrong shape or label.
+        """
+        return Stepping(self, self._checked(images, labels))
 
     def heard(self, reports: list[StepReport]) -> None:
         """A step is done, of which the ranks tell this."""
@@ -311,6 +320,7 @@ def _record(host: Host, recipe: Recipe, parts: list[Inputs]) -> Record:
     return rank_record(RankTraining(host.world, recipe), parts)
 
 
+@while_walking
 def _tensors(host: Host, name: str) -> dict[str, dict[str, Tensor]]:
     return held(host, name).tensors()
 

@@ -20,7 +20,7 @@ from engines.program.outbox import Outbox
 from engines.spatial.moves import Move
 from engines.spatial.tiles import Span, Tile
 
-__all__ = ["Carrier", "carriers"]
+__all__ = ["Carrier", "Landing", "carriers"]
 
 Index = tuple[EllipsisType | slice, ...]
 
@@ -36,6 +36,19 @@ class _Parcel:
     index: Index
     flat: Tensor
     pixels: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """What one message did where it arrived: pixels of a window, or of the gradient at home.
+
+    `before` is None where they were written over memory without content: only gradients add.
+    """
+
+    move: Move
+    before: Tensor | None
+    arrived: Tensor
+    after: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +78,7 @@ class Carrier:
         kept = exchange.own & exchange.window if exchange.own and exchange.window else None
         self._kept = (_index(exchange, kept, exchange.own), _index(exchange, kept, exchange.window)) if kept else None
         self._keeps_all = exchange.surrounds
+        self.landings: list[Landing] | None = None  # where somebody looks, what arrived last
         self._room: Tensor | None = None
         self._middle: tuple[int, tuple[int, ...]] | None = None
         both_ways = exchange.sends and exchange.receives
@@ -95,8 +109,8 @@ class Carrier:
             pending = route.start_there()
             window = None if self.exchange.window is None else self._begun(source)
             self._finish(pending, route.borrowed)
-            for parcel in route.borrowed:
-                window[parcel.index].copy_(parcel.pixels)
+            for move, parcel in zip(self.exchange.receives, route.borrowed, strict=True):
+                self._land(move, parcel, window, adds=False)
         return window, self._sent[0]
 
     def back(self, grad: Tensor | None, source: Tensor | None, alone: bool) -> int:
@@ -114,9 +128,20 @@ class Carrier:
             if source is not None:
                 self._start_from_own(grad, source, alone)
             self._finish(pending, route.lent)
-            for parcel in route.lent:
-                source.grad[parcel.index].add_(parcel.pixels.to(self.device))
+            for move, parcel in zip(self.exchange.sends, route.lent, strict=True):
+                self._land(move, parcel, source.grad, adds=True)
         return self._sent[1]
+
+    def _land(self, move: Move, parcel: _Parcel, whole: Tensor, adds: bool) -> None:
+        """Put what has arrived into its place, or add it there."""
+        place = whole[parcel.index]
+        before = place.clone() if adds and self.landings is not None else None
+        if adds:
+            place.add_(parcel.pixels.to(self.device))
+        else:
+            place.copy_(parcel.pixels)
+        if self.landings is not None:
+            self.landings.append(Landing(move, before, parcel.pixels.clone(), place.clone()))
 
     def _finish(self, pending: Pending, expected: Sequence[_Parcel]) -> None:
         """Wait for what is expected; what only leaves is not waited for, or stages would work one at a time."""

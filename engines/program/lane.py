@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -73,6 +73,18 @@ class Lane:
     def waits_for_backward(self) -> bool:
         """Whether local graphs, with the activations in them, are held for it."""
         return bool(self._made or self._late)
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All that it holds by name, with gradients; some may be views of others."""
+        for tensor in (
+            *self.values.values(),
+            *self.leaves.values(),
+            *(t for made in self._made.values() for t in made),
+        ):
+            yield tensor
+            if tensor.is_leaf and tensor.grad is not None:
+                yield tensor.grad
 
     def end(self) -> None:
         """Keep only what outlives the step."""

@@ -14,7 +14,7 @@ from engines.pipeline.work import Kind, Schedule, Slot, Work
 from mpi4dl_nb.draw.bars import Look, draw_bars, draw_legend, frame_rows, text_of_rows
 from mpi4dl_nb.draw.figure import CASING, INK, Drawing
 
-__all__ = ["show_schedule"]
+__all__ = ["draw_slots", "letter_slots", "show_schedule"]
 
 HINT = "in a bar: its micro-batch; white: idle; held: forwards that have not gone all the way back"
 TOP, HIGH = -0.4, 0.8  # of a bar, around the middle of its row
@@ -45,7 +45,7 @@ def show_schedule(schedule: Schedule) -> Drawing:
         f"{schedule.name} on {schedule.ranks} ranks: {schedule.length} forwards long, idle {schedule.idle_share:.0%}"
     )
     axes.set_title(f"{title}\n{HINT}", loc="left", fontsize=10)
-    draw_legend(figure, _draw(axes, schedule))
+    draw_legend(figure, draw_slots(axes, schedule))
     ranks = range(schedule.ranks)
     left = [(f"rank {rank}", _stages(schedule.order(rank))) for rank in ranks]
     right = [(f"idle {schedule.idle_of(rank):.0%}", f"holds up to {schedule.in_flight(rank)}") for rank in ranks]
@@ -53,13 +53,13 @@ def show_schedule(schedule: Schedule) -> Drawing:
         axes, schedule.length, "time, in forwards", *([end.join(each) for each in side] for side in (left, right))
     )
     figure.settle()
-    _letter(axes, schedule)
+    letter_slots(axes, schedule)
     told = [f"{', '.join(who)}: {', '.join(numbers)}" for who, numbers in zip(left, right, strict=True)]
     figure.alt = f"{title}. {'; '.join(told)}."
     return figure
 
 
-def _draw(axes: Axes, schedule: Schedule) -> list[Look]:
+def draw_slots(axes: Axes, schedule: Schedule) -> list[Look]:
     """Every slot; the looks that occur, in the legend's order."""
     met: set[Look] = set()
     for rank, lane in enumerate(schedule.lanes):
@@ -85,7 +85,7 @@ def _stages(order: Iterable[Work]) -> str:
     return f"stage{'s' * (sum(map(len, found)) > 1)} {told}" if told else "no work"
 
 
-def _letter(axes: Axes, schedule: Schedule) -> None:
+def letter_slots(axes: Axes, schedule: Schedule) -> None:
     """Name the work in all bars, or its micro-batch, or nothing, as there is room in the shortest."""
     slots = [(rank, slot) for rank, lane in enumerate(schedule.lanes) for slot in lane]
     unit_px = axes.bbox.width / schedule.length

@@ -15,7 +15,7 @@ function render({ model, el }) {
     image.alt = model.get("alt");
     const keys = model.get("accepts");
     image.tabIndex = keys.length ? 0 : -1;
-    image.title = keys.length ? `keys: ${keys.join(" ")}` : "";
+    image.title = model.get("tip") || (keys.length ? `keys: ${keys.join(" ")}` : "");
   };
   show();
   tell();

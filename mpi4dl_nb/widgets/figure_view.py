@@ -15,21 +15,26 @@ __all__ = ["FigureView"]
 
 
 class FigureView(anywidget.AnyWidget):
-    """Shows one figure at a time; with `keys` it can have the keyboard's focus and takes these, such as `ArrowLeft`."""
+    """Shows one figure at a time; with `keys` it can have the keyboard's focus and takes these, such as `ArrowLeft`.
+
+    `tip` says what they do.
+    """
 
     _esm = Path(__file__).with_name("figure_view.js")
     _css = Path(__file__).with_name("figure_view.css")
     png = traitlets.Bytes(b"").tag(sync=True)
     alt = traitlets.Unicode("").tag(sync=True)
     accepts = traitlets.List(traitlets.Unicode()).tag(sync=True)
+    tip = traitlets.Unicode("").tag(sync=True)
 
     def __init__(
         self,
         keys: Sequence[str] = (),
         on_key: Callable[[str], None] | None = None,
         on_point: Callable[[float, float], None] | None = None,
+        tip: str = "",
     ) -> None:
-        super().__init__(accepts=list(keys))
+        super().__init__(accepts=list(keys), tip=tip)
         self.figure: Drawing | None = None
         self._handlers = {"key": on_key, "point": on_point and (lambda place: on_point(*place))}
         self.on_msg(self._heard)

@@ -28,9 +28,10 @@ class Instrument(ipywidgets.VBox):
         keys: Sequence[str] = (),
         on_key: Callable[[str], None] | None = None,
         on_point: Callable[[float, float], None] | None = None,
+        tip: str = "",
     ) -> None:
-        self.view, self.trouble = FigureView(keys, on_key, on_point), Trouble()
         self._still: DisplayHandle | None = None
+        self.view, self.trouble = FigureView(keys, on_key, on_point, tip), Trouble()
         super().__init__([*controls, self.trouble, self.view])
 
     @property

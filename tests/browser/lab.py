@@ -17,7 +17,7 @@ import psutil
 from playwright.sync_api import Error as PageError
 
 TOKEN = "tests"
-START_S, RUN_S = 60, 60
+START_S, RUN_S = 60, 150
 FOLDERS = ["JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_SETTINGS_DIR", "IPYTHONDIR"]
 TRIES = 5
 PROMPTS = "[...document.querySelectorAll('.jp-Notebook .jp-CodeCell .jp-InputPrompt')].map(each => each.textContent)"

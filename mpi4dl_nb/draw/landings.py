@@ -1,0 +1,128 @@
+"""One message that has arrived: its values, and those in its place before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mpi4dl_nb.draw.figure import INK, spoken_bytes, spoken_size
+from mpi4dl_nb.draw.panels import MAPS, Box
+from mpi4dl_nb.step_events import Transfer, View
+
+__all__ = ["draw_landing", "told_landing"]
+
+LONG, DEEP = 5, 2
+"""Cells whose numbers are shown: along a strip, and across."""
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """The middle of a piece, lying: `first` is the number of the first cell along, and `along` what is counted."""
+
+    numbers: NDArray[np.float64] | None
+    first: int
+    along: str
+
+
+def draw_landing(figure: Figure, view: View, box: Box, focus: int) -> None:
+    """Before, what arrived, and after, cell by cell; a strip that stands is laid down."""
+    transfer, landed = view.landed[min(focus, len(view.landed) - 1)]
+    left, bottom, width, height = box
+    figure.text(left, bottom + height, _head(view, transfer, focus), fontsize=9, color=INK, va="bottom")
+    rows = _named(transfer, landed.before, landed.arrived, landed.after)
+    known = [cells.numbers for _, cells in rows if cells.numbers is not None]
+    if not known:
+        figure.text(left, bottom + height / 2, "its values are not kept here", fontsize=9, color=INK)
+        return
+    low, high = min(float(n.min()) for n in known), max(float(n.max()) for n in known)
+    look = {"cmap": MAPS[transfer.back], "norm": Normalize(low, high if high > low else low + 1)}
+    axes = figure.add_axes((left, bottom, width, height * 0.94))
+    axes.axis("off")
+    for row, (name, cells) in enumerate(rows):
+        _draw_cells(axes, 3.0 * row, name, cells, known[0].shape, look)
+    axes.set(xlim=(-0.55, known[0].shape[1] - 0.45), ylim=(3.0 * len(rows) - 0.6, 0))
+
+
+def _named(
+    transfer: Transfer, before: Tensor | None, arrived: Tensor | None, after: Tensor | None
+) -> list[tuple[str, _Cells]]:
+    where = f"on rank {transfer.target}"
+    names = (
+        (f"gradient {where} before", "arrived, to be added", "after")
+        if transfer.back
+        else (f"window {where} before: no values yet", "arrived", "after, in the window")
+    )
+    return [(name, _cells(transfer, tensor)) for name, tensor in zip(names, (before, arrived, after), strict=True)]
+
+
+def _cells(transfer: Transfer, tensor: Tensor | None) -> _Cells:
+    tile = transfer.move.tile
+    stands = len(tile.rows) > len(tile.cols)
+    start = (tile.rows if stands else tile.cols).start
+    along = "row" if stands else "column"
+    if tensor is None or not tensor.numel():
+        return _Cells(None, start, along)
+    lying = tensor.numpy().T if stands else tensor.numpy()
+    skipped = max(0, (lying.shape[1] - LONG) // 2)
+    return _Cells(lying[:DEEP, skipped : skipped + LONG], start + skipped, along)
+
+
+def _draw_cells(
+    axes: Axes, top: float, name: str, cells: _Cells, shape: tuple[int, ...], look: Mapping[str, Any]
+) -> None:
+    """A name, one unit high, and below it the cells, of which all rows together are as high."""
+    deep, long = shape
+    axes.text(-0.5, top + 0.9, name, fontsize=8.5, va="bottom", color=INK)
+    extent = (-0.5, long - 0.5, top + 2, top + 1)
+    if cells.numbers is None:
+        axes.add_patch(Rectangle((-0.5, top + 1), long, 1, facecolor="white", hatch="xx", edgecolor="#999999"))
+        return
+    axes.imshow(cells.numbers, extent=extent, aspect="auto", interpolation="nearest", **look)
+    box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+    for (row, column), number in np.ndenumerate(cells.numbers):
+        middle = top + 1 + (row + 0.5) / deep
+        axes.text(column, middle, _short(number), ha="center", va="center", fontsize=8, color=INK, bbox=box)
+    for at in range(long):
+        text = f"{cells.along} {cells.first}" if not at else str(cells.first + at)
+        axes.text(at, top + 2.1, text, ha="center", va="top", fontsize=7.5, color=INK)
+
+
+def _short(number: float) -> str:
+    """
+    >>> _short(163.2), _short(-0.0000853)
+    ('163', '-8.5e-05')
+    """
+    return f"{number:.3g}" if not number or 1e-3 <= abs(number) < 1e4 else f"{number:.1e}"
+
+
+def _head(view: View, transfer: Transfer, focus: int) -> str:
+    tile = transfer.move.tile
+    what = "gradients go home" if transfer.back else "pixels have moved"
+    size = f"{spoken_size(tile.shape)} px, {spoken_bytes(transfer.bytes)}"
+    number = f"message {min(focus, len(view.landed) - 1) + 1} of {len(view.landed)}"
+    return f"{number}: {what}\n{transfer}\n{size} with all channels and images"
+
+
+def told_landing(view: View, focus: int) -> str:
+    """In words."""
+    if not view.landed:
+        return ""
+    transfer, landed = view.landed[min(focus, len(view.landed) - 1)]
+    rows = _named(transfer, landed.before, landed.arrived, landed.after)
+    numbers = "; ".join(
+        f"{name}: {', '.join(f'{number:.4g}' for number in cells.numbers[0])}"
+        for name, cells in rows
+        if cells.numbers is not None
+    )
+    return (
+        f"{' '.join(_head(view, transfer, focus).split())}. From {rows[1][1].along} {rows[1][1].first} on: {numbers}."
+    )

@@ -1,0 +1,192 @@
+"""A step that is walked, all ranks side by side: where they are, what they hold, what has moved, and when that is.
+
+Places on the page are counted in inches from its upper left corner: nothing has to be laid out twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+
+from engines.pipeline.work import Schedule
+from engines.program.places import Place
+from mpi4dl_nb.draw.bars import MANY, Look
+from mpi4dl_nb.draw.figure import INK, ORANGE, Drawing, spoken_bytes
+from mpi4dl_nb.draw.landings import draw_landing, told_landing
+from mpi4dl_nb.draw.panels import draw_panels, told_panels
+from mpi4dl_nb.draw.schedule import draw_slots, letter_slots
+from mpi4dl_nb.step_events import RankEvent, StepEvent, View
+
+if TYPE_CHECKING:
+    from mpi4dl_nb.stepping import Stepping
+
+__all__ = ["draw_step", "show_step", "spoken_place"]
+
+WIDE_IN, MARGIN_IN, LANDING_IN = 10.5, 0.15, 7.0
+COLUMNS = (
+    (0.0, "rank"),
+    (0.165, "did last (F0: forward, B0: back, of micro-batch 0)"),
+    (0.505, "does next"),
+    (0.855, "values | process"),
+)
+FITS = (24, 46, 51)
+"""Characters that fit into a column."""
+
+NOTHING, DONE = "nothing yet", "nothing: done"
+
+ROW_IN, HEAD_IN, PANELS_IN = 0.25, 0.62, 3.4
+
+
+def show_step(stepping: Stepping, channel: int = 0, image: int = 0, show: str = "made", message: int = 0) -> Drawing:
+    """Where a walked step is now, on all ranks side by side, and one channel of one image of what they have there.
+
+    `show` is the `activation`, the `gradient`, or what was `made`; `message` numbers what moved last. Raises PlanError
+    where the step was given up.
+    """
+    return draw_step(stepping.view(channel, image, show), message)
+
+
+def draw_step(view: View, focus: int = 0) -> Drawing:
+    """All of a `View`. `focus` is the number of the message whose values are shown, of those that moved last."""
+    ranks = view.event.ranks
+    lane_in = 0.27 if len(ranks) <= MANY else 0.16
+    heights = (0.42, ROW_IN * (len(ranks) + 1), HEAD_IN + PANELS_IN, 0.5 + lane_in * len(ranks), 0.1)
+    page = _Page(sum(heights))
+    figure, tops = page.figure, [sum(heights[:index]) for index in range(len(heights))]
+    title = spoken_event(view.event)
+    figure.text(MARGIN_IN / WIDE_IN, page.share(0.12), title, va="top", fontsize=11, weight="bold", color=INK)
+    _draw_table(page.axes(MARGIN_IN, tops[1], WIDE_IN - 2 * MARGIN_IN, heights[1]), view)
+    wide = LANDING_IN - 3 * MARGIN_IN if view.landed else WIDE_IN - 2 * MARGIN_IN
+    draw_panels(figure, view, page.box(MARGIN_IN, tops[2] + HEAD_IN, wide, PANELS_IN - 0.05), focus)
+    if view.landed:
+        draw_landing(
+            figure,
+            view,
+            page.box(LANDING_IN, tops[2] + HEAD_IN, WIDE_IN - LANDING_IN - MARGIN_IN, PANELS_IN - 0.05),
+            focus,
+        )
+    _draw_schedule(page.axes(0.75, tops[3] + 0.45, WIDE_IN - 0.95, heights[3] - 0.5), view)
+    figure.alt = " ".join(
+        (title, *map(_told_rank, ranks), *told_panels(view), told_landing(view, focus))
+    ).strip()  # fmt: skip
+    return figure
+
+
+class _Page:
+    """A figure whose parts are placed in inches from above."""
+
+    def __init__(self, high_in: float) -> None:
+        self.high_in, self.figure = high_in, Drawing(figsize=(WIDE_IN, high_in))
+
+    def share(self, top_in: float) -> float:
+        """The figure's own coordinate, from below."""
+        return 1 - top_in / self.high_in
+
+    def box(self, left: float, top: float, wide: float, high: float) -> tuple[float, float, float, float]:
+        """(left, bottom, width, height) in the figure's own coordinates."""
+        return left / WIDE_IN, self.share(top + high), wide / WIDE_IN, high / self.high_in
+
+    def axes(self, left: float, top: float, wide: float, high: float) -> Axes:
+        return self.figure.add_axes(self.box(left, top, wide, high))
+
+
+def spoken_event(event: StepEvent) -> str:
+    """What the whole step is at."""
+    done = sum(event.places)
+    if event.done:
+        return f"The step is done: {done} instructions, the weights have moved. Loss {event.loss:.6g}"
+    loss = "" if event.loss is None else f" Loss {event.loss:.6g}"
+    if not done:
+        return "At the start of a training step: nothing is done"
+    return f"In a training step, after {done} instructions of all ranks; {_moved(event.ranks)}.{loss}"
+
+
+def _moved(ranks: Sequence[RankEvent]) -> str:
+    who = [str(rank.rank) for rank in ranks if rank.moved]
+    return f"rank{'s'[: len(who) > 1]} {', '.join(who)} went on" if who else "no rank went on"
+
+
+def spoken_place(place: Place | None, at_end: str) -> str:
+    """`forward compute · micro-batch 0 · blocks.0.conv1`."""
+    if place is None:
+        return at_end
+    way = "" if place.kind == "update" else f"{place.way} "
+    return f"{way}{place.kind} · " + (f"micro-batch {place.step.micro_batch} · " if place.work else "") + _where(place)
+
+
+def _where(place: Place) -> str:
+    return place.module or place.layer or place.step.instruction.name
+
+
+def _short_place(schedule: Schedule, place: Place | None, at_end: str) -> str:
+    """`F0 compute · blocks.0.conv1`: the work is called as in the schedule."""
+    if place is None:
+        return at_end
+    work = f"{schedule.name_of(place.work)} " if place.work else ""
+    return f"{work}{place.kind} · {_where(place)}"
+
+
+def _next(rank: RankEvent, text: str) -> str:
+    waits = f"waits for {'ranks' if len(rank.waits_for) > 1 else 'rank'} {_spans(rank.waits_for)}: "
+    return f"{waits}{text}" if rank.waits_for else text
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """`0 to 3`, or `0, 2`."""
+    dense = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]} to {numbers[-1]}" if dense else ", ".join(map(str, numbers))
+
+
+def _memory(rank: RankEvent) -> str:
+    return f"{spoken_bytes(rank.activation_bytes)} | {spoken_bytes(rank.process_bytes)}"
+
+
+def _draw_table(axes: Axes, view: View) -> None:
+    """A row for each rank; those that went on are bold."""
+    ranks, schedule = view.event.ranks, view.schedule
+    axes.set(xlim=(0, 1), ylim=(len(ranks) + 1, 0))
+    axes.axis("off")
+    for left, head in COLUMNS:
+        axes.text(left, 0.5, head, va="center", fontsize=8.5, color="#555555")
+    for row, rank in enumerate(ranks, start=1):
+        axes.axhline(row, color="#cccccc", linewidth=0.7)
+        name = f"{'▶ ' if rank.moved else '   '}{rank.rank}: {rank.role}"
+        did, coming = _short_place(schedule, rank.did, NOTHING), _short_place(schedule, rank.next, DONE)
+        texts = [name, did, _next(rank, coming)]
+        cut = [text if len(text) <= fits else f"{text[: fits - 1]}…" for text, fits in zip(texts, FITS, strict=True)]
+        weight = "bold" if rank.moved else "normal"
+        for (left, _), text in zip(COLUMNS, (*cut, _memory(rank)), strict=True):
+            axes.text(
+                left, row + 0.5, text, va="center", fontsize=8.5, color=INK, weight=weight if left < 0.5 else None
+            )
+
+
+def _draw_schedule(axes: Axes, view: View) -> None:
+    """The order of micro-batches through stages, and how far each rank is."""
+    schedule = view.schedule
+    looks = draw_slots(axes, schedule)
+    ranks = [rank.rank for rank in view.event.ranks]
+    axes.set(xlim=(0, schedule.length), ylim=(len(ranks) - 0.5, -0.5), xticks=[])
+    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=8.5)
+    axes.tick_params(length=0)
+    letter_slots(axes, schedule)
+    for rank in view.event.ranks:
+        axes.plot([rank.time] * 2, [rank.rank - 0.48, rank.rank + 0.48], color="white", linewidth=6, zorder=8)
+        axes.plot([rank.time] * 2, [rank.rank - 0.48, rank.rank + 0.48], color=ORANGE, linewidth=3, zorder=9)
+    axes.set_title(
+        f"{schedule.name}: which micro-batch of which pass; the upright bar is where a rank is. {_legend(looks)}",
+        loc="left", fontsize=9, color=INK,
+    )  # fmt: skip
+
+
+def _legend(looks: Sequence[Look]) -> str:
+    hatches = {"": "plain", "//": "striped", "++": "crossed", "...": "dotted", "\\\\": "back-striped", "xx": "checked"}
+    return ", ".join(f"{hatches.get(look.hatch, look.hatch)}: {look.name}" for look in looks)
+
+
+def _told_rank(rank: RankEvent) -> str:
+    did, coming = spoken_place(rank.did, NOTHING), _next(rank, spoken_place(rank.next, DONE))
+    memory = f"values {spoken_bytes(rank.activation_bytes)}, process {spoken_bytes(rank.process_bytes)}"
+    return f"Rank {rank.rank} ({rank.role}) did {did}; next {coming}; {memory}."

@@ -1,0 +1,123 @@
+"""What a walked step looks like, on figures that no widget is needed for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from engines.models import resnet20_v1
+from mpi4dl_nb import Cluster, Plan, Training, show_step
+from mpi4dl_nb.draw.stepper import spoken_place
+from mpi4dl_nb.stepping import Stepping
+from tests.draw.legible import read, unreadable
+
+PLAN = Plan(split_size=2, spatial_size=1, slice_method="2x2", parts=2, schedule="1f1b", balance=(6, 5))
+
+
+@pytest.fixture(scope="module")
+def stepping() -> Iterator[Stepping]:
+    with Cluster(PLAN.ranks, backend="loopback") as cluster:
+        torch.manual_seed(0)
+        training = Training(resnet20_v1(), PLAN, cluster, (4, 3, 48, 64))
+        yield training.stepping(torch.randn(4, 3, 48, 64), torch.tensor([1, 2, 3, 4]))
+
+
+def at_start(stepping: Stepping) -> None:
+    stepping.restart()
+
+
+def at_halo(stepping: Stepping) -> None:
+    stepping.restart()
+    stepping.until(layer="blocks.1", kind="halo")
+
+
+def at_moments(stepping: Stepping) -> None:
+    stepping.restart()
+    stepping.until(kind="all-reduce")
+
+
+def at_joint(stepping: Stepping) -> None:
+    stepping.restart()
+    stepping.until(kind="stage", rank=4)
+
+
+def at_return(stepping: Stepping) -> None:
+    stepping.restart()
+    stepping.until(kind="halo", phase="backward")
+
+
+def at_end(stepping: Stepping) -> None:
+    stepping.finish()
+
+
+@pytest.mark.parametrize("go", [at_start, at_halo, at_moments, at_joint, at_return, at_end])
+def test_all_that_is_written_can_be_read(stepping, go):
+    go(stepping)
+    figure = show_step(stepping)
+    assert unreadable(figure) == []
+    for rank in stepping.event.ranks:
+        assert f"Rank {rank.rank} ({rank.role}) did {spoken_place(rank.did, 'nothing yet')}" in figure.alt
+
+
+def test_a_halo_is_shown_with_its_values(stepping):
+    at_halo(stepping)
+    view, figure = stepping.view(channel=3), show_step(stepping, channel=3, message=1)
+    transfer, landed = view.landed[1]
+    text = read(figure)
+    assert "message 2 of 12: pixels have moved" in text
+    assert f"rank {transfer.source} → rank {transfer.target}" in text
+    assert "no values yet" in text
+    width = landed.arrived.shape[1]
+    middle = float(landed.arrived.flatten()[max(0, (width - 5) // 2)])
+    assert f"{middle:.3g}" in text
+    assert "hatched: not the rank's own pixels" in text
+    assert f"{middle:.4g}" in figure.alt
+
+
+def test_one_value_has_one_scale_on_all_ranks(stepping):
+    at_halo(stepping)
+    figure, view = show_step(stepping), stepping.view()
+    images = [image for axes in figure.axes for image in axes.get_images() if "rank" in axes.get_title()]
+    assert len(images) == 4
+    assert {image.get_clim() for image in images} == {view.groups[0].span}
+    assert view.groups[0].span == (
+        min(float(p.seen.pixels.min()) for p in view.groups[0].panels),
+        max(float(p.seen.pixels.max()) for p in view.groups[0].panels),
+    )
+
+
+def test_the_bars_move_along_the_schedule(stepping):
+    at_start(stepping)
+    times = [[rank.time for rank in stepping.event.ranks]]
+    while not stepping.done:
+        stepping.micro_batch()
+        times.append([rank.time for rank in stepping.event.ranks])
+    assert times[0] == [0.0] * 5
+    assert all(a <= b for one, other in pairwise(times) for a, b in zip(one, other, strict=True))
+    assert times[1][:4] == [1.0] * 4  # the first micro-batch has gone through the tiles
+    assert times[-1][:4] == [stepping.schedule.length] * 4
+
+
+def test_large_pictures_are_sent_as_means(stepping):
+    at_halo(stepping)
+    view = stepping.view(bound_px=8)
+    whole = stepping.view()
+    for small, full in zip(view.groups[0].panels, whole.groups[0].panels, strict=True):
+        assert max(small.seen.pixels.shape) <= 8
+        assert small.seen.block_px > 1
+        assert float(small.seen.pixels.mean()) == pytest.approx(float(full.seen.pixels.mean()), rel=0.2)
+    assert "means of" in show_step(stepping).alt or whole.groups[0].panels[0].seen.block_px == 1
+
+
+def test_many_ranks_are_drawn():
+    plan = Plan(split_size=1, spatial_size=1, slice_method="4x4")
+    with Cluster(plan.ranks, backend="loopback") as cluster:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1))
+        training = Training(model, plan, cluster, (1, 3, 32, 32))
+        stepping = training.stepping(torch.randn(1, 3, 32, 32), torch.zeros(1, 32, 32, dtype=torch.long))
+        stepping.until(layer="2", kind="halo")
+        assert "Rank 15" in show_step(stepping).alt

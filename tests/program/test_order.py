@@ -1,0 +1,155 @@
+"""How far ranks may go while others wait: nothing is begun that cannot end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import pytest
+from torch import nn
+
+from engines.layer.graph import ModelGraph
+from engines.plan import Plan
+from engines.program.compile import Compiler
+from engines.program.instructions import Exchange, Phase, Update
+from engines.program.order import Order, Places
+from engines.program.places import UNITS, Place, block_end, places
+from engines.program.program import Program
+from engines.training import prepare
+
+PLANS = {
+    "tiles and a joint": Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(2, 2)),
+    "fused halos": Plan(split_size=2, spatial_size=1, slice_method="2x2", halo_d2=True, fused_layers=2),
+    "a repartition": Plan(split_size=3, spatial_size=2, slice_method=("2x2", "1x2"), parts=2),
+    "norm by tile": Plan(split_size=1, spatial_size=1, slice_method="1x2", sync_batchnorm=False),
+    "gpipe": Plan(split_size=3, spatial_size=0, parts=3),
+    "1f1b both ways, twice": Plan(
+        split_size=3, slice_method="1x2", parts=2, schedule="1f1b", bidirectional=True, data_parallel=2
+    ),
+    "interleaved": Plan(split_size=4, spatial_size=0, parts=4, schedule="interleaved", stages_per_rank=2),
+    "zero bubble": Plan(split_size=3, spatial_size=0, parts=4, schedule="zero_bubble"),
+    "gems": Plan(split_size=3, spatial_size=0, bidirectional=True, times=2, schedule="gems"),
+    "shared images": Plan(split_size=2, slice_method="2x2", local_dp=2, parts=2),
+}
+every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+
+
+def net() -> nn.Module:
+    layers = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Conv2d(4, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+
+
+@cache
+def compiled(plan: Plan) -> tuple[ModelGraph, tuple[Program, ...], Order]:
+    graph = prepare(net(), plan, (4 * plan.parts, 3, 8, 12)).graph
+    compiler = Compiler(graph, plan)
+    programs = tuple(compiler.program(rank) for rank in range(plan.ranks))
+    return graph, programs, Order(programs)
+
+
+def described(plan: Plan) -> list[tuple[Place, ...]]:
+    graph, programs, _ = compiled(plan)
+    return [places(graph, program) for program in programs]
+
+
+def is_open(order: Order, at: Places) -> bool:
+    """Whether some rank has ended an instruction for which another one had to begin what it has not begun."""
+    return any(
+        at[peer] <= needed
+        for rank, needs in enumerate(order.needs)
+        for index in range(at[rank])
+        for peer, needed in needs[index]
+    )
+
+
+def walked(order: Order, found: Sequence[tuple[Place, ...]], unit: str) -> Iterator[Places]:
+    at: Places = (0,) * len(order.ends)
+    while at != order.ends:
+        before = at
+        at = order.within(at, [block_end(each, place, unit) for each, place in zip(found, at, strict=True)])
+        assert at != before, f"no rank can go on from {at}"
+        yield at
+
+
+@every_plan
+@pytest.mark.parametrize("unit", UNITS)
+def test_every_unit_leads_to_the_end_and_never_leaves_a_rank_waiting(plan: Plan, unit: str):
+    order = compiled(plan)[2]
+    assert not any(is_open(order, at) for at in walked(order, described(plan), unit))
+
+
+@every_plan
+def test_one_instruction_of_the_next_rank_takes_along_only_those_that_it_meets(plan: Plan):
+    order = compiled(plan)[2]
+    at: Places = (0,) * plan.ranks
+    while (rank := order.next(at)) is not None:
+        new = order.closed(at, {rank: at[rank] + 1})
+        assert max(b - a for a, b in zip(at, new, strict=True)) == 1
+        assert new[rank] == at[rank] + 1
+        assert not is_open(order, new)
+        at = new
+    assert at == order.ends
+
+
+@every_plan
+def test_a_rank_alone_goes_to_its_end_with_the_least_of_others(plan: Plan):
+    """No rank could do one instruction less."""
+    order = compiled(plan)[2]
+    rank = plan.ranks - 1
+    half = order.ends[rank] // 2
+    new = order.closed((0,) * plan.ranks, {rank: half})
+    assert new[rank] == half
+    assert not is_open(order, new)
+    for other in range(plan.ranks):
+        if other != rank and new[other]:
+            fewer = tuple(at - (who == other) for who, at in enumerate(new))
+            assert is_open(order, fewer), f"rank {other} was taken farther than needed"
+
+
+@every_plan
+def test_weights_move_on_all_ranks_at_once(plan: Plan):
+    _, programs, order = compiled(plan)
+    assert all(isinstance(program.steps[-1].instruction, Update) for program in programs)
+    almost = order.closed((0,) * plan.ranks, {rank: end - 1 for rank, end in enumerate(order.ends)})
+    assert almost == tuple(end - 1 for end in order.ends)
+    assert order.closed(almost, {0: order.ends[0]}) == order.ends
+
+
+def test_who_only_sends_waits_for_nobody_and_who_receives_waits_for_the_senders():
+    plan = PLANS["tiles and a joint"]
+    _, programs, order = compiled(plan)
+    steps = [program.steps for program in programs]
+
+    def joint(rank: int) -> int:
+        kinds = [isinstance(s.instruction, Exchange) and s.instruction.kind == "stage" for s in steps[rank]]
+        return kinds.index(True)
+
+    assert order.needs[0][joint(0)] == ()
+    assert order.needs[4][joint(4)] == tuple((rank, joint(rank)) for rank in range(4))
+    assert order.waits((0,) * 5, 4) == (0, 1, 2, 3)
+    alone = order.closed((0,) * 5, {0: joint(0) + 1})
+    assert alone[4] == 0
+
+
+def test_a_block_is_a_layer_a_pass_or_a_phase():
+    plan = PLANS["1f1b both ways, twice"]
+    for found in described(plan):
+        for unit, key in (("layer", lambda p: (p.layer, p.work, p.way)), ("micro-batch", lambda p: (p.work, p.way))):
+            ends = []
+            while not ends or ends[-1] < len(found):
+                ends.append(block_end(found, ends[-1] if ends else 0, unit))
+            for start, stop in zip([0, *ends], ends, strict=False):
+                assert len({key(place) for place in found[start:stop]}) == 1
+                assert stop == len(found) or key(found[stop]) != key(found[start])
+
+
+def test_places_are_named_by_the_users_modules():
+    graph, programs, _ = compiled(PLANS["tiles and a joint"])
+    found = places(graph, programs[0])
+    halo = next(place for place in found if place.kind == "halo")
+    after = next(place for place in found[found.index(halo) :] if place.kind == "compute")
+    assert halo.layer == after.layer
+    assert halo.module.startswith("0")
+    assert (found[-1].way, found[-1].work, found[-1].layer) == ("update", None, "")
+    assert {place.way for place in found} == {"forward", "backward", "update"}
+    assert all(place.work.stage == 0 for place in found if place.step.phase is not Phase.UPDATE)

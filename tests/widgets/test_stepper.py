@@ -1,0 +1,129 @@
+"""The stepper without a browser: its controls set, its buttons and keys pressed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from mpi4dl_nb import Cluster, Plan, Stepper, Training, show_step
+
+PLAN = Plan(split_size=2, spatial_size=1, slice_method="1x2", balance=(2, 1))
+LAYERS = [nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(PLAN.ranks, backend="loopback") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def stepper(cluster) -> Iterator[Stepper]:
+    torch.manual_seed(0)
+    training = Training(nn.Sequential(*LAYERS), PLAN, cluster, (2, 3, 12, 16))
+    found = Stepper(training, torch.randn(2, 3, 12, 16), torch.randint(2, (2, 10, 14)))
+    yield found
+    found.close()
+
+
+def moved(stepper: Stepper) -> list[bool]:
+    return [rank.moved for rank in stepper.stepping.event.ranks]
+
+
+@pytest.mark.parametrize("press", ["key", "button"])
+def test_every_key_and_button_does_what_its_name_says(stepper: Stepper, press: str):
+    def act(key: str) -> None:
+        stepper.view._heard(None, {"key": key}, []) if press == "key" else stepper.buttons[key].click()
+        assert stepper.trouble.text == ""
+
+    act("n")
+    assert stepper.stepping.event.places == (1, 1, 0)
+    act("l")
+    layers = {rank.did.layer for rank in stepper.stepping.event.ranks[:2]}
+    assert layers == {"0"}
+    act("b")
+    assert stepper.stepping.event.ranks[0].did.kind == "halo"
+    act("m")
+    assert stepper.stepping.event.ranks[0].next.way == "backward"
+    act("p")
+    assert {rank.did.way for rank in stepper.stepping.event.ranks} == {"backward"}
+    act("f")
+    assert stepper.stepping.done
+    assert stepper.stepping.training.steps == 1
+    act("r")
+    assert stepper.stepping.event.places == (0, 0, 0)
+
+
+def test_one_rank_goes_on_or_the_next(stepper: Stepper):
+    stepper._key("n")
+    stepper.of.value = 1
+    stepper._key("n")
+    assert moved(stepper) == [False, True, False]
+    stepper.of.value = "next"
+    stepper._key("n")
+    assert moved(stepper) == [True, False, False]
+
+
+def test_the_figure_follows_the_controls(stepper: Stepper):
+    stepper.layer.value, stepper.kind.value = "2", "halo"
+    stepper._key("b")
+    before = stepper.figure.png()
+    assert "channel 0 of 4, image 0" in stepper.figure.alt
+    stepper.channel.value = 3
+    stepper.image.value = 1
+    assert "channel 3 of 4, image 1" in stepper.figure.alt
+    assert stepper.figure.png() != before
+    assert stepper.message.options[0][0] == "rank 1 → rank 0: rows 0 to 11, columns 8 to 8"
+    stepper.message.value = 1
+    assert "message 2 of 2" in stepper.figure.alt
+    assert stepper.view.alt == stepper.figure.alt
+
+
+def test_the_gradient_of_what_is_shown(stepper: Stepper):
+    stepper.layer.value, stepper.kind.value, stepper.phase.value = "2", "halo", "backward"
+    stepper._key("b")
+    assert "gradient of relu" in stepper.figure.alt
+    assert "gradients go home" in stepper.figure.alt
+    stepper.show.value = "activation"
+    assert "gradient of" not in stepper.figure.alt.partition("message")[0]
+    stepper._key("g")
+    assert stepper.show.value == "gradient"
+
+
+def test_what_cannot_be_done_is_told_and_the_figure_stays(stepper: Stepper):
+    stepper.rank.value, stepper.layer.value = 2, "0"
+    before = stepper.figure
+    stepper._key("b")
+    assert "No instruction of the step is of layer='0', rank=2" in stepper.trouble.text
+    assert stepper.figure is before
+    stepper._key("f")
+    stepper._key("n")
+    assert "restart" in stepper.trouble.text
+    stepper._key("r")
+    assert stepper.trouble.text == ""
+
+
+def test_other_work_in_a_cell_is_told(stepper: Stepper, cluster):
+    stepper._key("l")
+    cluster.call(lambda host: host.world.rank)
+    stepper._key("l")
+    assert "gave this step up" in stepper.trouble.text
+    stepper._key("r")
+    assert stepper.trouble.text == ""
+
+
+def test_the_step_can_be_walked_from_a_cell_as_well(stepper: Stepper):
+    stepper.stepping.layer()
+    stepper.refresh()
+    assert stepper.figure.alt == show_step(stepper.stepping).alt
+
+
+def test_every_control_has_a_label(stepper: Stepper):
+    for row in stepper.children[:3]:
+        for control in row.children:
+            inner = control.children[0] if hasattr(control, "children") else control
+            assert inner.description
+    assert "n one instruction" in stepper.view.tip
