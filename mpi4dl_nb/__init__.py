@@ -20,6 +20,7 @@ from mpi4dl_nb.training import Training
 from mpi4dl_nb.tuning import tune
 from mpi4dl_nb.widgets.configurator import Configurator
 from mpi4dl_nb.widgets.monitor import Monitor
+from mpi4dl_nb.widgets.slicer import Slicer
 from mpi4dl_nb.widgets.stepper import Stepper
 from mpi4dl_nb.widgets.tuner import Tuner
 
@@ -29,6 +30,7 @@ __all__ = [
     "Configurator",
     "Monitor",
     "Plan",
+    "Slicer",
     "Stepper",
     "Training",
     "Tuner",

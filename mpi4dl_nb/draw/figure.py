@@ -7,9 +7,12 @@ import io
 from html import escape
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
+from PIL import Image
+
+from mpi4dl_nb.draw.lettered import QuickCanvas
 
 __all__ = ["BLUE", "CASING", "INK", "ORANGE", "Drawing", "alt_text", "spoken_bytes", "spoken_size"]
 
@@ -22,7 +25,7 @@ class Drawing(Figure):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        FigureCanvasAgg(self)
+        QuickCanvas(self)
         self.alt = ""
 
     def settle(self) -> None:
@@ -32,10 +35,23 @@ class Drawing(Figure):
         self.set_layout_engine("none")
 
     def png(self) -> bytes:
-        """The image as a PNG file."""
+        """The image as a PNG file, hardly compressed: that is done while somebody waits."""
         buffer = io.BytesIO()
-        self.savefig(buffer, format="png")
+        self.canvas.draw()
+        Image.fromarray(np.asarray(self.canvas.buffer_rgba())).convert("RGB").save(buffer, "png", compress_level=1)
         return buffer.getvalue()
+
+    def at(self, across: float, down: float) -> tuple[str, float, float] | None:
+        """What a click means: the label of the axes there, and x and y in their data; None beside all axes.
+
+        `across` and `down` are fractions of the image from its upper left corner.
+        """
+        place = self.transSubfigure.transform((across, 1 - down))
+        for axes in reversed(self.axes):
+            if axes.axison and axes.patch.contains_point(place):
+                x, y = axes.transData.inverted().transform(place)
+                return axes.get_label(), float(x), float(y)
+        return None
 
     def _repr_html_(self) -> str:
         data = base64.b64encode(self.png()).decode()

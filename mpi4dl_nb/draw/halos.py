@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -15,32 +15,36 @@ from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.instructions import Compute, Exchange, LocalOp
 from engines.program.program import Program
-from engines.spatial.moves import Move
+from engines.spatial.moves import Move, moves
 from engines.spatial.tiles import Tile
 from engines.spatial.windows import halo_widths
 from engines.training import Recipe, prepare
 from mpi4dl_nb.draw.figure import spoken_bytes, spoken_size
 
-__all__ = ["HaloPoint", "find_point", "halo_points", "traced"]
+__all__ = ["HaloPoint", "exchange_points", "find_point", "halo_points", "traced"]
 
 
 @dataclass(frozen=True)
 class HaloPoint:
-    """One exchange of halos among the tiles of a stage, for the operators `readers`.
+    """What the operators `readers` of a stage read beyond each rank's own tile, and where that comes from.
 
-    `exchanges` holds the instruction of each rank that lends or borrows. Pixels are those of `source`, the
-    value that the readers read, which may be smaller than the picture.
+    `exchanges` holds the instruction of each rank that lends or borrows; where halos are fused, `computed` is instead
+    what each rank has of the value by computing it itself. Pixels are those of the value that the readers read, of
+    shape `spec` and with rows and columns at `axes`, which may be smaller than the picture.
     """
 
     readers: tuple[Node, ...]
     stage: int
     ranks: StageRanks
-    exchanges: Mapping[int, Exchange]
+    spec: TensorSpec
+    axes: tuple[int, int] = (-2, -1)
+    exchanges: Mapping[int, Exchange] = field(default_factory=dict)
+    computed: Mapping[int, Tile] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """The user's module, or the operator where there is none."""
-        return self.readers[0].module or self.readers[0].name
+        return (self.readers[0].module or self.readers[0].name) if self.readers else "the picture"
 
     @property
     def operator(self) -> str:
@@ -48,20 +52,16 @@ class HaloPoint:
         return self.readers[0].operator.split(".")[1]
 
     @property
-    def spec(self) -> TensorSpec:
-        """Shape and type of the value for the whole image."""
-        any_rank = next(iter(self.exchanges.values()))
-        return TensorSpec(any_rank.shape, any_rank.dtype)
+    def reads_image(self) -> bool:
+        """Whether the value is the image itself."""
+        sources = {exchange.source for exchange in self.exchanges.values()}
+        return not self.readers or "images" in sources
 
     @property
     def size_px(self) -> tuple[int, int]:
         """Height and width of the value for the whole image."""
-        rows, cols = self._axes
+        rows, cols = self.axes
         return self.spec.shape[rows], self.spec.shape[cols]
-
-    @property
-    def _axes(self) -> tuple[int, int]:
-        return next(iter(self.exchanges.values())).axes or (-2, -1)
 
     @property
     def numbers(self) -> dict[int, int]:
@@ -77,15 +77,25 @@ class HaloPoint:
         """What arrives at a rank."""
         return self.exchanges[rank].receives if rank in self.exchanges else ()
 
+    def window(self, rank: int) -> Tile:
+        """What the readers read on a rank: its own pixels, and what it borrows or computes of those of others."""
+        borrows = rank in self.exchanges and self.exchanges[rank].window
+        return borrows or self.computed.get(rank) or self.tiles[rank]
+
+    def overlaps(self, rank: int) -> tuple[Move, ...]:
+        """What a rank computes though another rank, the move's source, owns it: nothing travels."""
+        if rank not in self.computed:
+            return ()
+        return tuple(move for move in moves(self.tiles, {rank: self.computed[rank]}) if move.source != rank)
+
     def fill(self, rank: int) -> float | None:
         """What a rank reads beyond the image's edge; None where its window ends before."""
-        window = self.exchanges[rank].window if rank in self.exchanges else None
-        inside = window is None or window & Tile.whole(*self.size_px) == window
-        return None if inside else self.exchanges[rank].fill
+        inside = self.window(rank).lies_in(Tile.whole(*self.size_px))
+        return None if inside or rank not in self.exchanges else self.exchanges[rank].fill
 
     def bytes(self, moves: Sequence[Move]) -> int:
         """What travels with these moves, for the whole batch and all channels."""
-        return next(iter(self.exchanges.values())).bytes_of(moves)
+        return next(iter(self.exchanges.values())).bytes_of(moves) if moves else 0
 
     def piece_text(self, move: Move, end: str = " ") -> str:
         """`from rank 1: 256 × 1 px, 3.0 KB`."""
@@ -94,8 +104,7 @@ class HaloPoint:
 
     def widths(self, rank: int) -> dict[str, int]:
         """Pixels that a rank borrows above, below, left and right of its tile."""
-        own, window = self.tiles[rank], self.exchanges[rank].window if rank in self.exchanges else None
-        reads = window or own
+        own, reads = self.tiles[rank], self.window(rank)
         above, below = halo_widths(own.rows, reads.rows, self.size_px[0])
         left, right = halo_widths(own.cols, reads.cols, self.size_px[1])
         return {"above": above, "below": below, "left": left, "right": right}
@@ -107,7 +116,7 @@ def traced(model: nn.Module | Recipe | ModelGraph, picture: Picture, plan: Plan)
     Raises ImageError where it was traced before, at another size.
     """
     if isinstance(model, nn.Module):
-        model = prepare(model, plan, (1, 3, *picture.shape()))
+        model = prepare(model, plan, (plan.parts * plan.local_dp, 3, *picture.shape()))
     graph = model.graph if isinstance(model, Recipe) else model
     size_px = graph.inputs["images"].shape[-2:]
     if size_px != picture.shape():
@@ -120,13 +129,14 @@ def traced(model: nn.Module | Recipe | ModelGraph, picture: Picture, plan: Plan)
 
 def halo_points(graph: ModelGraph, plan: Plan) -> tuple[HaloPoint, ...]:
     """Every exchange of halos in one forward pass, in order."""
-    compiler = Compiler(graph, plan)
-    return tuple(
-        point
-        for stage, ranks in enumerate(compiler.layout.stages)
-        if len(ranks.ranks) > 1
-        for point in _of_stage(graph, stage, ranks, [compiler.program(rank) for rank in ranks.ranks])
-    )
+    return tuple(exchange_points(Compiler(graph, plan)))
+
+
+def exchange_points(compiler: Compiler) -> Iterator[HaloPoint]:
+    """The same, from a compiler that is kept for more."""
+    for stage, ranks in enumerate(compiler.layout.stages):
+        if len(ranks.ranks) > 1:
+            yield from _of_stage(compiler.graph, stage, ranks, [compiler.program(rank) for rank in ranks.ranks])
 
 
 def _of_stage(graph: ModelGraph, stage: int, ranks: StageRanks, programs: Sequence[Program]) -> Iterator[HaloPoint]:
@@ -140,7 +150,9 @@ def _of_stage(graph: ModelGraph, stage: int, ranks: StageRanks, programs: Sequen
                 found = _readers(program, item.target, nodes)
                 readers.setdefault(item.tag, {}).update({node.name: node for node in found})
     for tag in sorted(met):
-        yield HaloPoint(tuple(readers[tag].values()), stage, ranks, met[tag])
+        any_rank = next(iter(met[tag].values()))
+        spec = TensorSpec(any_rank.shape, any_rank.dtype)
+        yield HaloPoint(tuple(readers[tag].values()), stage, ranks, spec, any_rank.axes or (-2, -1), met[tag])
 
 
 def _readers(program: Program, name: str, nodes: Mapping[str, Node]) -> Iterator[Node]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpi4dl_nb.draw.figure import INK, spoken_bytes, spoken_size
-from mpi4dl_nb.draw.panels import MAPS, Box
+from mpi4dl_nb.draw.rank_panels import MAPS, Box
 from mpi4dl_nb.step_events import Transfer, View
 
 __all__ = ["draw_landing", "told_landing"]

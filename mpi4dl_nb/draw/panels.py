@@ -1,158 +1,91 @@
-"""What ranks hold of a value, each its own pixels and what it has borrowed, in one scale of colours."""
+"""Where the panels of a drawing lie. Known beforehand, so that no layout is searched for while a slider moves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from matplotlib.axes import Axes
-from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
-from engines.spatial.tiles import Span, Tile
-from mpi4dl_nb.draw.figure import INK, ORANGE, spoken_size
-from mpi4dl_nb.draw.tilemap import HALO
-from mpi4dl_nb.step_events import Group, Panel, View
+from mpi4dl_nb.draw.figure import INK, Drawing
 
-__all__ = ["draw_panels", "told_panels"]
+__all__ = ["Panels", "fill_px", "sparse_ticks", "with_panels"]
 
-Box = tuple[float, float, float, float]
-"""(left, bottom, width, height) in the figure's own coordinates."""
-
-MAPS = {False: "cividis", True: "PuOr"}
-MOST = 12  # panels; more would be too small to be seen
-BAR_SHARE, HEAD_IN, GAP_IN = 0.2, 0.5, 0.42
+WIDTH_IN, LEFT_IN, TOP_IN = 11.0, 0.75, 0.9
+MAIN_IN, TALLEST_IN = 5.6, 7.6  # of the large panel
+BESIDE_IN, SIDE_LEFT_IN, SIDE_IN = 7.0, 7.5, 2.9  # where words begin, and the small panel; its longer side
+BELOW_IN = 0.95  # of the large panel: ticks, label, legend
+UNDER_SIDE_IN, LINE_IN = 0.7, 0.167
+TICKS = 4
+LEGEND_IN = 0.45
+LINE = 59  # letters of the words
 
 
-def draw_panels(figure: Figure, view: View, box: Box, focus: int) -> None:
-    """Groups of ranks beside each other; in a group tiles lie as in the image."""
-    groups = view.groups
-    left, bottom, width, height = box
-    if not groups:
-        why = "\n".join(f"rank {panel.rank}: {panel.why}" for panel in view.panels[:MOST])
-        figure.text(left, bottom + height / 2, why, fontsize=9, color=INK, va="center")
-        return
-    counts = [len(_columns(group)) + BAR_SHARE * 2 for group in groups]
-    start = left
-    for group, count in zip(groups, counts, strict=True):
-        share = width * count / max(sum(counts), 2.2)
-        _draw_group(figure, view, group, (start, bottom, share, height), focus)
-        start += share
+@dataclass(frozen=True)
+class Panels:
+    """A drawing with a large panel, a small one (None: left out), and a place for words."""
+
+    figure: Drawing
+    main: Axes
+    words: Axes
+    side: Axes | None
+
+    def titled(self, title: str) -> str:
+        """Write it above everything; the title."""
+        style = {"ha": "left", "va": "top", "fontsize": 10, "color": INK}
+        self.figure.text(LEFT_IN / WIDTH_IN, 1 - 0.14 / self.figure.get_figheight(), title, **style)
+        return title
+
+    def say(self, lines: Sequence[str]) -> None:
+        """Write them where the words are."""
+        self.words.text(0, 1, _wrapped(lines), ha="left", va="top", fontsize=9, color=INK)
 
 
-def _draw_group(figure: Figure, view: View, group: Group, box: Box, focus: int) -> None:
-    left, bottom, width, height = box
-    wide_in, high_in = figure.get_size_inches()
-    rows, columns = _rows(group), _columns(group)
-    figure.text(left, bottom + height, spoken_group(view, group, "\n"), fontsize=9, color=INK, va="bottom")
-    gap_x, gap_y = GAP_IN / wide_in, GAP_IN / high_in
-    cell_w = (width - 0.9 / wide_in) / len(columns)
-    cell_h = (height - 0.05 / high_in) / len(rows)
-    drawn = None
-    for panel in group.panels[:MOST]:
-        row, column = _place(group, panel)
-        corner = left + column * cell_w + 0.6 * gap_x, bottom + (len(rows) - 1 - row) * cell_h + 0.45 * gap_y
-        axes = figure.add_axes((*corner, cell_w - gap_x, cell_h - gap_y))
-        drawn = _draw_panel(axes, group, panel)
-        _mark(axes, view, panel, focus)
-    bar = figure.add_axes((left + width - 0.85 / wide_in, bottom + 0.1 * height, 0.12 / wide_in, 0.8 * height))
-    figure.colorbar(drawn, cax=bar).ax.tick_params(labelsize=8)
+def with_panels(main: tuple[int, int], side: tuple[int, int] | None, words: Sequence[str] = ()) -> Panels:
+    """Panels for pictures of these rows and columns, which fill them, and room for the words."""
+    main_in = _fitted(main, MAIN_IN, TALLEST_IN)
+    side_in = _fitted(side, SIDE_IN, SIDE_IN) if side else (0.0, 0.0)
+    words_in = LINE_IN * (1 + _wrapped(words).count("\n"))
+    beside = side_in[0] + UNDER_SIDE_IN * bool(side) + words_in
+    height = TOP_IN + max(main_in[0] + BELOW_IN, beside + LEGEND_IN)
+    figure = Drawing(figsize=(WIDTH_IN, height))
+
+    def axes(left: float, top: float, size: tuple[float, float], name: str) -> Axes:
+        bottom = 1 - (top + size[0]) / height
+        return figure.add_axes((left / WIDTH_IN, bottom, size[1] / WIDTH_IN, size[0] / height), label=name)
+
+    large = axes(LEFT_IN, TOP_IN, main_in, "main")
+    text = axes(BESIDE_IN, TOP_IN + beside - words_in, (words_in, WIDTH_IN - BESIDE_IN), "words")
+    text.axis("off")
+    small = axes(SIDE_LEFT_IN, TOP_IN, side_in, "side") if side else None
+    return Panels(figure, large, text, small)
 
 
-def spoken_group(view: View, group: Group, end: str = ", ") -> str:
-    """`gradient of relu_3 (blocks.0), 32 × 48 px, channel 0 of 16, image 0`, in lines that `end` so."""
-    extent, seen = group.panels[0].extent, group.panels[0].seen
-    what = f"{'gradient of ' * group.gradient}{group.name}"
-    if extent.axes is None:
-        return f"{what}{end}{' × '.join(map(str, seen.shape)) or 'a number'}"
-    means = f", means of {seen.block_px} × {seen.block_px} px" if seen.block_px > 1 else ""
-    channel = min(view.channel, seen.channels - 1)
-    where = f"channel {channel} of {seen.channels}, image {view.image}"
-    borrowed = any(panel.extent.held != panel.extent.own for panel in group.panels)
-    hatched = f"{end}hatched: not the rank's own pixels" * borrowed
-    return f"{what}{end}{spoken_size(extent.size_px)} px, {where}{means}{hatched}"
+def _wrapped(lines: Sequence[str]) -> str:
+    return "\n".join(textwrap.fill(line, LINE, subsequent_indent="   ") for line in lines)
 
 
-def _rows(group: Group) -> list[int]:
-    return _starts(group, [panel.extent.own and panel.extent.own.rows.start for panel in group.panels])
+def _fitted(shape: tuple[int, int], width: float, height: float) -> tuple[float, float]:
+    """The largest sides (height, width) of that shape within these."""
+    scale = min(width / shape[1], height / shape[0])
+    return shape[0] * scale, shape[1] * scale
 
 
-def _columns(group: Group) -> list[int]:
-    starts = [panel.extent.own and panel.extent.own.cols.start for panel in group.panels]
-    return _starts(group, starts) if _is_tiled(group) else list(range(min(4, len(group.panels))))
+def fill_px(axes: Axes) -> tuple[int, int]:
+    """How many rows and columns of the screen a panel has."""
+    box = axes.get_window_extent()
+    return max(1, round(box.height)), max(1, round(box.width))
 
 
-def _starts(group: Group, starts: Sequence[int | None]) -> list[int]:
-    """Of tiles; where all ranks hold the same they stand in rows of four."""
-    return sorted({s for s in starts if s is not None}) if _is_tiled(group) else list(range(-(-len(group.panels) // 4)))
+def sparse_ticks(low: int, high: int, most: int = TICKS) -> Sequence[int]:
+    """Few round numbers between two: each that is written costs a millisecond.
 
-
-def _is_tiled(group: Group) -> bool:
-    """Whether every rank has another tile."""
-    owns = [panel.extent.own for panel in group.panels]
-    return None not in owns and len(set(owns)) == len(owns)
-
-
-def _place(group: Group, panel: Panel) -> tuple[int, int]:
-    if not _is_tiled(group):
-        return divmod(group.panels.index(panel), 4)
-    own = panel.extent.own
-    return _rows(group).index(own.rows.start), _columns(group).index(own.cols.start)
-
-
-def _draw_panel(axes: Axes, group: Group, panel: Panel) -> object:
-    low, high = group.span
-    held, own, pixels = panel.extent.held, panel.extent.own, panel.seen.pixels.numpy()
-    tile = held or Tile.whole(*pixels.shape)
-    cols, rows = tile.cols, tile.rows
-    norm = Normalize(low, high if high > low else low + 1)
-    aspect = "equal" if held and max(held.shape) < 8 * min(held.shape) else "auto"
-    image = axes.imshow(
-        pixels, extent=(cols.start, cols.stop, rows.stop, rows.start), cmap=MAPS[group.gradient], norm=norm,
-        interpolation="nearest", aspect=aspect,
-    )  # fmt: skip
-    if own is not None and own != held:
-        for part in _beyond(held, own):
-            axes.add_patch(Rectangle((part.cols.start, part.rows.start), *part.shape[::-1], **HALO))
-    axes.set_title(f"rank {panel.rank}", fontsize=9, pad=3, color=INK)
-    axes.set(xticks=[cols.start, cols.stop], yticks=[rows.start, rows.stop])
-    axes.tick_params(labelsize=7.5, length=2, pad=1)
-    for labels, setting in ((axes.get_xticklabels(), "ha"), (axes.get_yticklabels(), "va")):
-        for label, side in zip(labels, ("left", "right") if setting == "ha" else ("top", "bottom"), strict=True):
-            label.set(**{setting: side})  # or the two numbers of a corner would lie on each other
-    axes.set(xlim=(cols.start, cols.stop), ylim=(rows.stop, rows.start))
-    return image
-
-
-def _beyond(held: Tile, own: Tile) -> Iterator[Tile]:
-    """What a rank holds beside what it owns: above, below, left and right."""
-    inner = own.rows & held.rows
-    for rows in (Span(held.rows.start, inner.start), Span(inner.stop, held.rows.stop)):
-        if rows:
-            yield Tile(rows, held.cols)
-    for cols in (Span(held.cols.start, own.cols.start), Span(own.cols.stop, held.cols.stop)):
-        if cols:
-            yield Tile(inner, cols)
-
-
-def _mark(axes: Axes, view: View, panel: Panel, focus: int) -> None:
-    """Frame what the message in focus has brought, and where it came from."""
-    if not view.landed or panel.extent.axes is None:
-        return
-    transfer, _ = view.landed[min(focus, len(view.landed) - 1)]
-    if panel.rank not in (transfer.source, transfer.target):
-        return
-    there, tile = panel.rank == transfer.target, transfer.move.tile
-    for width, colour in ((4.5, "white"), (2.2, ORANGE)):
-        frame = Rectangle((tile.cols.start, tile.rows.start), *tile.shape[::-1], fill=False, clip_on=False, zorder=9)
-        frame.set(linewidth=width, edgecolor=colour, linestyle="solid" if there or colour == "white" else (0, (2, 1)))
-        axes.add_patch(frame)
-    axes.set_title(f"→ rank {panel.rank}" if there else f"rank {panel.rank} →", fontsize=9, pad=3, color=INK)
-
-
-def told_panels(view: View) -> Iterator[str]:
-    """In words: what is shown, and from where to where its colours go."""
-    for group in view.groups:
-        ranks = ", ".join(str(panel.rank) for panel in group.panels)
-        low, high = group.span
-        yield f"Shown of ranks {ranks}: {spoken_group(view, group)}, colours from {low:.4g} to {high:.4g}."
+    >>> sparse_ticks(0, 512)
+    [0, 200, 400]
+    """
+    step = 1
+    for step in (first * 10**power for power in range(12) for first in (1, 2, 5)):
+        if (high - low) / step <= most:
+            break
+    return list(range(-(-low // step) * step, high + 1, step))

@@ -15,7 +15,7 @@ from engines.program.places import Place
 from mpi4dl_nb.draw.bars import MANY, Look
 from mpi4dl_nb.draw.figure import INK, ORANGE, Drawing, spoken_bytes
 from mpi4dl_nb.draw.landings import draw_landing, told_landing
-from mpi4dl_nb.draw.panels import draw_panels, told_panels
+from mpi4dl_nb.draw.rank_panels import draw_panels, told_panels
 from mpi4dl_nb.draw.schedule import draw_slots, letter_slots
 from mpi4dl_nb.step_events import RankEvent, StepEvent, View
 

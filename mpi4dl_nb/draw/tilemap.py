@@ -13,18 +13,22 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from engines.images.picture import Picture
+from engines.images.picture import Pixels
 from engines.layout import StageRanks
 from engines.spatial.moves import Move
 from engines.spatial.tiles import Span, Tile
 from mpi4dl_nb.draw.figure import BLUE, CASING, INK, ORANGE, spoken_bytes
 from mpi4dl_nb.draw.halos import HaloPoint
 from mpi4dl_nb.draw.lettering import Lettered, first_that_fits, label
+from mpi4dl_nb.draw.panels import fill_px, sparse_ticks
+from mpi4dl_nb.draw.rasters import Rasters
 
 __all__ = [
+    "COMPUTED",
     "HALO",
     "LOOKS",
     "OTHER_HALO",
+    "colour_of",
     "draw_arrow",
     "draw_borrowing",
     "draw_halos",
@@ -32,22 +36,31 @@ __all__ = [
     "draw_tiles",
     "middle",
     "near",
+    "show_raster",
     "tag_tiles",
 ]
 
-LONGEST_PX = 1200  # of the picture as drawn; no screen shows more of it
 LOOKS = ((ORANGE, "solid"), (BLUE, (0, (5, 2))))  # of tiles, in turn
-HALO = {"facecolor": (1, 1, 1, 0.45), "edgecolor": INK, "hatch": "/////", "linewidth": 0.8, "zorder": 5}
+HALO = {"facecolor": (1, 1, 1, 0.45), "hatch": "/////", "linewidth": 1.2, "hatch_linewidth": 1.4, "zorder": 5}
+COMPUTED = HALO | {"hatch": "xxxx"}
 OTHER_HALO = {"facecolor": "none", "edgecolor": INK, "hatch": "...", "linewidth": 0.0, "zorder": 3}
 TAGS = (("tile {tile}, rank {rank}", 9), ("tile {tile}\nrank {rank}", 8), ("r{rank}", 7), ("{rank}", 5))
 
 
-def draw_picture(axes: Axes, picture: Picture, size_px: tuple[int, int], unit: str = "px") -> None:
+def draw_picture(axes: Axes, rasters: Rasters, size_px: tuple[int, int], unit: str = "px") -> None:
     """The whole picture under a layer's pixel coordinates."""
     height, width = size_px
-    axes.imshow(picture.thumbnail(LONGEST_PX), extent=(0, width, height, 0), aspect="auto")
-    axes.set_box_aspect(picture.shape()[0] / picture.shape()[1])
-    axes.set(xlim=(0, width), ylim=(height, 0), xlabel=f"column, {unit}", ylabel=f"row, {unit}")
+    axes.set(xlim=(0, width), ylim=(height, 0), xticks=sparse_ticks(0, width), yticks=sparse_ticks(0, height))
+    show_raster(axes, rasters.whole(fill_px(axes)), Tile.whole(height, width))
+    axes.set_xlabel(f"column, {unit}", fontsize=9)
+    axes.set_ylabel(f"row, {unit}", fontsize=9)
+    axes.tick_params(labelsize=9)
+
+
+def show_raster(axes: Axes, raster: Pixels, tile: Tile, level: float = 0) -> None:
+    """An image of as many pixels as the screen has there: matplotlib need not scale it at each drawing."""
+    extent = (tile.cols.start, tile.cols.stop, tile.rows.stop, tile.rows.start)
+    axes.imshow(raster, extent=extent, aspect="auto", interpolation="nearest", zorder=level)
 
 
 def draw_tiles(axes: Axes, ranks: StageRanks, tiles: Mapping[int, Tile], gap: float, chosen: int | None = None) -> None:
@@ -86,11 +99,20 @@ def _tag(axes: Axes, tile: Tile, centre: Tile, text: str, size: int) -> Text:
     return axes.annotate(text, (x, y), (dx, dy), textcoords="offset points", bbox=paper, **style)
 
 
-def draw_halos(axes: Axes, moves: Iterable[Move], look: Mapping[str, Any] = HALO) -> None:
-    """Hatch what is borrowed."""
-    for move in moves:
+def draw_halos(axes: Axes, ranks: StageRanks, pieces: Iterable[Move], look: Mapping[str, Any] = HALO) -> None:
+    """Hatch what is borrowed, in the colour of the tile that it is from, on white."""
+    for move in pieces:
         corner, (height, width) = (move.tile.cols.start, move.tile.rows.start), move.tile.shape
-        axes.add_patch(Rectangle(corner, width, height, **look))
+        if look is not OTHER_HALO:
+            casing = look | {"edgecolor": "white", "linewidth": 4, "hatch_linewidth": 3.5}
+            axes.add_patch(Rectangle(corner, width, height, **casing))
+        axes.add_patch(Rectangle(corner, width, height, **{"edgecolor": colour_of(ranks, move.source)} | look))
+
+
+def colour_of(ranks: StageRanks, rank: int) -> str:
+    """The colour of a rank's tile: neighbours differ."""
+    row, col = divmod(ranks.ranks.index(rank), ranks.grid.cols)
+    return LOOKS[(row + col) % 2][0]
 
 
 def draw_borrowing(axes: Axes, point: HaloPoint, rank: int, avoid: Sequence[Bbox] = ()) -> Lettered:
@@ -114,6 +136,8 @@ def draw_arrow(
     axes: Axes, start: tuple[float, float], end: tuple[float, float], after: Text | None, short_pt: float = 0
 ) -> None:
     """From `start`, or the edge of the text that lies there, to `short_pt` before `end`."""
+    if after:
+        after.update_bbox_position_size(axes.figure.canvas.get_renderer())  # the arrow begins at its white box
     look = {"arrowstyle": "-|>", "mutation_scale": 14, "linewidth": 1.6, "color": INK, "path_effects": CASING}
     ends = {"patchA": after.get_bbox_patch() if after else None, "shrinkA": 0, "shrinkB": short_pt}
     axes.annotate("", xy=end, xytext=start, arrowprops=look | ends, zorder=9)

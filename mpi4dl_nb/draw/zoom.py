@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.transforms import Bbox
-from PIL import Image
 
-from engines.images.picture import Picture, Pixels
-from engines.spatial.tiles import Span, Tile
+from engines.images.picture import Pixels
+from engines.spatial.tiles import Tile
 from mpi4dl_nb.draw.figure import CASING, INK, spoken_size
 from mpi4dl_nb.draw.halos import HaloPoint
 from mpi4dl_nb.draw.lettering import Lettered, first_that_fits, label, screen_box
-from mpi4dl_nb.draw.tilemap import draw_arrow, draw_halos, draw_tiles, middle, near
+from mpi4dl_nb.draw.numbers import cells, written
+from mpi4dl_nb.draw.panels import fill_px
+from mpi4dl_nb.draw.places import around, usual_seam
+from mpi4dl_nb.draw.rasters import Rasters
+from mpi4dl_nb.draw.tilemap import COMPUTED, draw_arrow, draw_halos, draw_tiles, middle, show_raster
 
 __all__ = ["draw_zoom", "mark_zoom", "name_owners", "zoom_view"]
 
@@ -25,17 +26,8 @@ VEIL = 165  # of 255: what lies under it is seen, but does not count
 
 def zoom_view(point: HaloPoint, rank: int) -> Tile:
     """A square of layer pixels on a corner of the rank's tile where it borrows, or amid a seam."""
-    piece = min(point.borrowed(rank), key=lambda move: move.tile.pixels).tile
-    beside_the_arrow = piece.cols.start + len(piece.cols) / 4, piece.rows.start + len(piece.rows) / 4
-    x, y = near(beside_the_arrow, point.tiles[rank])
-    half = 5 + 3 * max(point.widths(rank).values())
-    height, width = point.size_px
-    return Tile(_around(y, half, height), _around(x, half, width))
-
-
-def _around(px: float, half: int, size_px: int) -> Span:
-    start = max(0, min(int(px) - half, size_px - 2 * half))
-    return Span(start, min(size_px, start + 2 * half))
+    side = 10 + 6 * max(point.widths(rank).values())
+    return around(usual_seam(point, rank), side, point.size_px)
 
 
 def mark_zoom(axes: Axes, view: Tile) -> list[Bbox]:
@@ -48,43 +40,55 @@ def mark_zoom(axes: Axes, view: Tile) -> list[Bbox]:
     return [grown] if side_pt < LARGE_FRAME_PT else []
 
 
-def draw_zoom(axes: Axes, picture: Picture, point: HaloPoint, rank: int, view: Tile) -> None:
-    """One cell is one pixel of the layer, in the mean colour of the picture there."""
-    cols, rows = view.cols, view.rows
-    extent = (cols.start, cols.stop, rows.stop, rows.start)
-    axes.imshow(_pixels(picture, point.size_px, view), extent=extent, interpolation="nearest")
-    axes.imshow(_veil(point, rank, view), extent=extent, interpolation="nearest")
-    if max(view.shape) <= GRID_UP_TO_PX:
-        axes.vlines(range(cols.start + 1, cols.stop), rows.start, rows.stop, "white", linewidth=0.6)
-        axes.hlines(range(rows.start + 1, rows.stop), cols.start, cols.stop, "white", linewidth=0.6)
+def draw_zoom(axes: Axes, rasters: Rasters, point: HaloPoint, rank: int, view: Tile, values: bool = False) -> None:
+    """One cell is one pixel of the layer, in the mean colour of the picture there; `values` writes these into it."""
+    size, in_cells = fill_px(axes), max(view.shape) <= GRID_UP_TO_PX
+    pixels = rasters.place(point.size_px, view, max(size))
+    ground = _veiled(pixels, point, rank, view)
+    axes.set(xlim=(view.cols.start, view.cols.stop), ylim=(view.rows.stop, view.rows.start))
+    show_raster(axes, cells(ground, size, lines=in_cells), view)
     draw_tiles(axes, point.ranks, point.tiles, gap=0, chosen=rank)
-    draw_halos(axes, point.borrowed(rank))
-    axes.set(xlim=extent[:2], ylim=extent[2:], xticks=[cols.start, cols.stop], yticks=[rows.start, rows.stop])
-    cells = ", each a cell" if max(view.shape) <= GRID_UP_TO_PX else ""
-    axes.set_xlabel(f"the framed place: {spoken_size(view.shape)} px of this layer{cells}", fontsize=9)
+    draw_halos(axes, point.ranks, point.borrowed(rank))
+    draw_halos(axes, point.ranks, point.overlaps(rank), COMPUTED)
+    if values:
+        show_raster(axes, written(pixels, ground, size, _lenders(point, rank, view)), view, level=7)
+    _frame(axes, view, in_cells)
     _measure(axes, point, rank, view)
 
 
-def _pixels(picture: Picture, size_px: tuple[int, int], view: Tile) -> Pixels:
-    """(h, w, 3): the picture averaged over each pixel of the layer."""
-    (top, bottom), (left, right) = (
-        (span.start * side / px, span.stop * side / px)
-        for span, side, px in zip((view.rows, view.cols), picture.shape(), size_px, strict=True)
-    )
-    y0, x0 = int(top), int(left)
-    there = Image.fromarray(picture.read(y0, x0, math.ceil(bottom) - y0, math.ceil(right) - x0))
-    box = (left - x0, top - y0, right - x0, bottom - y0)
-    return np.array(there.resize(view.shape[::-1], Image.Resampling.BOX, box=box))
+def _frame(axes: Axes, view: Tile, in_cells: bool) -> None:
+    cols, rows = view.cols, view.rows
+    axes.set(xlim=(cols.start, cols.stop), ylim=(rows.stop, rows.start))
+    axes.set(xticks=[cols.start, cols.stop], yticks=[rows.start, rows.stop])
+    axes.tick_params(labelsize=9)
+    each = ", each a cell" if in_cells else ""
+    axes.set_xlabel(f"the framed place: {spoken_size(view.shape)} px of this layer{each}", fontsize=9)
 
 
-def _veil(point: HaloPoint, rank: int, view: Tile) -> Pixels:
-    """(h, w, 4): white over what the rank neither owns nor borrows."""
-    veil = np.full((*view.shape, 4), 255, np.uint8)
-    veil[..., 3] = VEIL
-    for tile in (point.tiles[rank], *(move.tile for move in point.borrowed(rank))):
-        if seen := tile & view:
-            veil[seen.within(view)] = 0
-    return veil
+def _veiled(pixels: Pixels, point: HaloPoint, rank: int, view: Tile) -> Pixels:
+    """The same with white over what the rank neither owns nor borrows nor computes."""
+    veil = np.full(pixels.shape[:2], True)
+    scale = [there / here for there, here in zip(pixels.shape, view.shape, strict=False)]
+    for tile in (point.tiles[rank], *(move.tile for move in (*point.borrowed(rank), *point.overlaps(rank)))):
+        rows, cols = (tile & view).within(view)
+        veil[_times(rows, scale[0]), _times(cols, scale[1])] = False
+    pale = (pixels.astype(np.uint16) * (255 - VEIL) + 255 * VEIL) // 255
+    return np.where(veil[..., None], pale, pixels).astype(np.uint8)
+
+
+def _times(part: slice, scale: float) -> slice:
+    return slice(round(part.start * scale), round(part.stop * scale))
+
+
+def _lenders(point: HaloPoint, rank: int, view: Tile) -> dict[tuple[int, int], str]:
+    """What stands above the values of a pixel that is not the rank's own: whose it is."""
+    found = {}
+    for sign, pieces in (("from", point.borrowed(rank)), ("of", point.overlaps(rank))):
+        for move in pieces:
+            rows, cols = (move.tile & view).within(view)
+            cells_of = ((row, col) for row in range(rows.start, rows.stop) for col in range(cols.start, cols.stop))
+            found.update(dict.fromkeys(cells_of, f"{sign} r{move.source}"))
+    return found
 
 
 def _measure(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
@@ -106,7 +110,8 @@ def _measure(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
 
 def name_owners(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
     """Who lent what, with arrows, as fully as there is room."""
-    pieces = {move.source: move.tile & view for move in point.borrowed(rank) if move.tile & view}
+    lent = (*point.borrowed(rank), *point.overlaps(rank))
+    pieces = {move.source: move.tile & view for move in lent if move.tile & view}
     seen = {owner: point.tiles[owner] & view for owner in (*pieces, rank) if point.tiles[owner] & view}
 
     def names(own: str, lent: str) -> Lettered:
@@ -115,7 +120,8 @@ def name_owners(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
             for owner, part in seen.items()
         }
 
-    forms = (("own pixels\nof rank {}", "borrowed\nfrom rank {}"), ("own", "r{}"))
+    verb = "computed,\nof rank {}" if point.computed else "borrowed\nfrom rank {}"
+    forms = (("own pixels\nof rank {}", verb), ("own", "r{}"))
     lettered = first_that_fits(axes, seen, [lambda form=form: names(*form) for form in forms])
-    for owner in pieces.keys() & lettered.keys():
+    for owner in pieces.keys() & lettered.keys() if not point.computed else ():
         draw_arrow(axes, middle(seen[owner]), middle(pieces[owner]), after=lettered[owner], short_pt=7)

@@ -63,6 +63,11 @@ class Slider(ipywidgets.HBox):
         ipywidgets.link((self, "value"), (self._slider, "value"))
         ipywidgets.link((self, "value"), (self._box, "value"))
 
+    @property
+    def most(self) -> int:
+        """The largest value that can be chosen."""
+        return self._slider.max
+
     def span(self, low: int, high: int) -> None:
         """From now on the value lies within these, both included; it is moved there."""
         for part in (self._slider, self._box):

@@ -1,0 +1,23 @@
+"""A line that says what a cell is waiting for, while it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import escape
+
+from IPython import get_ipython
+from IPython.display import HTML, display
+
+__all__ = ["announced"]
+
+
+@contextmanager
+def announced(text: str) -> Iterator[None]:
+    """Show the line under the cell for as long as the body runs; outside of a notebook nothing is shown."""
+    handle = display(HTML(f'<div role="status">{escape(text)}</div>'), display_id=True) if get_ipython() else None
+    try:
+        yield
+    finally:
+        if handle:
+            handle.update(HTML(""))

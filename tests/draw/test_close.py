@@ -1,0 +1,202 @@
+"""Close views: whose pixels they are, their values, what fused halos compute twice, and what a click means."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from dataclasses import replace
+from functools import reduce
+from operator import or_
+
+import numpy as np
+import pytest
+import torch
+from legible import read, unreadable
+from torch import nn
+
+from engines.comm.loopback import LoopbackWorld, run_ranks
+from engines.errors import PlanError
+from engines.images.picture import open_image
+from engines.images.samples import immunohistochemistry
+from engines.plan import Plan
+from engines.program.instructions import Exchange
+from engines.program.receptive import ReceptiveFields
+from engines.spatial.tiles import Span, Tile
+from engines.training import RankTraining, prepare
+from mpi4dl_nb.draw import layers, numbers, panels, places
+from mpi4dl_nb.draw.layers import Layers, fused
+from mpi4dl_nb.draw.numbers import cells, written
+from mpi4dl_nb.draw.rasters import Rasters
+from mpi4dl_nb.draw.slicing import View, draw_slicing, show_slicing
+
+TISSUE = immunohistochemistry()[:96, :120]
+SHAPE = (1, 3, *TISSUE.shape[:2])
+
+
+class Net(nn.Module):
+    """All its layers share one exchange if halos are fused far enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 5, padding=2), nn.ReLU())
+        self.deep = nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())
+        self.last = nn.Conv2d(4, 4, 3, padding=1)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.last(self.deep(self.stem(x))).mean((2, 3)))
+
+
+def tiles_of(grid: str) -> Plan:
+    return Plan(split_size=1, slice_method=grid)
+
+
+RECIPE = prepare(Net(), tiles_of("2x2"), SHAPE)
+LAST = "conv2d_3"
+
+
+@pytest.mark.parametrize("grid", ["2x2", "1x3", "3x2"])
+def test_fused_layers_read_the_receptive_fields_of_the_last_ones_tile(grid):
+    """Two ways that know nothing of each other: windows of fused groups, and a walk back from single pixels."""
+    points = Layers(RECIPE.graph, tiles_of(grid)).points(0, 8)
+    fields, sources = ReceptiveFields(RECIPE.graph), {node.name: node.reads[0] for node in RECIPE.graph.nodes}
+    assert [bool(point.computed) for point in points] == [False, *[True] * 4]
+    for rank, last in zip(points[0].ranks.ranks, points[0].ranks.grid.cut(*fields.size_px(LAST)), strict=True):
+        corners = [(row, col) for row in (last.rows.start, last.rows.stop - 1) for col in _ends(last.cols)]
+        seen = [fields.of(LAST, *corner).fields for corner in corners]
+        for point in points:
+            value = sources[point.readers[0].name]
+            window = point.window(rank) & Tile.whole(*point.size_px)
+            assert window == reduce(or_, (field[value] for field in seen))
+
+
+def _ends(span: Span) -> tuple[int, int]:
+    return span.start, span.stop - 1
+
+
+def test_what_is_said_to_travel_with_fused_halos_is_what_travels():
+    plan = fused(tiles_of("2x2"), 2)
+    recipe = prepare(Net(), plan, SHAPE)
+    inputs = {"images": torch.rand(SHAPE), "labels": torch.tensor([1])}
+
+    def sent(world: LoopbackWorld) -> int:
+        training = RankTraining(world, recipe)
+        events = training.step(training.cut(inputs)).events
+        return sum(event.bytes for event in events if event.kind == "halo" and event.phase == "forward")
+
+    points = Layers(recipe.graph, plan).points(0, 2)
+    exchanged = [point for point in points if point.exchanges]
+    assert all(isinstance(item, Exchange) for point in exchanged for item in point.exchanges.values())
+    for rank, count in enumerate(run_ranks(4, sent)):
+        assert count == sum(point.bytes(point.exchanges[rank].sends) for point in exchanged)
+
+
+@pytest.mark.parametrize("at", [(48, 60), (0, 0), (95, 119), (47, 10)], ids=str)
+def test_the_values_are_those_of_the_picture(at):
+    told = show_slicing(TISSUE, tiles_of("2x2"), RECIPE, zoom=8, at=at).alt
+    rows = re.findall(r"row (\d+): ([\d ,]+)", told.split("Pixel values")[1])
+    first = int(re.search(r"from column (\d+) on", told)[1])
+    assert at[0] in [int(row) for row, _ in rows]
+    assert at[1] in range(first, first + 8)
+    for row, values in rows:
+        pixels = [[int(value) for value in pixel.split()] for pixel in values.split(",")]
+        assert np.array_equal(pixels, TISSUE[int(row), first : first + 8])
+
+
+def test_each_pixel_is_counted_once():
+    """Rows 44 to 51 and columns 56 to 63 of tile 0: 4 x 4 are its own, of the two halos 4 each, and the corner."""
+    told = show_slicing(TISSUE, tiles_of("2x2"), RECIPE, tile=0, zoom=8, at=(48, 60)).alt
+    assert "16 px are its own, 9 borrowed, 39 not needed" in told
+    told = show_slicing(TISSUE, fused(tiles_of("2x2"), 2), RECIPE, "stem.2", tile=0, zoom=8, at=(48, 60)).alt
+    assert "16 px are its own, 20 computed twice, 28 not needed" in told
+    assert "this layer's own values are on the ranks only" in told
+
+
+def test_numbers_are_written_in_their_cells():
+    """The same page but for one pixel differs only in that pixel's cell."""
+    pixels = TISSUE[:4, :4].copy()
+    before = written(pixels, pixels, (200, 240), {(1, 1): "from r3"})
+    pixels[2, 3] += 1
+    after = written(pixels, pixels, (200, 240), {(1, 1): "from r3"})
+    rows, cols = np.nonzero((before != after).any(2))
+    assert rows.min() >= 100
+    assert rows.max() < 150
+    assert cols.min() >= 180
+    assert (before[60:90, 70:110, 3] > 0).mean() > 0.5, "borrowed pixels have paper under their numbers"
+
+
+def test_cells_are_pixels():
+    large = cells(TISSUE[:3, :5], (90, 100), lines=False)
+    assert np.array_equal(large[15::30, 10::20, :3], TISSUE[:3, :5])
+
+
+@pytest.mark.parametrize("zoom", [8, 12, 32, 64])
+@pytest.mark.parametrize("layer", [0, 1, 3])
+def test_close_views_stay_legible(zoom, layer):
+    for plan in (tiles_of("2x2"), fused(tiles_of("2x3"), 2)):
+        figure = show_slicing(TISSUE, plan, RECIPE, layer, 1, zoom=zoom, receptive=(20, 22))
+        assert unreadable(figure) == []
+        assert "Output pixel (20, 22)" in read(figure)
+
+
+def test_many_words_stay_on_the_page():
+    plan = fused(tiles_of("3x3"), 2)
+    graph = prepare(Net(), plan, SHAPE).graph
+    points = Layers(graph, plan)
+    remarks = (points.compared(0, 4, 2),)
+    view = View(8, (48, 60), points.field(points.point(0, 1, 2), 48, 60), remarks)
+    for zoomed in (view, replace(view, zoom=None), replace(view, zoom=40)):
+        assert unreadable(draw_slicing(open_image(TISSUE), points.point(0, 0, 2), 4, zoomed)) == []
+
+
+def test_the_framed_field_is_where_it_is():
+    figure = show_slicing(TISSUE, tiles_of("2x2"), RECIPE, LAST, receptive=(23, 29))
+    field = ReceptiveFields(RECIPE.graph).of(LAST, 23, 29).image
+    (box, _) = [patch for patch in figure.axes[0].patches if patch.get_zorder() == 8]
+    assert (box.get_x(), box.get_y()) == (field.cols.start / 2, field.rows.start / 2)
+    assert (box.get_width(), box.get_height()) == (field.shape[1] / 2, field.shape[0] / 2)
+
+
+def test_a_click_means_a_place_in_a_panel():
+    figure = show_slicing(TISSUE, tiles_of("2x2"), RECIPE)
+    for axes in (figure.axes[0], figure.axes[2]):
+        place = figure.transSubfigure.inverted().transform(axes.transAxes.transform((0.25, 0.5)))
+        (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+        name, x, y = figure.at(place[0], 1 - place[1])
+        assert name == axes.get_label()
+        assert (x, y) == pytest.approx((left + (right - left) / 4, (low + high) / 2))
+    assert figure.at(0.99, 0.99) is None
+
+
+def test_a_picture_is_shrunk_once():
+    picture = open_image(TISSUE)
+    rasters, point = Rasters(picture), Layers(RECIPE.graph, tiles_of("2x2")).point(0, 0)
+    draw_slicing(rasters, point)
+    seen = picture.bytes_read
+    draw_slicing(rasters, point)
+    assert picture.bytes_read == seen
+
+
+@pytest.mark.parametrize(
+    ("choices", "reason"),
+    [
+        ({"stage": 1}, "stage=1 is not cut into tiles: use one of 0"),
+        ({"zoom": 0}, "zoom=0 is how many pixels"),
+        ({"receptive": (96, 0)}, "not one of the 96 x 120 of conv2d"),
+    ],
+    ids=str,
+)
+def test_what_is_not_there_is_refused(choices, reason):
+    with pytest.raises(PlanError, match=reason):
+        show_slicing(TISSUE, tiles_of("2x2"), RECIPE, **choices)
+
+
+def test_layers_and_fields_are_those_of_a_model():
+    for choices in ({"layer": "stem"}, {"receptive": (0, 0)}):
+        with pytest.raises(PlanError, match="Give the model too"):
+            show_slicing(TISSUE, tiles_of("2x2"), **choices)
+
+
+@pytest.mark.parametrize("module", [places, layers, numbers, panels], ids=lambda module: module.__name__)
+def test_the_examples_run(module):
+    assert doctest.testmod(module).failed == 0
