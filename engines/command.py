@@ -121,13 +121,14 @@ def _bench_step(world: World, arguments: Sequence[str]) -> bool:
 
 
 def _bench_overlap(world: World, arguments: Sequence[str]) -> bool:
-    """The gradients' sums with and without overlap, interleaved."""
-    flags = options.parser("Measure how much of the gradients' sums over ranks hides behind backward.")
+    """The gradients' sums, or halos, with and without overlap, interleaved."""
+    flags = options.parser("Measure how much of the gradients' sums over ranks, or of halos, hides behind computing.")
     flags.add_argument("--iterations", type=options.positive, default=5)
     flags.add_argument("--link-mbit-per-s", type=options.positive, help="as if each rank were behind such a link")
+    flags.add_argument("--halos", action="store_true", help="halos behind tiles' interiors, and not sums")
     chosen = flags.parse_args(arguments)
     _, recipe = options.recipe(chosen, world.size)
-    _print(world, bench_overlap(world, recipe, chosen.iterations, chosen.seed, chosen.link_mbit_per_s))
+    _print(world, bench_overlap(world, recipe, chosen.iterations, chosen.seed, chosen.link_mbit_per_s, chosen.halos))
     return True
 
 

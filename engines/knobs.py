@@ -25,6 +25,7 @@ HELP: Mapping[str, str] = {
     "accumulate": "batches one after another that are added up before an update",
     "halo_d2": "halos travel once for several layers; where tiles overlap then, both ranks compute",
     "fused_layers": "layers between two exchanges of halo_d2, or auto: as many as are cheapest",
+    "overlap_halos": "halos travel while what needs none is computed: for slow links",
     "schedule": "the order of micro-batches",
     "stages_per_rank": "stages on each rank behind the spatial ones, for the schedule interleaved",
     "precision": "the type of activations and halos",
@@ -34,7 +35,7 @@ HELP: Mapping[str, str] = {
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Stages": ("split_size", "balance"),
-    "Tiles": ("spatial_size", "num_spatial_parts", "slice_method", "halo_d2", "fused_layers"),
+    "Tiles": ("spatial_size", "num_spatial_parts", "slice_method", "halo_d2", "fused_layers", "overlap_halos"),
     "Pipeline": ("parts", "schedule", "stages_per_rank"),
     "Directions and replicas": ("bidirectional", "times", "local_dp", "data_parallel", "accumulate"),
     "Numbers": ("precision", "checkpoint_activations", "sync_batchnorm"),

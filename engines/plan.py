@@ -29,6 +29,8 @@ class Plan:
     `balance` is `auto` or the number of layers in each stage.
     `halo_d2` exchanges halos once per `fused_layers` layers (`auto`: as many as are cheapest) instead of before each
     windowed operator; where tiles overlap then, both ranks compute.
+    `overlap_halos` computes what needs no halo while the halo travels, and the borders when it is here. That is for
+    slow links: on one machine messages take the cores that compute, and work in pieces costs more than it hides.
     `precision` is the type that weights and activations are held in. With `bfloat16` or `float16` activations are cast
     as `torch.autocast` would; images, weights, gradients, optimiser and buffers stay float32 (`held_in`), and the loss
     of `float16` is scaled.
@@ -65,6 +67,7 @@ class Plan:
     accumulate: int = 1
     halo_d2: bool = False
     fused_layers: int | str = 1
+    overlap_halos: bool = False
     schedule: str = "fill_drain"
     stages_per_rank: int = 1
     precision: str = "float32"

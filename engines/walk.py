@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from engines.errors import PlanError
 from engines.program.carry import Landing
-from engines.program.instructions import Exchange
+from engines.program.instructions import arriving
 from engines.program.worker import Inputs
 from engines.spatial.moves import Move
 from engines.train import Heard, heard
@@ -107,13 +107,10 @@ class RankWalk:
     def _watched(self) -> None:
         """One instruction, and what arrives by it."""
         worker = self.training.worker
-        instruction = worker.program.steps[worker.position].instruction
-        watched = isinstance(instruction, Exchange) and (
-            instruction.bytes_of((*instruction.sends, *instruction.receives)) <= _WATCHED_BYTES
-        )
-        if not watched:
+        exchange = arriving(worker.program.steps[worker.position].instruction)
+        if exchange is None or exchange.bytes_of((*exchange.sends, *exchange.receives)) > _WATCHED_BYTES:
             return self.training.advance()
-        carrier = worker.tools.carriers[instruction.name]
+        carrier = {**worker.tools.carriers, **worker.tools.halves}[exchange.name]
         carrier.landings = self._landings
         try:
             self.training.advance()

@@ -10,7 +10,7 @@ from engines.pipeline.work import Schedule, Slot
 from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.extents import Extent
-from engines.program.instructions import Exchange, Phase
+from engines.program.instructions import Phase, arriving
 from engines.program.order import Places
 from engines.program.places import Place
 from engines.spatial.moves import Move
@@ -140,8 +140,8 @@ class View:
 
 def transfers(rank: int, did: Place) -> Iterator[Transfer]:
     """What has arrived at a rank by its last instruction."""
-    exchange = did.step.instruction
-    if isinstance(exchange, Exchange):
+    exchange = arriving(did.step.instruction)
+    if exchange is not None:
         forward = did.step.phase is Phase.FORWARD
         for move in exchange.receives if forward else exchange.sends:
             source = move.source if forward else move.target

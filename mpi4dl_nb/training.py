@@ -30,6 +30,7 @@ from engines.layout import check_fits
 from engines.metrics import Scores
 from engines.oracle import Record
 from engines.plan import Plan
+from engines.predict.forecast import Forecast, forecast
 from engines.program.compile import compile_plan
 from engines.program.timeline import Timeline
 from engines.program.update import Scheduler
@@ -55,6 +56,7 @@ from mpi4dl_nb.judging import Judge
 from mpi4dl_nb.names import public_names
 from mpi4dl_nb.prediction import drop, is_batch, predict_batch, predict_picture
 from mpi4dl_nb.stepping import Stepping
+from mpi4dl_nb.tuning import optimiser_states
 
 if TYPE_CHECKING:
     from engines.host import Host
@@ -225,6 +227,14 @@ class Training:
             return predict_batch(self, source, held)
         self.predicted = predict_picture(self, source, held, to, region, level, kind, memory_mb, progress)
         return self.predicted.answer
+
+    def forecast(self) -> Forecast:
+        """What a step should cost on this cluster, predicted from the programs; it is calibrated first, once.
+
+        Its `timeline` can be drawn beside that of a step: `show_timeline(measured, plan, forecast.timeline)`.
+        """
+        states = optimiser_states(self.recipe.optimiser)
+        return forecast(self.recipe.graph, self.plan, self.cluster.calibrate(), states)
 
     def timeline(self) -> StepTimeline:
         """What each rank did when in the last step, shown as a chart. Raises PlanError before the first one."""

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
 
 from engines.comm.waiting import waited
 from engines.comm.world import Message, Pending, World
@@ -12,10 +16,10 @@ __all__ = ["LinkedWorld"]
 
 
 class LinkedWorld:
-    """Ranks behind links of `bytes_per_s` each, as behind network cards: bytes arrive while the processor computes.
+    """Ranks of one host behind links of `bytes_per_s` each, as behind network cards that work by themselves.
 
-    A rank's messages arrive one after another. Each begins to pass when it is here and this rank looks, which is
-    later than on a real link: what hides behind computing there hides at least as well.
+    A rank's messages arrive one after another, and each passes from when it was sent or the link is free, whether
+    this rank looks or not. A message that says when it was sent goes with it: of one host, ranks have one clock.
     """
 
     def __init__(self, world: World, bytes_per_s: float) -> None:
@@ -25,40 +29,46 @@ class LinkedWorld:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start messages."""
-        return self._passing(self.world.exchange(sends, receives), receives)
+        now, stamps = torch.tensor([time.perf_counter()], dtype=torch.float64), [_stamp() for _ in receives]
+        both = [part for message in sends for part in (message, Message(message.peer, message.tag, now))]
+        pairs = zip(receives, stamps, strict=True)
+        arriving = [part for message, stamp in pairs for part in (message, Message(message.peer, message.tag, stamp))]
+        count_bytes = sum(message.tensor.nbytes for message in receives)
+        return _Passing(self.world.exchange(both, arriving), self, count_bytes, stamps)
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
         """Messages to be started again and again."""
-        start = self.world.prepare(sends, receives)
-        return lambda: self._passing(start(), receives)
-
-    def _passing(self, pending: Pending, receives: Sequence[Message]) -> Pending:
-        return _Passing(pending, self, sum(message.tensor.nbytes for message in receives))
+        return partial(self.exchange, sends, receives)
 
     def __getattr__(self, name: str) -> object:
         """What is no message passes by: values, rests, failures."""
         return getattr(self.world, name)
 
 
+def _stamp() -> Tensor:
+    return torch.empty(1, dtype=torch.float64)
+
+
 class _Passing:
     """Messages that are complete when their bytes have passed the link."""
 
-    def __init__(self, pending: Pending, world: LinkedWorld, count_bytes: int) -> None:
-        self.pending, self.world, self.count_bytes = pending, world, count_bytes
+    def __init__(self, pending: Pending, world: LinkedWorld, count_bytes: int, stamps: Sequence[Tensor]) -> None:
+        self.pending, self.world, self.count_bytes, self.stamps = pending, world, count_bytes, stamps
         self.end_s: float | None = None
 
-    def _begin(self) -> float:
-        """The messages are here: from now on, or when the link is free, they pass."""
+    def _end(self) -> float:
+        """When they have passed, once they are here."""
         if self.end_s is None:
-            start_s = max(time.perf_counter(), self.world.free_s)
-            self.end_s = self.world.free_s = start_s + self.count_bytes / self.world.bytes_per_s
+            sent_s = max((stamp.item() for stamp in self.stamps), default=0.0)
+            self.end_s = max(sent_s, self.world.free_s) + self.count_bytes / self.world.bytes_per_s
+            self.world.free_s = max(self.world.free_s, self.end_s) if self.stamps else self.world.free_s
         return self.end_s
 
     def wait(self) -> None:
         """Sleeps meanwhile."""
         self.pending.wait()
         with waited():
-            time.sleep(max(0.0, self._begin() - time.perf_counter()))
+            time.sleep(max(0.0, self._end() - time.perf_counter()))
 
     def done(self) -> bool:
-        return (self.end_s is not None or self.pending.done()) and time.perf_counter() >= self._begin()
+        return (self.end_s is not None or self.pending.done()) and time.perf_counter() >= self._end()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engines.layer.graph import ModelGraph
 from engines.layout import threads_of
@@ -45,9 +45,10 @@ class Forecast:
 def forecast(graph: ModelGraph, plan: Plan, machine: Machine, optimiser_states: int = 1) -> Forecast:
     """The cost of a step of the traced micro-batch's model.
 
-    `optimiser_states` as in `rank_memory`. Raises PlanError or TraceError where the plan does not fit the model.
+    `optimiser_states` as in `rank_memory`; that halos may overlap with computing is left out of account.
+    Raises PlanError or TraceError where the plan does not fit the model.
     """
-    programs = compile_plan(graph, plan)
+    programs = compile_plan(graph, replace(plan, overlap_halos=False))
     tallies = [tally(program, graph) for program in programs]
     threads = [threads_of(plan, program.rank, machine.cores or 1) for program in programs]
     timeline = simulate(programs, tallies, machine, threads, plan.checkpoint_activations)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engines.layer.graph import ModelGraph
 from engines.plan import Plan
 from engines.predict.count import tally
 from engines.predict.tallies import RankTally
 from engines.predict.walk import walked
+from engines.program.compile import Compiler
 from engines.program.program import Program
 
 __all__ = ["KINDS", "RankMemory", "memory_of", "rank_memory"]
@@ -41,9 +42,11 @@ class RankMemory:
 def rank_memory(program: Program, graph: ModelGraph, plan: Plan, optimiser_states: int = 1) -> RankMemory:
     """What the rank of `program` needs for a training step.
 
-    `optimiser_states` is how many numbers the optimiser keeps for each weight: momentum 1, Adam 2.
-    Raises TraceError where a kernel cannot be asked what it makes.
+    `optimiser_states` is how many numbers the optimiser keeps for each weight: momentum 1, Adam 2. Halos that overlap
+    with the interior are counted as those that do not. Raises TraceError where a kernel cannot be asked what it makes.
     """
+    if plan.overlap_halos:
+        program = Compiler(graph, replace(plan, overlap_halos=False)).program(program.rank)
     return memory_of(program, tally(program, graph), plan, optimiser_states)
 
 

@@ -1,7 +1,7 @@
 """Kernels timed as training runs them: one behind the other, each result kept for backward.
 
-What is counted is the processor's time of this thread: on a machine where other programs run too, the clock on the wall
-would time them as well.
+What is counted is the processor's time of this thread, and of several runs the least: on a machine where other programs
+run too, the clock on the wall would time them as well, and what they push out of caches only ever adds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from engines.spatial.kernels import kernel
 
 __all__ = ["Size", "chain_seconds", "median_seconds", "speeds"]
 
-_REPEATS = 3
+_REPEATS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,7 @@ def median_seconds(work: Callable[[], object], times: int = 5, clock: Callable[[
 def _speed(timed: _Timed, call_s: float, back_call_s: float) -> Speed:
     """Work in a second, without what every call takes; of that at least a tenth of the time is left."""
     amount, at = amount_of(timed.op)
-    seconds = statistics.median(timed.forward)
-    back_s = statistics.median(timed.backward)
+    seconds, back_s = min(timed.forward), min(timed.backward)
     back_amount = amount * (2 if timed.op.kind in BY_ARITHMETIC else 1)  # the gradients of values, and of weights
     return Speed(
         tuple(map(float, at)),

@@ -48,17 +48,25 @@ class _Lane:
     step: int = 0
     action: int = 0
     began_s: float = 0.0
+    waits_from_s: float | None = None
+    waited_s: float = 0.0
     events: list[Event] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
         return self.step == len(self.actions)
 
+    def go_on(self, now: float) -> None:
+        """Waiting, if it waited, is over."""
+        if self.waits_from_s is not None:
+            self.waited_s += now - self.waits_from_s
+            self.waits_from_s = None
+
     def end_step(self, now: float) -> None:
         step = self.program.steps[self.step]
         count = sum(part.bytes for part in sent(step))
-        self.events.append(Event.of(self.program.rank, step, self.began_s, now, count))
-        self.step, self.action, self.began_s = self.step + 1, 0, now
+        self.events.append(Event.of(self.program.rank, step, self.began_s, now, count, self.waited_s))
+        self.step, self.action, self.began_s, self.waited_s = self.step + 1, 0, now, 0.0
 
 
 @dataclass
@@ -99,12 +107,14 @@ class _Simulation:
 
     def _go_on(self, lane: _Lane) -> None:
         """Do what can be done now, until the rank works or waits."""
+        lane.go_on(self.now)
         while not lane.done:
             actions = lane.actions[lane.step]
             while lane.action < len(actions):
                 action = actions[lane.action]
                 lane.action += 1
                 if not self._do(lane.program.rank, action):
+                    lane.waits_from_s = None if isinstance(action, Work) else self.now
                     return
             lane.end_step(self.now)
 

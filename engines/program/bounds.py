@@ -6,14 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from engines.program.holdings import Value
-from engines.program.instructions import AllReduce, Compute, Exchange
+from engines.program.instructions import Compute, Linear
 
 __all__ = ["bounded"]
 
 
-def bounded(
-    instructions: Iterable[Compute | Exchange | AllReduce], values: Mapping[str, Value], kept: Iterable[str]
-) -> list[Compute | Exchange | AllReduce]:
+def bounded(instructions: Iterable[Linear], values: Mapping[str, Value], kept: Iterable[str]) -> list[Linear]:
     """The same instructions, each segment with its inputs, and as outputs what later ones read or is `kept`."""
     wanted, done = set(kept), []
     for instruction in reversed(list(instructions)):

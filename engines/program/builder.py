@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engines.errors import TraceError
 from engines.layer.graph import WITHOUT_GRADIENT, Node, Ref, TensorSpec
 from engines.program.bounds import bounded
 from engines.program.holdings import Holdings, Value
-from engines.program.instructions import AllReduce, Compute, Exchange, LocalOp, RunningStatistics
+from engines.program.instructions import AllReduce, Compute, Exchange, Linear, LocalOp, RunningStatistics
 from engines.spatial.fusion import Read
 from engines.spatial.moves import Move, moves
 from engines.spatial.tiles import Tile
 from engines.spatial.windows import Shift, SpanRule, Window, window
 
-__all__ = ["POINT", "Builder", "Value"]
+__all__ = ["POINT", "Borrowed", "Builder", "Value"]
 
 Moves = Mapping[int, tuple[Move, ...]]
 
 POINT = Tile.whole(1, 1)
 """What a rank holds of a value that has no pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """A node's one window that needs an exchange: how it is read, and what all ranks want, in their order."""
+
+    read: Read
+    wanted: tuple[Tile, ...]
+    fill: float
+
+    @property
+    def rules(self) -> tuple[SpanRule, SpanRule]:
+        """Of rows and of columns."""
+        return self.read.rows, self.read.cols
 
 
 @dataclass
@@ -32,14 +47,17 @@ class Builder(Holdings):
     Tags count up from `tag`, which is even; every rank of the stage counts the same exchanges, so equal tags meet.
     """
 
-    instructions: list[Compute | Exchange | AllReduce] = field(default_factory=list)
+    instructions: list[Linear] = field(default_factory=list)
     statistics: list[RunningStatistics] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
     sync_batchnorm: bool = True
+    overlaps: bool = False
     reads: list[Read] = field(default_factory=list)
+    strips: dict[tuple[Any, ...], tuple[tuple[str, Tile], ...]] = field(default_factory=dict)
     _open: list[LocalOp] = field(default_factory=list)
     _windows: dict[tuple[Any, ...], str] = field(default_factory=dict)
     _module: str = ""
+    _from: Ref | None = None
     _before: tuple[int, list[LocalOp], list[int]] = field(default=(0, [], []))
 
     @property
@@ -67,6 +85,29 @@ class Builder(Holdings):
     def _made(self) -> tuple[list[Any] | dict[Any, Any], ...]:
         """What only grows while nodes are lowered."""
         return self.instructions, self.reads, self.statistics, self.values, self._windows
+
+    @property
+    def borrowed(self) -> Borrowed | None:
+        """What the present node has read by a window and an exchange; None where that is not all it needs of others."""
+        instructions, reads, statistics, _, windows = (
+            list(made)[count:] for made, count in zip(self._made, self._before[2], strict=True)
+        )
+        sums = statistics or any(isinstance(item, AllReduce) for item in instructions)
+        if sums or (len(reads), len(windows), self.tag - self._before[0]) != (1, 1, 2):
+            return None
+        return Borrowed(reads[0], *windows[0][1:])
+
+    @contextmanager
+    def piece(self, source: Ref, out: str | None = None, outputs: Tile | None = None) -> Iterator[None]:
+        """While it lasts the present node reads `source`, which has all it needs; it makes `outputs` only, as `out`."""
+        node, wide = self._node, self.wide
+        self._from = source
+        if out is not None and outputs is not None:
+            self._node, self.wide = out, replace(wide, held={**wide.held, out: {self.rank: outputs}})
+        try:
+            yield
+        finally:
+            self._node, self.wide, self._from = node, wide, None
 
     def local(
         self,
@@ -113,6 +154,8 @@ class Builder(Holdings):
 
     def _fetched(self, ref: Ref, wanted: Mapping[int, Tile], fill: float) -> Ref:
         """A value that holds the pixels wanted: `ref` itself, or what comes of an exchange."""
+        if self._from is not None:
+            return self._from
         given = self.value(ref).size_px, self.holds(ref), wanted
         if not self.common.once(("lacks", self._node, ref.name), given, _lacks):
             return ref
@@ -120,10 +163,11 @@ class Builder(Holdings):
             wanted, fill = shared, 0.0
         key = (ref.name, tuple(wanted.values()), fill)
         if key not in self._windows:
-            self._windows[key] = self._exchange(self.owned(ref), wanted, fill)
+            self._windows[key] = self.exchange(self.owned(ref), wanted, fill)
         return self._windows[key]
 
-    def _exchange(self, ref: Ref, wanted: Mapping[int, Tile], fill: float) -> Ref:
+    def exchange(self, ref: Ref, wanted: Mapping[int, Tile], fill: float) -> Ref:
+        """A value that holds the pixels `wanted`, by an exchange with all ranks of the stage: `ref` where it does."""
         if self.in_turn and self.wide.groups:
             raise TraceError(f"{self._node} reads all pixels of {ref.name} at once, which no tile has by itself.")
         self.tag += 2
@@ -144,7 +188,7 @@ class Builder(Holdings):
         if self.is_tiled(ref) and target not in self.values:
             value = self.value(ref)
             everything = dict.fromkeys(self.stage.ranks, Tile.whole(*value.size_px))
-            window = self._exchange(self.owned(ref), everything, 0.0)
+            window = self.exchange(self.owned(ref), everything, 0.0)
             self.local(target, "aten.alias.default", window, like=value.spec)
         return Ref(target) if self.is_tiled(ref) else ref
 
@@ -194,14 +238,14 @@ class Builder(Holdings):
             like=value.spec, axes=value.axes,
         )  # fmt: skip
 
-    def flush(self) -> None:
+    def flush(self, interior: bool = False) -> None:
         """End the open segment: a communication follows."""
         if self._open:
-            name = f"segment{len(self.instructions)}"
-            self.instructions.append(Compute(name, tuple(self._open), (), (), False))
+            name = f"segment{len(self.instructions)}{'.interior' * interior}"
+            self.instructions.append(Compute(name, tuple(self._open), (), (), False, interior))
             self._open = []
 
-    def finished(self, kept: Iterable[str]) -> list[Compute | Exchange | AllReduce]:
+    def finished(self, kept: Iterable[str]) -> list[Linear]:
         """All instructions, each segment with its inputs and outputs; `kept` values stay to the end."""
         self.flush()
         return bounded(self.instructions, self.values, kept)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import EllipsisType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +21,10 @@ from engines.program.outbox import Outbox
 from engines.spatial.moves import Move
 from engines.spatial.tiles import Span, Tile
 
-__all__ = ["Carrier", "Landing", "carriers"]
+__all__ = ["Carrier", "Landing", "carriers", "index_of", "outside"]
 
 Index = tuple[EllipsisType | slice, ...]
+Made = TypeVar("Made", bound="Carrier")
 
 _KEPT_BYTES = 1 << 24  # more than this is not held between steps: time goes into moving it, not into preparing
 _ALIGNED_BYTES = 64
@@ -74,9 +76,11 @@ class Carrier:
     ) -> None:
         self.exchange, self.world, self.device, self.outbox = exchange, world, device, outbox
         self._sent = exchange.bytes_of(exchange.sends), exchange.bytes_of(exchange.receives)
-        self._outside = _outside(exchange)
+        self._outside = outside(exchange, exchange.window)
         kept = exchange.own & exchange.window if exchange.own and exchange.window else None
-        self._kept = (_index(exchange, kept, exchange.own), _index(exchange, kept, exchange.window)) if kept else None
+        self._kept = (
+            (index_of(exchange, kept, exchange.own), index_of(exchange, kept, exchange.window)) if kept else None
+        )
         self._keeps_all = exchange.surrounds
         self.landings: list[Landing] | None = None  # where somebody looks, what arrived last
         self._room: Tensor | None = None
@@ -143,6 +147,12 @@ class Carrier:
         if self.landings is not None:
             self.landings.append(Landing(move, before, parcel.pixels.clone(), place.clone()))
 
+    def _tell(self, borrowed: Sequence[_Parcel]) -> None:
+        """What has arrived, where it is put elsewhere than into a window."""
+        if self.landings is not None:
+            pairs = zip(self.exchange.receives, borrowed, strict=True)
+            self.landings += [Landing(move, None, each.pixels.clone(), each.pixels.clone()) for move, each in pairs]
+
     def _finish(self, pending: Pending, expected: Sequence[_Parcel]) -> None:
         """Wait for what is expected; what only leaves is not waited for, or stages would work one at a time."""
         if expected:
@@ -177,7 +187,10 @@ class Carrier:
         return window
 
     def _empty_window(self) -> Tensor:
-        shape, dtype = self.exchange.shape_of(self.exchange.window), getattr(torch, self.exchange.dtype)
+        return self._empty(self.exchange.window)
+
+    def _empty(self, tile: Tile) -> Tensor:
+        shape, dtype = self.exchange.shape_of(tile), getattr(torch, self.exchange.dtype)
         return torch.empty(shape, dtype=dtype, device=self.device, memory_format=memory_format(len(shape)))
 
     def _fresh_route(self) -> _Route:
@@ -193,7 +206,7 @@ class Carrier:
             peer, frame = (move.target, exchange.own) if lends else (move.source, exchange.window)
             flat = arena[used : used + _bytes(exchange, move)].view(getattr(torch, exchange.dtype))
             pixels = _shaped(flat, exchange.shape_of(move.tile))
-            parcels.append(_Parcel(peer, _index(exchange, move.tile, frame), flat, pixels))
+            parcels.append(_Parcel(peer, index_of(exchange, move.tile, frame), flat, pixels))
             used += _aligned(_bytes(exchange, move))
         lent, borrowed = parcels[: len(exchange.sends)], parcels[len(exchange.sends) :]
         there = ready(_messages(lent, exchange.tag), _messages(borrowed, exchange.tag))
@@ -201,13 +214,16 @@ class Carrier:
         return _Route(lent, borrowed, there, back)
 
 
-def carriers(exchanges: Iterable[Exchange], world: World, device: torch.device, outbox: Outbox) -> dict[str, Carrier]:
-    """Every exchange of a program made ready, by name; they share the memory that messages travel through."""
+def carriers(
+    exchanges: Iterable[Exchange], world: World, device: torch.device, outbox: Outbox,
+    make: Callable[..., Made] = Carrier,
+) -> dict[str, Made]:  # fmt: skip
+    """Every exchange of a program made ready by `make`, by name; they share the memory that messages travel through."""
     sizes = {exchange: staging_bytes(exchange) for exchange in {item.name: item for item in exchanges}.values()}
     kept = max((size for size in sizes.values() if size <= _KEPT_BYTES), default=0)
     arena = torch.empty(kept, dtype=torch.uint8, pin_memory=has_own_memory(device))
     return {
-        exchange.name: Carrier(exchange, world, device, outbox, arena if size <= _KEPT_BYTES else None)
+        exchange.name: make(exchange, world, device, outbox, arena if size <= _KEPT_BYTES else None)
         for exchange, size in sizes.items()
     }
 
@@ -237,7 +253,7 @@ def _shaped(flat: Tensor, shape: Sequence[int]) -> Tensor:
     return flat.view(batch, height, width, channels).permute(0, 3, 1, 2)
 
 
-def _index(exchange: Exchange, tile: Tile, frame: Tile) -> Index:
+def index_of(exchange: Exchange, tile: Tile, frame: Tile) -> Index:
     """Where the pixels of `tile` lie in a tensor that holds those of `frame`."""
     pixels = _spatial(exchange, *tile.within(frame))
     if tile.images is None:
@@ -253,12 +269,12 @@ def _spatial(exchange: Exchange, rows: slice, cols: slice) -> Index:
     return (..., *(chosen.get(axis, slice(None)) for axis in range(min(exchange.axes), 0)))
 
 
-def _outside(exchange: Exchange) -> list[Index]:
-    """The window's rows and columns that lie outside the image."""
-    if exchange.axes is None or exchange.window is None:
+def outside(exchange: Exchange, window: Tile | None) -> list[Index]:
+    """The rows and columns of a window that lie outside the image."""
+    if exchange.axes is None or window is None:
         return []
     found, everything = [], [slice(None), slice(None)]
-    for position, span in enumerate((exchange.window.rows, exchange.window.cols)):
+    for position, span in enumerate((window.rows, window.cols)):
         widths = -span.start, span.stop - exchange.shape[exchange.axes[position]]
         before, after = (min(max(0, width), len(span)) for width in widths)
         for part in (slice(0, before), slice(len(span) - after, len(span))):

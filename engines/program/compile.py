@@ -16,6 +16,7 @@ from engines.program.gradients import buckets, woven
 from engines.program.instructions import (
     Agree,
     Compute,
+    Half,
     Instruction,
     Linear,
     Phase,
@@ -121,7 +122,8 @@ class Compiler:
             else:
                 phase = Phase.WEIGHTS if item.kind is Kind.WEIGHTS else Phase.INPUTS if apart else Phase.BACKWARD
                 back = (each for each in reversed(forward) if self._goes_back(each, phase))
-                yield from (Step(each, phase, item.micro_batch) for each in back)
+                adjoint = (each.adjoint if isinstance(each, Half) else each for each in back)
+                yield from (Step(each, phase, item.micro_batch) for each in adjoint)
 
     def _goes_back(self, item: Linear, phase: Phase) -> bool:
         late = not self.graph.matrices.isdisjoint(self._trained(item))

@@ -13,7 +13,7 @@ from engines.layer.graph import Ref
 from engines.layout import Role
 from engines.program.builder import Builder
 from engines.program.compile import Compiler
-from engines.program.instructions import AllReduce, Compute, Exchange, Phase
+from engines.program.instructions import AllReduce, Compute, Exchange, Half, Phase
 from engines.program.places import Place
 from engines.program.program import Program
 from engines.spatial.tiles import Grid, Span, Tile
@@ -159,6 +159,8 @@ def _touched(place: Place) -> tuple[str, ...]:
             if forward:
                 return (exchange.target if exchange.window is not None else exchange.source,)
             return (exchange.source,) if exchange.own is not None else ()  # else all of it has gone home
+        case Half(exchange=exchange):
+            return (exchange.source,)
         case AllReduce(source=source, target=target):
             return (target if forward else source,)
     return ()

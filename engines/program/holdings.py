@@ -117,6 +117,11 @@ class Holdings:
         """Each rank has the same pixels of `out` as of `ref`."""
         self._held[out.name] = self.holds(ref)
 
+    def hold(self, value: Value, tile: Tile) -> Ref:
+        """A value of which this rank has the pixels of `tile`."""
+        self.values[value.name], self._held[value.name] = value, {self.rank: tile}
+        return Ref(value.name)
+
     def extent(self, name: str) -> tuple[Tile, Mapping[int, Tile]]:
         """A tiled value's whole image, and each rank's own tile of it."""
         size_px = self.values[name].size_px

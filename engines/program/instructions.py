@@ -6,7 +6,7 @@ Values are named; a name means the same value on every rank, and each rank holds
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,7 @@ __all__ = [
     "AllReduce",
     "Compute",
     "Exchange",
+    "Half",
     "Instruction",
     "Linear",
     "LocalOp",
@@ -30,6 +31,8 @@ __all__ = [
     "ShareStatistics",
     "SumGradients",
     "Update",
+    "arriving",
+    "prefixed",
 ]
 
 DEVICE = Ref("@device")
@@ -69,7 +72,8 @@ class LocalOp:
 class Compute:
     """A segment: local work between two communications.
 
-    Backward: one `torch.autograd.backward` from `outputs` to `inputs`.
+    Backward: one `torch.autograd.backward` from `outputs` to `inputs`. `interior`: what it makes is for the next
+    segment alone, which completes it in its memory.
     """
 
     name: str
@@ -77,6 +81,7 @@ class Compute:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     differentiable: bool
+    interior: bool = False
 
     @property
     def kind(self) -> str:
@@ -132,6 +137,52 @@ class Exchange:
     def kind(self) -> str:
         """For figures."""
         return self.purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """The first or the second half of an exchange, between which this rank computes what needs no other rank.
+
+    It `begins` as messages are posted, and ends when they are here and `strips` hold their pixels: of the window no
+    more is made than these (name, tile). Backward is the adjoint, which begins where forward ends: gradients of the
+    strips leave, and when those lent are home, all are added to that of the source.
+    """
+
+    exchange: Exchange
+    strips: tuple[tuple[str, Tile], ...]
+    begins: bool
+
+    @property
+    def name(self) -> str:
+        """Which exchange, and which end of it, as it is walked."""
+        return f"{self.exchange.name} {'begins' if self.begins else 'ends'}"
+
+    @property
+    def source(self) -> str:
+        """The value whose pixels travel."""
+        return self.exchange.source
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether it is walked back."""
+        return self.exchange.differentiable
+
+    @property
+    def kind(self) -> str:
+        """For figures."""
+        return self.exchange.purpose
+
+    @property
+    def adjoint(self) -> Half:
+        """What stands in its place going back."""
+        return replace(self, begins=not self.begins)
+
+
+def arriving(instruction: Instruction) -> Exchange | None:
+    """The exchange whose messages are here when this instruction is done."""
+    if isinstance(instruction, Half):
+        return None if instruction.begins else instruction.exchange
+    return instruction if isinstance(instruction, Exchange) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +292,14 @@ class Update:
         return "update"
 
 
-Linear = Compute | Exchange | AllReduce
+Linear = Compute | Exchange | Half | AllReduce
 """What a micro-batch's forward pass is made of."""
 
 Instruction = Linear | SumGradients | ShareStatistics | Agree | Update
+
+
+def prefixed(item: Linear, prefix: str) -> Linear:
+    """The same instruction under a longer name."""
+    if isinstance(item, Half):
+        return replace(item, exchange=replace(item.exchange, name=f"{prefix}{item.exchange.name}"))
+    return replace(item, name=f"{prefix}{item.name}")

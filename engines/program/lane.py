@@ -11,7 +11,8 @@ from torch import Tensor
 from engines.comm.total import all_reduce
 from engines.comm.world import World
 from engines.program.carry import Carrier
-from engines.program.instructions import AllReduce, Compute, Exchange, Linear, Phase
+from engines.program.halves import Halves, UnderWay
+from engines.program.instructions import AllReduce, Compute, Exchange, Half, Linear, Phase
 from engines.program.program import Way
 from engines.program.segment import Segment
 
@@ -20,7 +21,7 @@ __all__ = ["Lane", "Tools"]
 
 @dataclass(frozen=True)
 class Tools:
-    """What all micro-batches of a rank are worked with. Carriers and segments go by the instruction's name.
+    """What all micro-batches of a rank are worked with. Carriers, segments and halves go by the instruction's name.
 
     `keeps_graphs`: a segment's local graph waits for its backward, which otherwise computes it again.
     """
@@ -29,6 +30,7 @@ class Tools:
     carriers: Mapping[str, Carrier]
     segments: dict[str, Segment]
     keeps_graphs: bool = True
+    halves: Mapping[str, Halves] = field(default_factory=dict)
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Lane:
     leaves: dict[str, Tensor] = field(default_factory=dict)
     _made: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     _late: dict[str, tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
+    _under_way: dict[str, UnderWay] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.values.update(self.inputs)
@@ -61,6 +64,8 @@ class Lane:
                 return self._compute(segment) if forward else self._compute_back(segment, phase)
             case Exchange() as exchange:
                 return self._exchange(exchange) if forward else self._exchange_back(exchange)
+            case Half() as half:
+                return self._half(half) if forward else self._half_back(half)
             case AllReduce() as reduction:
                 return self._reduce(reduction) if forward else self._reduce_back(reduction)
 
@@ -114,6 +119,9 @@ class Lane:
         if segment.differentiable and self.tools.keeps_graphs:
             self._made[segment.name] = made
         self._release(segment, segment.inputs)
+        if not self.tools.keeps_graphs:
+            for name in self.way.interiors.keys() & set(segment.inputs):
+                del self.leaves[name]  # it is begun again for backward
         if self.way.loss in segment.outputs:
             self._seed(self.leaves[self.way.loss])
         return 0
@@ -136,11 +144,21 @@ class Lane:
 
     def _roots(self, segment: Compute) -> tuple[list[Tensor], list[Tensor]]:
         """What a segment made, and the gradients that have gathered for it."""
-        again = self.tools.segments[segment.name]
-        made = self._made.pop(segment.name) if self.tools.keeps_graphs else again(self.leaves, self.seed, again=True)
+        if segment.name not in self._made:
+            self._make_again(segment)
+        made = self._made.pop(segment.name)
         grads = [self._taken(name) for name in segment.outputs]
         pairs = [(v, g) for v, g in zip(made, grads, strict=True) if g is not None and v.requires_grad]
         return [value for value, _ in pairs], [grad for _, grad in pairs]
+
+    def _make_again(self, segment: Compute) -> None:
+        """What a segment makes, and first what an interior of it began, whose own backward follows."""
+        for name in self.way.interiors.keys() & set(segment.inputs):
+            interior = self.way.interiors[name]
+            self._make_again(interior)
+            for begun, value in zip(interior.outputs, self._made[interior.name], strict=True):
+                self.leaves[begun] = value.detach().requires_grad_(value.requires_grad)
+        self._made[segment.name] = self.tools.segments[segment.name](self.leaves, self.seed, again=True)
 
     def _one_way(self, segment: Compute, roots: list[Tensor], grads: list[Tensor], phase: Phase) -> None:
         """Gradients of the inputs alone, or of the weights alone (Qi et al., 2024, arXiv:2401.10241, section 2)."""
@@ -191,6 +209,25 @@ class Lane:
         source = self.leaves[exchange.source] if exchange.own else None
         alone = len(self.way.reads[exchange.source]) == 1
         return self.tools.carriers[exchange.name].back(grad, source, alone)
+
+    def _half(self, half: Half) -> int:
+        halves, name = self.tools.halves[half.exchange.name], half.exchange.name
+        if half.begins:
+            source = self.values.get(half.source) if half.exchange.own else None
+            self._under_way[name], sent = halves.begin(source)
+            self._release(half, (half.source,))
+            return sent
+        for (strip, _), pixels in zip(half.strips, halves.end(self._under_way.pop(name)), strict=True):
+            self._keep(strip, pixels, half.differentiable)
+        return 0
+
+    def _half_back(self, half: Half) -> int:
+        halves, name = self.tools.halves[half.exchange.name], half.exchange.name
+        if half.begins:
+            self._under_way[name], sent = halves.begin_back([self._taken(strip) for strip, _ in half.strips])
+            return sent
+        halves.end_back(self._under_way.pop(name), self.leaves.get(half.source) if half.exchange.own else None)
+        return 0
 
     def _reduce(self, reduction: AllReduce) -> int:
         total = self.values[reduction.source].detach().clone()

@@ -16,7 +16,7 @@ from engines.plan import Plan
 from engines.program.builder import POINT, Builder
 from engines.program.common import Common
 from engines.program.holdings import Value
-from engines.program.instructions import Linear
+from engines.program.instructions import Linear, prefixed
 from engines.program.program import Feed
 from engines.spatial.fusion import Wide, widened
 from engines.spatial.grouping import HaloCost, cheapest, evenly
@@ -78,7 +78,7 @@ class Lowering:
     def builder(self, role: Role) -> Builder:
         """The stage as tile `role.tile` sees it: what arrives, its nodes, what leaves."""
         if role not in self._builders:
-            builder = self._lowered(role, self._wide(role))
+            builder = self._lowered(role, self._wide(role), self.plan.overlap_halos)
             self._send(builder, role)
             self._builders[role] = builder
         return self._builders[role]
@@ -92,9 +92,7 @@ class Lowering:
         """The instructions of a rank's stage going forward; `lasting` values stay to the end of the step."""
         kept = {crossing.value for crossing in self.crossings if crossing.source == role.stage}
         prefix = f"{'mirrored.' * role.direction}stage{role.stage}."
-        return tuple(
-            replace(item, name=f"{prefix}{item.name}") for item in self.builder(role).finished(kept.union(lasting))
-        )
+        return tuple(prefixed(item, prefix) for item in self.builder(role).finished(kept.union(lasting)))
 
     def feeds(self, role: Role) -> Iterable[tuple[str, Feed]]:
         """The parts of the inputs that a rank needs for its stage."""
@@ -185,7 +183,7 @@ class Lowering:
         """A stage without fused halos: what its nodes read, which is the same for every tile."""
         first = replace(role, tile=0)
         if first not in self._scouts:
-            self._scouts[first] = self._lowered(first, Wide())
+            self._scouts[first] = self._lowered(first, Wide(), overlaps=False)
         return self._scouts[first]
 
     @cached_property
@@ -221,13 +219,14 @@ class Lowering:
         """The ranks of a stage of the same copy of the model."""
         return self.layout.pipe(role).stages[stage]
 
-    def _lowered(self, role: Role, wide: Wide) -> Builder:
+    def _lowered(self, role: Role, wide: Wide, overlaps: bool) -> Builder:
         block = 1 + role.stage + role.direction * len(self.spans)
         ranks = self._ranks(role, role.stage)
         parted = self.parted if ranks.shares > 1 else frozenset()
         builder = Builder(
             self._seen[role.stage], ranks, role.tile, STAGE_TAGS * block, wide=wide, parted=parted,
-            in_turn=self.in_turn, sync_batchnorm=self.plan.sync_batchnorm, common=self._commons[replace(role, tile=0)],
+            in_turn=self.in_turn, sync_batchnorm=self.plan.sync_batchnorm, overlaps=overlaps,
+            common=self._commons[replace(role, tile=0)],
         )  # fmt: skip
         self._receive(builder, role)
         span = self.spans[role.stage]

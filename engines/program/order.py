@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from engines.program.instructions import Agree, AllReduce, Exchange, Phase, ShareStatistics, SumGradients, Update
+from engines.program.instructions import Agree, AllReduce, Exchange, Half, Phase, ShareStatistics, SumGradients, Update
 from engines.program.program import Program, Step
 
 __all__ = ["Order", "Places"]
@@ -21,10 +21,14 @@ Places = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Meeting:
-    """Where ranks meet: instructions of one `key` on several ranks, and for whom this one waits there."""
+    """Where ranks meet: instructions of one `key` on several ranks, and for whom this one waits there.
+
+    It waits for their instruction of the key `asks`: of its own, where that is None.
+    """
 
     key: Hashable
     waits_for: frozenset[int]
+    asks: Hashable = None
 
 
 class Order:
@@ -41,7 +45,7 @@ class Order:
         where = [{meeting.key: index for index, meeting in enumerate(each)} for each in met]
         self.needs = tuple(
             tuple(
-                tuple((peer, where[peer][meeting.key]) for peer in sorted(meeting.waits_for - {rank}))
+                tuple((peer, where[peer][meeting.asks]) for peer in sorted(meeting.waits_for - {rank}))
                 for meeting in meetings
             )
             for rank, meetings in enumerate(met)
@@ -93,7 +97,9 @@ def _numbered(meetings: Iterable[_Meeting]) -> list[_Meeting]:
     seen: Counter[Hashable] = Counter()
     found = []
     for meeting in meetings:
-        found.append(_Meeting((meeting.key, seen[meeting.key]), meeting.waits_for))
+        number = seen[meeting.key]
+        asks = meeting.key if meeting.asks is None else meeting.asks
+        found.append(_Meeting((meeting.key, number), meeting.waits_for, (asks, number)))
         seen[meeting.key] += 1
     return found
 
@@ -103,10 +109,10 @@ def _meeting(step: Step, everyone: frozenset[int]) -> _Meeting:
     match step.instruction:
         case Exchange() as exchange:
             key = ("exchange", exchange.tag, forward, step.micro_batch)
-            lenders, borrowers = {m.source for m in exchange.receives}, {m.target for m in exchange.sends}
-            # Whoever expects something waits for what it sends as well.
-            expects = lenders if forward else borrowers
-            return _Meeting(key, frozenset(lenders | borrowers) if expects else alone)
+            return _Meeting(key, _waited_for(exchange, forward))
+        case Half(exchange=exchange, begins=begins):
+            key = ("exchange", exchange.tag, forward, step.micro_batch)
+            return _Meeting(key, alone) if begins else _Meeting((*key, "ends"), _waited_for(exchange, forward), key)
         case AllReduce(name=name, group=group):
             return _Meeting((name, forward, step.micro_batch), frozenset(group))
         case SumGradients(name=name, group=group):
@@ -117,3 +123,9 @@ def _meeting(step: Step, everyone: frozenset[int]) -> _Meeting:
         case Update(name=name):
             return _Meeting(name, everyone)
     return _Meeting(None, alone)
+
+
+def _waited_for(exchange: Exchange, forward: bool) -> frozenset[int]:
+    """Whoever expects something waits for what it sends as well."""
+    lenders, borrowers = {m.source for m in exchange.receives}, {m.target for m in exchange.sends}
+    return frozenset(lenders | borrowers) if (lenders if forward else borrowers) else frozenset()

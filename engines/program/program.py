@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from engines.facts import facts_table
-from engines.program.instructions import Compute, Instruction, Linear, Phase
+from engines.program.instructions import Compute, Half, Instruction, Linear, Phase
 from engines.program.traffic import traffic
 from engines.spatial.tiles import Tile
 
@@ -56,13 +56,26 @@ class Way:
         return tuple(item for stage in sorted(self.stages) for item in self.stages[stage])
 
     @cached_property
+    def interiors(self) -> Mapping[str, Compute]:
+        """The segments that begin a value which the next one completes, by that value."""
+        found = (item for item in self.forward if isinstance(item, Compute) and item.interior)
+        return {name: segment for segment in found for name in segment.outputs}
+
+    @cached_property
     def reads(self) -> Mapping[str, tuple[str, ...]]:
         """The instructions of the forward pass that read each value, in order."""
         found: dict[str, tuple[str, ...]] = {}
         for instruction in self.forward:
-            names = instruction.inputs if isinstance(instruction, Compute) else (instruction.source,)
+            names = _read_by(instruction)
             found.update({name: (*found.get(name, ()), instruction.name) for name in names})
         return found
+
+
+def _read_by(instruction: Linear) -> tuple[str, ...]:
+    """The values that an instruction reads going forward."""
+    if isinstance(instruction, Compute):
+        return instruction.inputs
+    return () if isinstance(instruction, Half) and not instruction.begins else (instruction.source,)
 
 
 @dataclass(frozen=True, repr=False)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from engines.comm.sums import sent_by_each
-from engines.program.instructions import Agree, AllReduce, Exchange, Phase, ShareStatistics, SumGradients
+from engines.program.instructions import Agree, AllReduce, Exchange, Half, Phase, ShareStatistics, SumGradients
 
 if TYPE_CHECKING:
     from engines.program.program import Program, Step
@@ -42,6 +42,8 @@ def traffic(program: Program) -> dict[str, Traffic]:
 def sent(step: Step) -> Iterable[Traffic]:
     """What one step sends, if it sends."""
     match step.instruction:
+        case Half(exchange=exchange, begins=begins):
+            yield from sent(replace(step, instruction=exchange)) if begins else ()
         case Exchange() as exchange:
             moves = exchange.sends if step.phase is Phase.FORWARD else exchange.receives
             yield Traffic(len(moves), exchange.bytes_of(moves))

@@ -14,6 +14,7 @@ from engines.comm.waiting import waited_s
 from engines.comm.world import World
 from engines.errors import PlanError
 from engines.program.carry import carriers
+from engines.program.halves import in_halves
 from engines.program.instructions import (
     DEVICE,
     Agree,
@@ -81,7 +82,8 @@ class Worker:
             for item in way.forward
             if isinstance(item, Compute)
         }
-        return Tools(self.world, found, segments, keeps_graphs)
+        halves = in_halves(self.program.forward, self.world, self.device, self._outbox)
+        return Tools(self.world, found, segments, keeps_graphs, halves)
 
     def restart(self, inputs: Inputs) -> None:
         """Go to the start of a training step with this rank's parts of the inputs."""

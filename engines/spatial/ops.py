@@ -14,6 +14,7 @@ from typing import Any
 from engines.errors import PlanError, TraceError
 from engines.layer.graph import Node, Ref, references
 from engines.program.builder import Builder
+from engines.spatial.overlap import in_pieces
 from engines.spatial.plain import as_it_is, is_pointwise, pointwise
 from engines.spatial.refusals import WholeError, apart, check_deterministic, no_rule
 from engines.spatial.whole import own_part, with_whole
@@ -82,6 +83,8 @@ def lower(b: Builder, node: Node) -> None:
     b.at(node)
     try:
         _lower(b, node)
+        if b.overlaps:
+            in_pieces(b, node, _lower)
     except (WholeError, PlanError) as refusal:
         if b.in_turn and len(b.stage.ranks) > 1:
             raise  # no tile ever has what all of them hold

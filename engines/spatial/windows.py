@@ -16,6 +16,7 @@ __all__ = [
     "TransposedWindow",
     "Window",
     "halo_widths",
+    "interior",
     "window",
 ]
 
@@ -122,6 +123,35 @@ class Window:
 def window(out: Tile, rows: SpanRule, cols: SpanRule) -> Tile:
     """The input rectangle that the outputs in `out` read; it may reach outside the image."""
     return Tile(rows(out.rows), cols(out.cols))
+
+
+def interior(out: Span, rule: SpanRule, held: Span, image_px: int) -> Span:
+    """The outputs among `out` that read nothing of the image but what is `held`; empty where there are none.
+
+    What they read outside the image is the same on both sides, or nothing: a kernel's own padding can stand for it.
+
+    >>> interior(Span(4, 8), SlidingWindow(kernel=3, padding=1), held=Span(4, 8), image_px=8)
+    Span(start=5, stop=7)
+    """
+    image = Span(0, image_px)
+    loose = _longest(out, lambda span: _lies_in(rule(span) & image, held))
+    if not loose or max(0, -rule(loose).start) == max(0, rule(loose).stop - image_px):
+        return loose
+    return _longest(out, lambda span: _lies_in(rule(span), held & image))
+
+
+def _lies_in(span: Span, other: Span) -> bool:
+    return not span or span & other == span
+
+
+def _longest(out: Span, fits: Callable[[Span], bool]) -> Span:
+    """`out` without the outputs at its ends that do not fit; empty where others do not either."""
+    start, stop = out.start, out.stop
+    while start < stop and not fits(Span(start, start + 1)):
+        start += 1
+    while start < stop and not fits(Span(stop - 1, stop)):
+        stop -= 1
+    return Span(start, stop) if start < stop and fits(Span(start, stop)) else Span(start, start)
 
 
 def halo_widths(own: Span, reads: Span, image_px: int) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -21,7 +21,7 @@ from engines.spatial.windows import halo_widths
 from engines.training import Recipe, prepare
 from mpi4dl_nb.draw.figure import spoken_bytes, spoken_size
 
-__all__ = ["HaloPoint", "exchange_points", "find_point", "halo_points", "traced"]
+__all__ = ["HaloPoint", "exchange_points", "find_point", "halo_points", "traced", "whole_windows"]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,12 @@ def traced(model: nn.Module | Recipe | ModelGraph, picture: Picture, plan: Plan)
 
 def halo_points(graph: ModelGraph, plan: Plan) -> tuple[HaloPoint, ...]:
     """Every exchange of halos in one forward pass, in order."""
-    return tuple(exchange_points(Compiler(graph, plan)))
+    return tuple(exchange_points(Compiler(graph, whole_windows(plan))))
+
+
+def whole_windows(plan: Plan) -> Plan:
+    """The same messages, and windows in one piece."""
+    return replace(plan, overlap_halos=False)
 
 
 def exchange_points(compiler: Compiler) -> Iterator[HaloPoint]:

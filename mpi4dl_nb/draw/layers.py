@@ -17,7 +17,7 @@ from engines.spatial.fusion import Read
 from engines.spatial.tiles import Tile
 from engines.spatial.windows import Shift, window
 from mpi4dl_nb.draw.figure import spoken_bytes
-from mpi4dl_nb.draw.halos import HaloPoint, exchange_points, find_point
+from mpi4dl_nb.draw.halos import HaloPoint, exchange_points, find_point, whole_windows
 
 __all__ = ["Layers", "bare_point", "fused", "layer_points", "spatial_stages", "stage_ranks"]
 
@@ -27,7 +27,7 @@ def layer_points(graph: ModelGraph, plan: Plan, stage: int | None = None) -> tup
 
     Before some of them halos travel. With fused halos, others read what each rank has computed beyond its own tile.
     """
-    compiler = Compiler(graph, plan)
+    compiler = Compiler(graph, whole_windows(plan))
     order = {node.name: number for number, node in enumerate(graph.nodes)}
     found = [*exchange_points(compiler), *_computed(compiler)]
     found.sort(key=lambda point: min((order[node.name] for node in point.readers), default=0))

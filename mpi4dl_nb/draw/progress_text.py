@@ -15,6 +15,7 @@ from mpi4dl_nb.watching import Progress
 __all__ = ["progress_html", "spoken_outcome", "spoken_time"]
 
 EPOCHS = 6  # the last ones: all of them are in the History
+SIDE_BY_SIDE = "display:flex;flex-wrap:wrap;align-items:flex-start;gap:0 2em"
 RANKS = 16  # more of them are in the figure only
 
 
@@ -23,7 +24,7 @@ def progress_html(progress: Progress) -> str:
     line = " · ".join(escape(part) for part in _line(progress))
     return (
         f'<div style="line-height:1.5"><p style="margin:0"><b>{escape(progress.state)}</b> · {line}</p>{_bar(progress)}'
-        f'<div style="display:flex;flex-wrap:wrap;gap:0 2em">{_ranks(progress)}{_epochs(progress.epochs)}</div></div>'
+        f'<div style="{SIDE_BY_SIDE}">{_ranks(progress)}{_epochs(progress.epochs)}</div></div>'
     )
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Monitor"]
 
 LOOK_S = 0.2
-NUMBERS_SHARE, FIGURE_SHARE = 0.003, 0.011  # of all cores
+NUMBERS_SHARE, FIGURE_SHARE = 0.003, 0.007  # of all cores
 STOP, STOPS = "Stop after this step", "Stops after this step …"
 HINT = "The notebook's own ■ does so too. What it has learned is kept."
 

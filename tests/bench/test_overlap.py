@@ -28,6 +28,7 @@ def test_bytes_take_their_time_one_message_after_another(prepared: bool):
     def seconds(world: LoopbackWorld) -> float:
         link, other = linked(world), 1 - world.rank
         start_s = time.perf_counter()
+        link.rest()  # nothing is sent before all have looked at the clock
         under_way = []
         for tag in (2, 4):
             both = [Message(other, tag, torch.zeros(20_000, dtype=torch.uint8)) for _ in range(2)]
@@ -43,14 +44,29 @@ def test_bytes_take_their_time_one_message_after_another(prepared: bool):
 def test_the_link_works_while_the_rank_does_something_else():
     def total_of(world: LoopbackWorld) -> float:
         link = linked(world)
+        link.rest()
         total = all_reduce(link, torch.ones(5_000), range(2))
-        link.rest()  # all messages are here, and begin to pass
-        assert not total.done()
-        time.sleep(0.05)
+        assert not total.done()  # even if all messages are here
+        time.sleep(0.1)
+        start_s = time.perf_counter()
+        total.wait()  # the first time that it looks at them
+        assert time.perf_counter() - start_s < 0.02
         assert total.done()
         return total.flat.sum().item()
 
     assert run_ranks(2, total_of) == [10_000, 10_000]
+
+
+def test_the_bench_tells_how_much_of_halos_is_hidden():
+    """Two convolutions with halos, on two ranks; a link of 1 MB/s."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    recipe = prepare(model, Plan(split_size=1, slice_method="1x2"), (1, 3, 64, 20))
+    line = run_ranks(2, lambda world: bench_overlap(world, recipe, 1, seed=0, link_mbit_per_s=8, halos=True))[0]
+    assert (line["split"], line["whole"]) == (2, 0)
+    assert line["messages"] == 3  # two forward; the image's gradient is not asked for
+    assert line["bytes"] == 4 * 64 * 3 + 2 * 4 * 62 * 4
+    assert line["blocking_s"] >= line["bytes"] / BYTES_PER_S
+    assert line["hidden"] < 1
 
 
 def test_the_bench_tells_how_much_is_hidden():

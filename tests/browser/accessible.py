@@ -22,6 +22,10 @@ MARK = """outputs => {
 }"""
 FOCUSED = "() => document.activeElement?.dataset.tried ?? ''"
 
+PICTURES = """outputs => [...document.querySelectorAll(outputs)].flatMap(
+    each => [...each.querySelectorAll('img:not([alt]), img[alt=""]')].map(image => image.outerHTML)
+)"""
+
 # Every text with its colour, and the colours behind it, from the nearest.
 TEXTS = """outputs => {
     const shown = node => node.textContent.trim() && node.parentElement.checkVisibility({visibilityProperty: true});
@@ -58,6 +62,8 @@ def nameless(page) -> Iterator[str]:
                 markup = session.send("DOM.getOuterHTML", {"backendNodeId": node["backendDOMNodeId"]})["outerHTML"]
                 yield f"a {role} has no name: {markup[:160]}"
     session.detach()
+    found = page.evaluate(PICTURES, OUTPUTS)  # those that say nothing at all are left out of the tree
+    yield from (f"a picture has no words: {markup[:160]}" for markup in found)
 
 
 def unreached(page) -> Iterator[str]:

@@ -165,5 +165,5 @@ class NotebookPage:
         self.page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=unknown]", timeout=START_S * 1000)
 
     def control(self, label: str) -> object:
-        """The control with this label."""
-        return self.page.get_by_label(label, exact=True)
+        """The control with this label; of a slider, the box beside it."""
+        return self.page.get_by_label(label, exact=True).first

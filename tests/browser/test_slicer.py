@@ -30,7 +30,7 @@ def test_a_seam_is_found_looked_at_and_understood(notebook):
         return figure.get_attribute("alt")
 
     told("layer stem.0 .*Tile 0 .rank 0. owns 256 × 256 px.*from rank 1: 256 × 1 px, 3.0 KB")
-    slider = page.locator(".widget-slider [role=slider]").first
+    slider = page.get_by_role("slider", name="layer")
     slider.focus()
     for _ in range(2):
         page.keyboard.press("ArrowRight")

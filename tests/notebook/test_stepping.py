@@ -23,6 +23,7 @@ from tests.exact import Same, close, weighted_sum, whole_numbers, with_whole_wei
 
 TILES = Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(2, 1), precision="float64")
 PIPED = replace(TILES, split_size=3, slice_method="1x2", balance=(1, 1, 1), parts=2, schedule="1f1b")
+HALVES = replace(TILES, overlap_halos=True)
 SHAPE = 2, 3, 9, 14
 
 
@@ -106,11 +107,11 @@ def walk_layers(stepping: Stepping) -> None:
 # ---- the same as a step at full speed
 
 
-@pytest.mark.parametrize("plan", [TILES, PIPED], ids=["tiles", "piped"])
+@pytest.mark.parametrize("plan", [TILES, HALVES, PIPED], ids=["tiles", "halves", "piped"])
 @pytest.mark.parametrize("walk", [walk_instructions, walk_mixed, walk_twice, walk_layers])
 def test_a_walked_step_is_a_step(five, four, plan: Plan, walk: Callable[[Stepping], None]):
     """Loss, weights, momentum and random draws, over three steps."""
-    cluster = five if plan is TILES else four
+    cluster = four if plan is PIPED else five
     ran, walked = new(cluster, plan), new(cluster, plan)
     for seed in range(2):
         data = batch(seed, 2 * plan.parts)

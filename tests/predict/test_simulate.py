@@ -72,6 +72,7 @@ def test_a_message_arrives_after_latency_and_bytes_and_is_waited_for():
     assert ends(timeline, 0) == [1, 1, 2]  # what is sent is not waited for
     assert ends(timeline, 1) == [2, 4]  # 1 s of work, 0.5 s of latency, 8 bytes at 16 in a second
     assert [event.bytes for event in timeline.events] == [0, 8, 0, 0, 0]
+    assert [event.wait_s for event in timeline.events] == [0, 0, 0, 2, 0]
     assert timeline.seconds == 4
 
 
@@ -88,6 +89,7 @@ def test_a_sum_is_complete_when_the_last_one_has_come():
     ranks = [toy(r, [(compute("a"), FORWARD), (total, FORWARD)], {"a": 1 + r}) for r in range(3)]
     timeline = run(BYTE_PER_S, *ranks)
     assert [ends(timeline, rank)[-1] for rank in range(3)] == [4.5] * 3  # 3 s of work, 0.5 s, 16 bytes each
+    assert [event.wait_s for event in timeline.events if event.name == "sum"] == [3.5, 2.5, 1.5]
 
 
 def test_ranks_share_the_cores_of_a_host():

@@ -20,6 +20,7 @@ from engines.training import prepare
 PLANS = {
     "tiles and a joint": Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(2, 2)),
     "fused halos": Plan(split_size=2, spatial_size=1, slice_method="2x2", halo_d2=True, fused_layers=2),
+    "halos in halves": Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(2, 2), overlap_halos=True),
     "a repartition": Plan(split_size=3, spatial_size=2, slice_method=("2x2", "1x2"), parts=2),
     "norm by tile": Plan(split_size=1, spatial_size=1, slice_method="1x2", sync_batchnorm=False),
     "gpipe": Plan(split_size=3, spatial_size=0, parts=3),

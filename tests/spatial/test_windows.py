@@ -6,7 +6,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from engines.spatial.tiles import Span, Tile
-from engines.spatial.windows import Reach, Shift, SlidingWindow, TransposedWindow, halo_widths, window
+from engines.spatial.windows import Reach, Shift, SlidingWindow, TransposedWindow, halo_widths, interior, window
 
 settings = {
     "kernel": st.integers(1, 6), "stride": st.integers(1, 5), "padding": st.integers(0, 6),
@@ -54,6 +54,24 @@ def test_a_transposed_window_is_what_writes_to_its_outputs(rule: TransposedWindo
     assert found == hull(around) if around else len(found) == 1
     if rule.dilation == 1:
         assert around == writers
+
+
+@given(
+    rule=st.builds(SlidingWindow, **settings), out=outputs, image_px=st.integers(1, 40), held=outputs,
+)  # fmt: skip
+@example(rule=SlidingWindow(3, padding=1), out=Span(0, 8), image_px=8, held=Span(0, 8))
+@example(rule=SlidingWindow(3, padding=1), out=Span(0, 4), image_px=8, held=Span(0, 4))
+def test_an_interior_reads_only_what_is_held(rule: SlidingWindow, out: Span, image_px: int, held: Span):
+    """No output is left out that reads held pixels alone, and none outside the image if others are for that."""
+    held, image = held & Span(0, image_px), Span(0, image_px)
+    inside = {o for o in indices(out) if not (s := rule(Span(o, o + 1)) & image) or s & held == s}
+    strictly = {o for o in inside if (s := rule(Span(o, o + 1))) & held == s}
+    found = interior(out, rule, held, image_px)
+    reads = rule(found) if found else image
+    assert set(indices(found)) <= inside
+    if max(0, -reads.start) != max(0, reads.stop - image_px):
+        raise AssertionError("what lies outside is not the same on both sides")
+    assert strictly <= set(indices(found))
 
 
 @given(by=st.integers(-9, 9), out=outputs)
