@@ -1,4 +1,4 @@
-"""What several test files share: how to start ranks."""
+"""What several test files share: how to start ranks, and pages of a browser."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.browser.pages import chromium, lab, notebook
 from tests.mpi import mpi_command, mpi_environment
+
+__all__ = ["chromium", "lab", "mpiexec", "notebook"]
 
 
 @pytest.fixture(scope="session")
