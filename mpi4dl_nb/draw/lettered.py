@@ -1,7 +1,8 @@
 """A canvas that letters quickly: most of what a figure costs is text, and most of it was there before.
 
 Matplotlib renders text glyph by glyph, which takes half of a redraw of 0.2 s. Here a line is one call of Pillow's, and
-kept. What is measured (and so where all lies) stays matplotlib's; rotated lines and formulae are drawn by it.
+kept. What is measured (and so where all lies) stays matplotlib's, and is kept too, as every redraw is a new figure;
+rotated lines and formulae are drawn by it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 __all__ = ["QuickCanvas"]
 
-KEPT_LINES = 512
+KEPT_LINES, KEPT_SIZES = 512, 4096
 
 
 class QuickCanvas(FigureCanvasAgg):
@@ -33,6 +34,10 @@ class QuickCanvas(FigureCanvasAgg):
 
 
 class _QuickRenderer(RendererAgg):
+    def get_text_width_height_descent(self, s: str, prop: Any, ismath: bool) -> tuple[float, float, float]:
+        """In pixels."""
+        return _size(s, prop.copy(), ismath, self.dpi)
+
     def draw_text(
         self, gc: Any, x: float, y: float, s: str, prop: Any, angle: float, ismath: bool = False, mtext: Any = None
     ) -> None:
@@ -44,6 +49,16 @@ class _QuickRenderer(RendererAgg):
         red, green, blue, alpha = (round(255 * part) for part in (*gc.get_rgb()[:3], gc.get_alpha()))
         left, below, line = _line(s, findfont(prop), size_px, (red, green, blue, alpha))
         self.draw_image(gc, round(x) + left, self.height - round(y) - below, line)
+
+
+@lru_cache(KEPT_SIZES)
+def _size(text: str, prop: Any, ismath: bool, dpi: float) -> tuple[float, float, float]:
+    return _measuring(dpi).get_text_width_height_descent(text, prop, ismath)
+
+
+@lru_cache
+def _measuring(dpi: float) -> RendererAgg:
+    return RendererAgg(1, 1, dpi)
 
 
 @lru_cache(KEPT_LINES)
