@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["AHEAD", "LONG_BYTES", "PIECE_BYTES", "pieces", "sent_by_each"]
+__all__ = ["AHEAD", "LONG_BYTES", "PIECE_BYTES", "lent_bytes", "pieces", "sent_by_each"]
 
 LONG_BYTES = 1 << 15
 """From here on a second round costs less than sending everything to everyone."""
@@ -29,3 +29,15 @@ def sent_by_each(count_bytes: int, ranks: int) -> tuple[int, int]:
 def pieces(count_bytes: int) -> int:
     """Into how many pieces each rank's chunk of a long tensor is cut."""
     return -(-count_bytes // PIECE_BYTES)
+
+
+def lent_bytes(count_bytes: int, ranks: int) -> int:
+    """The memory for the others' terms of a tensor of that size on each rank: of as many pieces as travel at once.
+
+    >>> lent_bytes(100, 4), lent_bytes(1 << 20, 4), lent_bytes(1 << 26, 2)
+    (300, 786432, 8388608)
+    """
+    if count_bytes < LONG_BYTES:
+        return (ranks - 1) * count_bytes
+    count = pieces(count_bytes)
+    return (ranks - 1) * min(count, AHEAD) * count_bytes // (ranks * count)

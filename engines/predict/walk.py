@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engines.comm.sums import lent_bytes
 from engines.predict.ledger import Ledger
 from engines.predict.tallies import RankTally, SegmentTally, WayTally
 from engines.program.instructions import AllReduce, Compute, Exchange, Instruction, Phase, SumGradients
@@ -12,7 +13,6 @@ from engines.program.program import Program, Step, Way
 __all__ = ["walked"]
 
 _ARENA_BYTES = 1 << 24  # larger messages get memory of their own, as in engines/program/carry.py
-_LENT_BYTES = 1 << 24  # pieces of a sum that travel at once, as in engines/comm/total.py
 
 
 def walked(program: Program, tally: RankTally, checkpoints: bool, states: int) -> tuple[Ledger, list[int]]:
@@ -47,8 +47,9 @@ def _hold_all_along(ledger: Ledger, program: Program, tally: RankTally, states: 
     both_ways = any(item.sends and item.receives for item in exchanges)
     sizes = [_staged(item) for item in exchanges if both_ways]
     sums = {item.name: item for item in program.of_kind(SumGradients) if isinstance(item, SumGradients)}
-    lent = sum(min(each.bytes, _LENT_BYTES) * (len(each.group) - 1) // len(each.group) for each in sums.values())
+    lent = sum(lent_bytes(each.bytes, len(each.group)) for each in sums.values())
     ledger.hold("messages", {"messages": lent + max((size for size in sizes if size <= _ARENA_BYTES), default=0)})
+    ledger.hold("sums", {"gradients": sum(each.bytes for each in sums.values())})
 
 
 def _staged(exchange: Exchange) -> int:
@@ -74,14 +75,11 @@ class _Weights:
                 self.ledger.hold(("gradient", name), {"gradients": size})
 
     def sum(self, bucket: SumGradients, begins: bool) -> None:
-        """Begun, a copy of the gradients travels; in the end it takes their place."""
-        if begins:
-            self.ledger.hold(bucket.name, {"gradients": bucket.bytes})
-            self.ledger.for_a_while(passing=bucket.bytes)  # kernels lie channels last, and are laid out in a row
-            return
-        for name in self.there.intersection(bucket.weights):
-            self.there.remove(name)
-            self.ledger.release(("gradient", name))
+        """Begun, it adds up a copy of the gradients, whose memory is kept; in the end that takes their place."""
+        if not begins:
+            for name in self.there.intersection(bucket.weights):
+                self.there.remove(name)
+                self.ledger.release(("gradient", name))
 
 
 @dataclass
