@@ -19,14 +19,14 @@ FLAGS = (
 GONE_S = 10
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def lab(tmp_path_factory) -> Iterator[Lab]:
     lab = Lab(tmp_path_factory.mktemp("lab")).start()
     yield lab
     lab.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[object]:
     path = shutil.which("chromium") or shutil.which("google-chrome")
     if not path:
