@@ -59,10 +59,14 @@ def test_a_transposed_window_is_what_writes_to_its_outputs(rule: TransposedWindo
 @given(
     rule=st.builds(SlidingWindow, **settings), out=outputs, image_px=st.integers(1, 40), held=outputs,
 )  # fmt: skip
+@example(rule=SlidingWindow(1), out=Span(0, 3), image_px=2, held=Span(0, 1))
 @example(rule=SlidingWindow(3, padding=1), out=Span(0, 8), image_px=8, held=Span(0, 8))
 @example(rule=SlidingWindow(3, padding=1), out=Span(0, 4), image_px=8, held=Span(0, 4))
 def test_an_interior_reads_only_what_is_held(rule: SlidingWindow, out: Span, image_px: int, held: Span):
-    """No output is left out that reads held pixels alone, and none outside the image if others are for that."""
+    """No output is left out that reads held pixels alone, and none outside the image if others are for that.
+
+    Where some read padding only (on one side of such outputs nothing is held), there may be none: the tile stays whole.
+    """
     held, image = held & Span(0, image_px), Span(0, image_px)
     inside = {o for o in indices(out) if not (s := rule(Span(o, o + 1)) & image) or s & held == s}
     strictly = {o for o in inside if (s := rule(Span(o, o + 1))) & held == s}
@@ -71,7 +75,8 @@ def test_an_interior_reads_only_what_is_held(rule: SlidingWindow, out: Span, ima
     assert set(indices(found)) <= inside
     if max(0, -reads.start) != max(0, reads.stop - image_px):
         raise AssertionError("what lies outside is not the same on both sides")
-    assert strictly <= set(indices(found))
+    if all(rule(Span(o, o + 1)) & image for o in indices(out)):
+        assert strictly <= set(indices(found))
 
 
 @given(by=st.integers(-9, 9), out=outputs)
