@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
@@ -32,11 +33,15 @@ class Interrupts:
 
     def __init__(self, signals: Sequence[signal.Signals] = SIGNALS) -> None:
         self._signals = signals if threading.current_thread() is threading.main_thread() else ()
-        self._number = 0
+        self._number, self._since_s = 0, 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def __call__(self) -> int:
         return self._number
+
+    def late(self, within_s: float) -> bool:
+        """Whether a signal has come longer ago than that."""
+        return bool(self._number) and time.monotonic() - self._since_s > within_s
 
     def __enter__(self) -> Interrupts:
         self._before = {number: signal.signal(number, self._note) for number in self._signals}
@@ -50,5 +55,5 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._number = number
+        self._number, self._since_s = number, time.monotonic()
         self._give_back()

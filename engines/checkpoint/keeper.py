@@ -37,7 +37,7 @@ class Keeper:
     def after_step(self) -> None:
         """Save if it is time; of a full disk it tells, and training goes on. Raises StoppedError if asked to end."""
         if number := self.asked():
-            path = self._save()
+            path = self.save_now()
             name = signal.Signals(number).name
             raise StoppedError(
                 f"Stopped by {name} after {self.step()} steps. Saved as {path}: go on from there.", number
@@ -53,16 +53,17 @@ class Keeper:
     def after_all(self) -> None:
         """Save the end of the training, unless that is done. Raises CheckpointError."""
         if self.saved_step != self.step():
-            self._save()
+            self.save_now()
 
-    def _save(self) -> Path:
+    def save_now(self) -> Path:
+        """Save, whatever the time. Raises CheckpointError."""
         self.path = self.save()
         self.saved_step = self.step()
         return self.path
 
     def _try(self) -> None:
         try:
-            self._save()
+            self.save_now()
         except CheckpointError as error:
             self.tell(f"Not saved after {self.step()} steps: {error}")
 

@@ -17,6 +17,7 @@ from engines.comm.world import Message, World
 from engines.errors import CheckpointError
 from engines.layer.graph import TensorSpec
 from engines.training import RankTraining
+from engines.whereabouts import here
 
 __all__ = ["KEEP", "save"]
 
@@ -66,6 +67,7 @@ def _write(world: World, writer: Writer | None, file: str, contents: Contents, s
     if writer:
         writer.begin(file, contents.specs(file))
     for held, spec, giver in contents.gifts(file):
+        here().at(f"saves {held}".encode())
         given = _given(world, share.tensors.get(held), spec, giver)
         if writer:
             writer.add(given)

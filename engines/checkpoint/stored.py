@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -83,13 +84,17 @@ class Checkpoint:
         for name, told in self.manifest["files"].items():
             with self.reading():
                 file, size, crc32 = self.path / name, int(told["bytes"]), int(told["crc32"])
+            if file.parent != self.path or file.is_symlink():
+                raise self._damaged(f"{name!r} is no file of its own")
             self._check_file(file, size, crc32)
 
     def _check_file(self, file: Path, size: int, crc32: int) -> None:
         try:
-            found = file.stat().st_size
-            if found != size:
-                raise self._damaged(f"{file.name} has {found:,} bytes instead of {size:,}")
+            found = file.stat()
+            if not stat.S_ISREG(found.st_mode):
+                raise self._damaged(f"{file.name} is no regular file")  # a pipe, say, which would be waited for
+            if found.st_size != size:
+                raise self._damaged(f"{file.name} has {found.st_size:,} bytes instead of {size:,}")
             if _file_sum(file) != crc32:
                 raise self._damaged(f"the contents of {file.name} are not those that were written")
         except OSError as error:
@@ -129,7 +134,8 @@ class _Reading:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        told = (OSError, SafetensorError, KeyError, IndexError, TypeError, ValueError, AttributeError)
+        told = (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+        told += (RuntimeError, MemoryError)  # nested without end; a number too large for torch
         if isinstance(error, told) and not isinstance(error, Mpi4dlError):
             raise self.checkpoint._damaged(f"{type(error).__name__}: {error}") from error
 

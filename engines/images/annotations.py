@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from xml.etree import ElementTree as ET
+from xml.etree.ElementTree import Element
 
 from engines.errors import ImageError
 from engines.images.files import reasons
 from engines.images.folder import pictures
 from engines.images.tables import write_table
+from engines.images.xml import parsed
 
 __all__ = ["boxes_table", "masks_table"]
 
@@ -69,14 +70,14 @@ Box = tuple[str, int, int]
 
 def _boxes(path: Path) -> Iterator[Box]:
     with reasons(path):
-        found = ET.parse(path).getroot().findall("object")
+        found = parsed(path.read_bytes()).findall("object")
         boxes = [(each.findtext("name", "").strip(), _middle(each, "y"), _middle(each, "x")) for each in found]
         if not all(label for label, _, _ in boxes):
             raise ValueError("an object has no name")
     yield from boxes
 
 
-def _middle(box: ET.Element, axis: str) -> int:
+def _middle(box: Element, axis: str) -> int:
     low, high = (float(box.findtext(f"bndbox/{axis}{end}", "")) for end in ("min", "max"))
     return int(low - 1 + high) // 2  # VOC counts pixels from 1, and the last one is part of the box
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from xml.etree import ElementTree as ET
+from xml.etree.ElementTree import Element, ParseError
 
 from engines.errors import ImageError
 from engines.images.files import damaged
+from engines.images.xml import parsed
 
 __all__ = ["OmeImage"]
 
@@ -26,14 +27,14 @@ class OmeImage:
     def parse(cls, path: Path, text: str) -> OmeImage:
         """Raises ImageError where the file holds a stack, or channels that are no colours."""
         try:
-            root = ET.fromstring(text)
+            root = parsed(text)
             pixels = next(node for node in root.iter() if _name(node) == "Pixels")
             depth, times, channels = (int(pixels.attrib[f"Size{axis}"]) for axis in "ZTC")
             found = [node for node in pixels if _name(node) == "Channel"]
             samples = int(found[0].attrib.get("SamplesPerPixel", 1)) if found else 1
             data = next((node.attrib for node in pixels if _name(node) == "TiffData"), {})
             first, planes = int(data.get("IFD", 0)), channels // max(1, samples)
-        except (ET.ParseError, StopIteration, LookupError, ValueError) as error:
+        except (ParseError, StopIteration, LookupError, ValueError, OverflowError) as error:
             raise damaged(path, f"its OME-XML cannot be read ({type(error).__name__}: {error})") from error
         if (depth, times) != (1, 1) or (planes, samples) not in ((1, 1), (1, 2), (1, 3), (1, 4), (3, 1)):
             raise ImageError(
@@ -45,7 +46,7 @@ class OmeImage:
         return cls(planes, first, _microns(pixels.attrib))
 
 
-def _name(node: ET.Element) -> str:
+def _name(node: Element) -> str:
     """Without its namespace, which changes from year to year."""
     return node.tag.rpartition("}")[2]
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.errors import ImageError
+from engines.images.shown import picture_facts, picture_html
 from engines.images.thumbnails import shrunk
 
 __all__ = ["WHITE", "Level", "Pixels", "Reader", "bands"]
@@ -98,6 +99,12 @@ class Reader(ABC):
     def thumbnail(self, longest_px: int) -> Pixels:
         """The whole picture, shrunk until neither side is longer than `longest_px`; see `thumbnails.shrunk`."""
         return shrunk(self, longest_px)
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {'; '.join(picture_facts(self).values())}>"
+
+    def _repr_html_(self) -> str:
+        return picture_html(self)
 
     @abstractmethod
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:

@@ -19,6 +19,7 @@ COLUMNS = ("path", "label", "mask", "region", "level", "slide")
 """Of a table: only `path`, and one of `label` and `mask`, are needed. Paths are relative to the table. A region is
 `y0 x0 height width`, in pixels of the level. A slide is what images that resemble each other have in common."""
 
+_MOST_CLASSES, _FURTHEST_PX = 99_999, 1 << 31
 _TOLD = 5  # lines of a table, before the others are only counted
 
 
@@ -30,21 +31,24 @@ def table_images(
     classes: int | None = None,
     threshold: int | None = None,
     check: bool = True,
+    within: Path | None = None,
 ) -> ExampleImages:
     """The images of a table; see `COLUMNS`, and `ExampleImages` for `size`, `fit` and `threshold`.
 
     Labels that are all whole numbers from 0 are the classes. Otherwise they are names, and the classes are `names`,
     such as those of the table that a model was trained on, or else the names in their order. Masks have as many
     `classes` as is said, or two with a `threshold`.
+    A table may come from anybody: its files must lie `within` a folder, links followed, which is its own unless given.
     Raises ImageError, which names the table, its lines and what is wrong with them, where a file is missing or a line
     cannot be understood; and unless `check` is off, so that bad images can be left out later, where a file is no
     picture, or has no such region, or its mask another size.
     """
     rows = list(_rows(table))
     troubles = _Troubles(table)
-    drafts = [draft for row in rows if (draft := _draft(row, table.parent, troubles))]
+    place = _Place(table.parent, Path(os.path.realpath(table.parent if within is None else within)))
+    drafts = [draft for row in rows if (draft := _draft(row, place, troubles))]
     troubles.end()
-    names = names or _names({draft.label for draft in drafts} - {""})
+    names = names or _names(table, {draft.label for draft in drafts} - {""})
     masks = _mask_classes(table, drafts, classes, threshold)
     labels = {name: number for number, name in enumerate(names)}
     for draft in drafts:
@@ -155,28 +159,40 @@ def _check_header(table: Path, header: Sequence[str]) -> None:
         raise ImageError(f"{table}, line 1: there must be a column `path`, and `label` or `mask` or both. {known}")
 
 
-def _draft(row: _Row, folder: Path, troubles: _Troubles) -> _Draft | None:
+@dataclass(frozen=True)
+class _Place:
+    """Where paths of a table begin, and the real folder that their files may not lie outside of."""
+
+    folder: Path
+    within: Path
+
+    def file(self, name: str, what: str) -> Path:
+        """Raises ValueError where there is none, or none that the table may name."""
+        if not name:
+            raise ValueError("it has no path")
+        path = self.folder / name
+        if "\0" not in name and not Path(os.path.realpath(path)).is_relative_to(self.within):
+            raise ValueError(
+                f"the {what} {name!r} lies outside of {self.within} (if you trust the table: within=, or --within)"
+            )
+        if not os.path.exists(path):  # noqa: PTH110 (Path.exists raises where a name is too long)
+            raise ValueError(f"the {what} {path} is missing")
+        return path
+
+
+def _draft(row: _Row, place: _Place, troubles: _Troubles) -> _Draft | None:
     """None where something is wrong, which is added to the troubles."""
     try:
         label = row.get("label")
         if not label and ("label" in row.cells or not row.get("mask")):
             raise ValueError("it has no label" if "label" in row.cells else "it has no mask")
-        path = _file(folder, row.get("path"), "file")
-        mask = _file(folder, row.get("mask"), "mask") if row.get("mask") else None
+        path = place.file(row.get("path"), "file")
+        mask = place.file(row.get("mask"), "mask") if row.get("mask") else None
         level = _numbers(row.get("level") or "0", "level", 1)[0]
         return _Draft(row.line, Example(path, None, mask, _region(row.get("region")), level, row.get("slide")), label)
     except ValueError as trouble:
         troubles.add(row.line, str(trouble))
         return None
-
-
-def _file(folder: Path, name: str, what: str) -> Path:
-    if not name:
-        raise ValueError("it has no path")
-    path = folder / name
-    if not os.path.exists(path):  # noqa: PTH110 (Path.exists raises where a name is too long)
-        raise ValueError(f"the {what} {path} is missing")
-    return path
 
 
 def _region(text: str) -> Tile | None:
@@ -200,17 +216,20 @@ def _numbers(text: str, what: str, count: int) -> list[int]:
         numbers = [int(word) for word in text.split()]
     except ValueError:
         numbers = []
-    if len(numbers) != count or (what == "level" and numbers[0] < 0):
+    beyond = any(abs(number) > _FURTHEST_PX for number in numbers)
+    if len(numbers) != count or beyond or (what == "level" and numbers[0] < 0):
         of = "y0 x0 height width, four whole numbers" if count == 4 else "one whole number, 0 or more"
         raise ValueError(f"the {what} {text!r} is not {of}")
     return numbers
 
 
-def _names(labels: set[str]) -> list[str]:
+def _names(table: Path, labels: set[str]) -> list[str]:
     """Of the classes, in order."""
-    if all(label.isascii() and label.isdigit() for label in labels):
-        return [str(number) for number in range(1 + max(map(int, labels), default=-1))]
-    return sorted(labels)
+    if not all(label.isascii() and label.isdigit() for label in labels):
+        return sorted(labels)
+    if labels and len(longest := max(labels, key=len)) > len(str(_MOST_CLASSES)):
+        raise ImageError(f"{table}: the label {longest:.20} is no class number: they go from 0 to {_MOST_CLASSES}.")
+    return [str(number) for number in range(1 + max(map(int, labels), default=-1))]
 
 
 def _mask_classes(table: Path, drafts: Sequence[_Draft], classes: int | None, threshold: int | None) -> int | None:

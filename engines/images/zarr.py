@@ -14,6 +14,7 @@ from engines.errors import ImageError
 from engines.images.arrays import from_array
 from engines.images.files import FileReader, damaged, reasons
 from engines.images.reader import Level, Pixels, bands
+from engines.images.zarr_chunks import check_chunks, check_stored
 
 __all__ = ["ZarrPicture", "is_zarr"]
 
@@ -69,7 +70,9 @@ class ZarrPicture(FileReader[_Handle]):
         for top, bottom in bands(y0, y0 + height_px, 3 * width_px, chunk_rows):
             wanted = {"y": slice(top, bottom), "x": slice(x0, x0 + width_px), "c": slice(None)}
             with reasons(self.path):
-                part = np.asarray(array[tuple(wanted.get(axis, 0) for axis in handle.axes)])
+                part_of = tuple(wanted.get(axis, 0) for axis in handle.axes)
+                check_stored(self.path, array, part_of)
+                part = np.asarray(array[part_of])
                 out[top - y0 : bottom - y0] = from_array(part.transpose(order), str(self.path))
 
 
@@ -115,6 +118,7 @@ def _checked(path: Path, arrays: Sequence[Any], axes: str | None) -> str:
             raise ImageError(f"{path} holds a stack: {sizes}. A picture has 1, 3 or 4 channels, one time, one plane.")
         if array.dtype != np.uint8:
             raise ImageError(f"{path} holds {array.dtype} numbers, and pictures here have uint8. Scale and save it.")
+        check_chunks(path, array)
     return letters
 
 

@@ -1,48 +1,27 @@
-"""What is damaged, of another training or without room: a CheckpointError that says so, and nothing has changed."""
+"""What is damaged or of another training: a CheckpointError that says so, and nothing has changed."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import resource
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from engines.checkpoint import folder as folders
-from engines.checkpoint import writer as writers
-from engines.checkpoint.folder import checkpoints, locked
-from engines.checkpoint.keeper import keeper_of_ranks
 from engines.checkpoint.load import check, load
 from engines.checkpoint.plain import optimiser_state
-from engines.checkpoint.save import save
 from engines.checkpoint.stored import sealed
-from engines.checkpoint.tensor_file import TensorFile
-from engines.checkpoint.values import from_json, to_json
-from engines.checkpoint.writer import check_writable
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError
 from engines.training import RankTraining, Recipe
-from tests.checkpoint.trainings import PLANS, Net, Weighted, data, net, on_ranks, recipe_of, tensors_of
+from tests.checkpoint.trainings import PLANS, Net, Weighted, net, on_ranks, recipe_of, tensors_of
 
 PLAN = PLANS["stages"]
-
-
-@pytest.fixture(scope="module")
-def recipe() -> Recipe:
-    return recipe_of(PLAN)
-
-
-@pytest.fixture(scope="module")
-def stored(recipe: Recipe, tmp_path_factory) -> Path:
-    return on_ranks(recipe, data(recipe, 1), into=tmp_path_factory.mktemp("stored")).saved
 
 
 @pytest.fixture
@@ -112,6 +91,28 @@ DAMAGES = {
     "other JSON": (lambda path: (path / "checkpoint.json").write_text("[1]"), "not that of a checkpoint of this"),
     "a newer version": (changed(format=2, package="9.0"), r"has format 2 \(written by version 9.0\).*reads format 1"),
     "no seed": (changed(seed=None), "does not say what 'seed' is"),
+    "a file elsewhere": (changed(files={"../weights": {"bytes": 0, "crc32": 0}}), "'../weights' is no file of its own"),
+    "a device": (changed(files={"/dev/zero": {"bytes": 0, "crc32": 0}}), "'/dev/zero' is no file of its own"),
+    "a link to a device": (
+        lambda path: ((path / "z").symlink_to("/dev/zero"), changed(files={"z": {"bytes": 0, "crc32": 0}})(path)),
+        "'z' is no file of its own",
+    ),
+    "a pipe": (
+        lambda path: (os.mkfifo(path / "pipe"), changed(files={"pipe": {"bytes": 0, "crc32": 0}})(path)),
+        "pipe is no regular file",
+    ),
+    "a device as JSON": (
+        lambda path: ((path / "checkpoint.json").unlink(), (path / "checkpoint.json").symlink_to("/dev/zero")),
+        "there is no checkpoint in this folder",
+    ),
+    "JSON nested without end": (
+        lambda path: (path / "checkpoint.json").write_text('{"a":' * 100_000),
+        "checkpoint.json is no JSON",
+    ),
+    "a number beyond all numbers": (
+        lambda path: (path / "checkpoint.json").write_text('{"step": 1e999, "crc32": 0}'),
+        "checkpoint.json is no JSON",
+    ),
     "files that are no list": (changed(files={"model.safetensors": 3}), "damaged: TypeError"),
     "a state without options": (
         changed(optimiser={"kind": "Adam", "options": [], "weights": {"model.x": {"options": 0}}}),
@@ -224,194 +225,3 @@ def test_a_loss_without_weights(stored: Path):
 def test_an_optimiser_of_weights_that_are_not_the_models(stored: Path):
     with pytest.raises(CheckpointError, match=r"moves a tensor \(2,\) that is no weight of the model"):
         optimiser_state(stored, net(), torch.optim.Adam([nn.Parameter(torch.zeros(2))]))
-
-
-# ---- saving that fails
-
-
-def saved_or_said(recipe: Recipe, into: Path, feed: object = None, keep: int = 3) -> str:
-    """What every rank says; and then they train on."""
-    whole = data(recipe, 2)
-
-    def work(world: LoopbackWorld) -> str:
-        training = RankTraining(world, recipe)
-        training.step(training.cut(whole[0]))
-        with pytest.raises(CheckpointError) as caught:
-            save(training, into, feed, keep)
-        training.step(training.cut(whole[1]))
-        assert training.worker.steps == 3
-        return str(caught.value)
-
-    said = set(run_ranks(recipe.plan.ranks, work))
-    assert len(said) == 1
-    return said.pop()
-
-
-def untouched(before: Path, into: Path) -> bool:
-    """The checkpoint that was there loads still, and nothing else is there."""
-    return checkpoints(into) == [before] and [path.name for path in into.iterdir()] == [before.name]
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "training.safetensors", "checkpoint.json"])
-def test_a_disk_that_becomes_full_while_it_is_written(file: str, recipe: Recipe, tmp_path: Path, monkeypatch):
-    before = on_ranks(recipe, [], into=tmp_path).saved
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    class Full(TensorFile):
-        def __init__(self, path: Path, specs: object) -> None:
-            super().__init__(path, specs)
-            if path.name == file:
-                self.add = full
-
-    monkeypatch.setattr(writers, "TensorFile", Full)
-    if file == "checkpoint.json":
-        monkeypatch.setattr(writers, "complete", full)
-    said = saved_or_said(recipe, tmp_path)
-    assert said.startswith(f"{tmp_path}: a checkpoint needs ")
-    assert "bytes, but there are" in said
-    assert "free (No space left on device)" in said
-    assert untouched(before, tmp_path)
-    check(before, recipe)
-
-
-def test_too_little_space_is_known_before(recipe: Recipe, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 999, 999))
-    said = saved_or_said(recipe, tmp_path)
-    assert "bytes, but there are 999 free. " in said
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_limit_of_the_system(recipe: Recipe, tmp_path: Path):
-    """A real one: no file may be larger than that."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
-    try:
-        said = saved_or_said(recipe, tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "(File too large)" in said
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_folders_that_cannot_be_written_to(recipe: Recipe, tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
-        with pytest.raises(CheckpointError, match=r"no checkpoint can be written here: .* Name a folder") as caught:
-            check_writable(path)
-        assert str(path) in str(caught.value)
-    assert "no checkpoint can be written here" in saved_or_said(recipe, tmp_path / "file")
-
-
-def test_two_trainings_do_not_share_a_folder(recipe: Recipe, tmp_path: Path):
-    with locked(tmp_path):
-        assert "another training is saving into this folder" in saved_or_said(recipe, tmp_path)
-
-
-def test_what_cannot_be_saved(recipe: Recipe, tmp_path: Path):
-    assert "feed's state cannot be written as JSON" in saved_or_said(recipe, tmp_path, feed={1j})
-    assert "keep=0 must be at least 1" in saved_or_said(recipe, tmp_path, keep=0)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_training_in_the_middle_of_a_step(recipe: Recipe, tmp_path: Path):
-    def work(world: LoopbackWorld) -> None:
-        training = RankTraining(world, recipe)
-        training.start(training.cut(data(recipe, 1)[0]))
-        if world.rank == 0:
-            training.worker.step()
-        with pytest.raises(CheckpointError, match="in the middle of a step"):
-            save(training, tmp_path)
-
-    run_ranks(recipe.plan.ranks, work)
-
-
-def test_ranks_that_were_stopped_in_an_update(recipe: Recipe, tmp_path: Path):
-    """As by a second interrupt: some have changed their weights and some have not."""
-
-    def work(world: LoopbackWorld) -> None:
-        training = RankTraining(world, recipe)
-        training.worker.steps += world.rank == 1
-        with pytest.raises(CheckpointError, match="stopped while they changed their weights, after 0 to 1 steps"):
-            save(training, tmp_path)
-
-    run_ranks(recipe.plan.ranks, work)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_no_checkpoint_holds():
-    with pytest.raises(CheckpointError, match="SGD keeps a object, which a checkpoint does not hold"):
-        to_json({"x": object()}, "SGD")
-    assert from_json(to_json({1: (float("inf"), torch.tensor([1.5, float("nan")]))}, ""))[1][0] == float("inf")
-
-
-# ---- a folder over time
-
-
-def test_the_last_ones_stay_and_leftovers_go(recipe: Recipe, tmp_path: Path):
-    (tmp_path / ".partial-00001").mkdir()
-    (tmp_path / ".partial-00001" / "model.safetensors").write_text("half")
-    (tmp_path / "notes.txt").write_text("the user's own")
-    whole = data(recipe, 1)[0]
-
-    def work(world: LoopbackWorld) -> None:
-        training = RankTraining(world, recipe)
-        for _ in range(5):
-            training.step(training.cut(whole))
-            save(training, tmp_path, keep=2)
-
-    run_ranks(recipe.plan.ranks, work)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["00004-step-4", "00005-step-5", "notes.txt"]
-    assert check(tmp_path, recipe).step == 5
-
-
-def test_what_is_saved_last_is_the_newest_whatever_its_step(recipe: Recipe, stored: Path, tmp_path: Path):
-    """Who goes back to an earlier checkpoint and trains on from there resumes there, not at the old end."""
-    on_ranks(recipe, data(recipe, 4), into=tmp_path)
-    on_ranks(recipe, [], resume=stored, into=tmp_path)
-    assert check(tmp_path, recipe).step == 1
-    (tmp_path / "100000-step-9").mkdir()
-    assert checkpoints(tmp_path)[-1].name == "100000-step-9"
-
-
-def test_a_keeper_saves_when_it_is_time(recipe: Recipe, tmp_path: Path, capsys):
-    whole = data(recipe, 1)[0]
-
-    def work(world: LoopbackWorld, every: int | None) -> list[list[str]]:
-        training = RankTraining(world, recipe)
-        keeper = keeper_of_ranks(training, tmp_path / str(every), lambda: {"at": training.worker.steps}, every, keep=9)
-        for step in range(5):
-            training.step(training.cut(whole))
-            keeper.after_step()
-            if step == 2:
-                keeper.after_epoch()
-        keeper.after_all()
-        keeper.after_all()
-        return [path.name for path in checkpoints(tmp_path / str(every))]
-
-    by_epoch, *_ = run_ranks(recipe.plan.ranks, partial(work, every=None))
-    assert by_epoch == ["00001-step-3", "00002-step-5"]
-    by_steps, *_ = run_ranks(recipe.plan.ranks, partial(work, every=2))
-    assert by_steps == ["00001-step-2", "00002-step-4", "00003-step-5"]
-    assert check(tmp_path / "2", recipe).feed == {"at": 6}
-
-
-def test_a_keeper_trains_on_where_the_disk_is_full(recipe: Recipe, tmp_path: Path, monkeypatch, capsys):
-    whole = data(recipe, 1)[0]
-
-    def work(world: LoopbackWorld) -> int:
-        training = RankTraining(world, recipe)
-        keeper = keeper_of_ranks(training, tmp_path, lambda: None, every=1)
-        world.rest()
-        monkeypatch.setattr(writers, "check_space", lambda folder, needed: folders.check_space(folder, 10**18))
-        for _ in range(2):
-            training.step(training.cut(whole))
-            keeper.after_step()
-        with pytest.raises(CheckpointError):
-            keeper.after_all()
-        return training.worker.steps
-
-    assert set(run_ranks(recipe.plan.ranks, work)) == {3}
-    told = capsys.readouterr().err.splitlines()
-    assert [line[:22] for line in told] == ["Not saved after 1 step", "Not saved after 2 step"]

@@ -151,10 +151,11 @@ def test_the_loss_scale_goes_on(tmp_path: Path):
     again = on_ranks(replace(recipe, loss_scale=2.0**16), whole[12:], resume=path, look=note("again"))
     assert seen["again"] == seen["straight"]
     assert again.losses == straight.losses[12:]
-    pairs = [
-        (again.tensors[name], tensor) for name, tensor in straight.tensors.items()
-    ]  # memory's gaps vary the last bits
-    assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in pairs)
+    for name, tensor in straight.tensors.items():
+        # Half precision's kernels may round the last bit of a sum by where it lies in memory: two runs without a break
+        # differ there too. Halves hide it, the statistics of batch norm are single precision.
+        rounding = 2.0**-23 if "running" in name else 0.0
+        assert torch.allclose(again.tensors[name], tensor, rtol=rounding, atol=rounding), name
     assert again.losses[-1] != straight.losses[0], "all steps were skipped"
 
 

@@ -113,7 +113,7 @@ def test_the_command_writes_a_table_or_says_why_not(tmp_path: Path, capsys: pyte
 def test_nuclei_of_breast_tissue(tmp_path: Path):
     folder = shared("brecahad")
     assert masks_table(folder / "images", folder / "masks", tmp_path / "t.csv") == 24
-    images = table_images(tmp_path / "t.csv", (1024, 1360), threshold=127)
+    images = table_images(tmp_path / "t.csv", (1024, 1360), threshold=127, within=folder)
     tile = Tile.whole(1024, 1360)
     share = images.mask(3, tile).double().mean().item()
     assert images.mask(3, tile).unique().tolist() == [0, 1]
@@ -129,7 +129,9 @@ def test_cells_of_blood(tmp_path: Path):
     found = {}
     for chosen in ("train", "val", "test"):
         boxes_table(folder, chosen, tmp_path / f"{chosen}.csv", crop_px=96, most=1)
-        found[chosen] = table_images(tmp_path / f"{chosen}.csv", (48, 48), names=["Platelets", "RBC", "WBC"])
+        found[chosen] = table_images(
+            tmp_path / f"{chosen}.csv", (48, 48), names=["Platelets", "RBC", "WBC"], within=folder
+        )
     slides = {chosen: {images.slide(i) for i in range(len(images))} for chosen, images in found.items()}
     assert not slides["train"] & slides["test"]
     assert not slides["train"] & slides["val"]
@@ -144,7 +146,7 @@ def test_regions_of_a_slide(tmp_path: Path):
     write_table(
         tmp_path / "t.csv", [(path, "tissue", "400 500 300 200"), (path, "glass", "")], (*COLUMNS[:2], "region")
     )
-    images, picture = table_images(tmp_path / "t.csv", None), open_image(path)
+    images, picture = table_images(tmp_path / "t.csv", None, within=path.parent), open_image(path)
     assert [images.shape(0), images.shape(1)] == [(300, 200), picture.shape()]
     parts = [images.part(0, tile) for tile in Grid(2, 2).cut(300, 200)]
     whole = torch.cat([torch.cat(parts[:2], 2), torch.cat(parts[2:], 2)], 1)

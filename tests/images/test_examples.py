@@ -1,4 +1,4 @@
-"""Images in files: folders by class and slide, regions, sizes, masks."""
+"""Images in files: folders by class and slide, regions, sizes."""
 
 from __future__ import annotations
 
@@ -16,30 +16,12 @@ from engines.errors import ImageError
 from engines.images.example import Example
 from engines.images.examples import ExampleImages
 from engines.images.folder import folder_images
-from engines.images.masks import IGNORED, Mask
+from engines.images.masks import IGNORED
 from engines.images.opened import shape_of
 from engines.images.picture import open_image
 from engines.images.some import parted
 from engines.spatial.tiles import Grid, Span, Tile
-
-RANDOM = np.random.default_rng(0)
-PIXELS = RANDOM.integers(0, 256, (60, 80, 3), dtype=np.uint8)
-CLASSES = RANDOM.integers(0, 3, (60, 80)).astype(np.uint8)
-REGION = Tile(Span(-5, 41), Span(50, 90))  # reaches outside, above and to the right
-
-
-def saved(path: Path, pixels: NDArray[np.generic], mode: str | None = None) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    image = Image.fromarray(pixels)
-    (image.convert(mode) if mode else image).save(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A picture and its mask."""
-    folder = tmp_path_factory.mktemp("files")
-    return saved(folder / "picture.png", PIXELS), saved(folder / "mask.png", CLASSES)
+from tests.images.example_files import CLASSES, FRAMES, PIXELS, REGION, saved
 
 
 def as_bytes(part: torch.Tensor) -> NDArray[np.uint8]:
@@ -61,8 +43,6 @@ def _bounds(span: Span, size: int) -> tuple[int, int]:
 
 
 # ---- sizes and regions
-
-FRAMES = {"whole": None, "region": REGION}
 
 
 @settings(deadline=None, max_examples=60)
@@ -172,116 +152,6 @@ def test_a_region_that_has_nothing_of_its_picture_is_named(files):
     images = ExampleImages([Example(files[0], 0, None, Tile(Span(60, 70), Span(0, 5)))], ["a"], (5, 5))
     with pytest.raises(ImageError, match=r"region of 10 x 5 px from row 60, column 0 lies outside of picture\.png"):
         images.part(0, Tile.whole(5, 5))
-
-
-# ---- masks
-
-
-@pytest.mark.parametrize("ending", ["png", "tiff", "npy", "palette.png", "wide.tiff", "float.tiff"])
-def test_masks_of_many_kinds_say_the_same(ending: str, tmp_path: Path):
-    path = tmp_path / f"mask.{ending}"
-    if ending == "npy":
-        np.save(path, CLASSES.astype(np.float64))
-    elif ending == "palette.png":
-        image = Image.fromarray(CLASSES)
-        image.putpalette([0, 0, 0, 250, 10, 10, 20, 240, 20])
-        image.save(path)
-    else:
-        kind = {"wide.tiff": np.uint16, "float.tiff": np.float32}.get(ending, np.uint8)
-        Image.fromarray(CLASSES.astype(kind)).save(path)
-    mask = Mask(path, 3)
-    assert mask.shape == (60, 80)
-    tile = Tile(Span(7, 31), Span(11, 50))
-    assert np.array_equal(mask.read(tile), CLASSES[7:31, 11:50])
-
-
-@pytest.mark.parametrize("mode", ["L", "RGB"])
-def test_a_jpeg_needs_a_threshold(mode: str, tmp_path: Path):
-    discs = np.zeros((64, 64), np.uint8)
-    discs[16:48, 16:48] = 255
-    path = saved(tmp_path / "mask.jpg", discs, mode)
-    read = Mask(path, 2, threshold=127).read(Tile.whole(64, 64))
-    assert np.array_equal(read, discs == 255)
-    with pytest.raises(ImageError, match=r"mask\.jpg holds \d+ at row \d+, column \d+, which is no class: there are 2"):
-        Mask(path, 2).read(Tile.whole(64, 64))
-
-
-def with_one(value: float, kind: type[np.generic]) -> NDArray[np.generic]:
-    values = CLASSES.astype(kind)
-    values[20, 30] = value
-    return values
-
-
-BAD_VALUES = {
-    "NaN": (with_one(np.nan, np.float32), "nan"),
-    "infinite": (with_one(np.inf, np.float64), "inf"),
-    "a fraction": (with_one(1.5, np.float32), r"1\.5"),
-    "below zero": (with_one(-1, np.int16), "-1"),
-    "no class": (with_one(3, np.uint8), "3"),
-}
-
-
-@pytest.mark.parametrize("threshold", [None, 1])
-@pytest.mark.parametrize(("values", "said"), BAD_VALUES.values(), ids=BAD_VALUES)
-def test_a_number_that_is_no_class_is_named_with_its_pixel(values, said: str, threshold: int | None, tmp_path: Path):
-    path = tmp_path / "mask.npy"
-    np.save(path, values)
-    mask = Mask(path, 3, threshold)
-    if threshold is not None and said != "nan":
-        assert mask.read(Tile.whole(60, 80)).max() == 1
-        return
-    with pytest.raises(
-        ImageError, match=rf"mask\.npy holds {said} at row 20, column 30, which is no class: there are 3"
-    ):
-        mask.read(Tile(Span(15, 60), Span(30, 80)))
-    assert mask.read(Tile(Span(0, 20), Span(0, 80))).shape == (20, 80)
-
-
-def test_masks_that_cannot_be_read(tmp_path: Path, files):
-    coloured = saved(tmp_path / "coloured.png", PIXELS)
-    with pytest.raises(ImageError, match=r"coloured\.png is coloured, .* which class a colour is"):
-        Mask(coloured, 3).read(Tile.whole(60, 80))
-    np.save(tmp_path / "three.npy", np.zeros((4, 4, 3)))
-    with pytest.raises(ImageError, match=r"three\.npy holds float64 of shape \(4, 4, 3\), but a mask is \(H, W\)"):
-        Mask(tmp_path / "three.npy", 3)
-    np.save(tmp_path / "objects.npy", np.array([[object()]]), allow_pickle=True)
-    with pytest.raises(ImageError, match=r"objects\.npy is damaged: .*Python objects"):
-        Mask(tmp_path / "objects.npy", 3)
-    (tmp_path / "text.png").write_text("no mask")
-    with pytest.raises(ImageError, match=r"text\.png"):
-        Mask(tmp_path / "text.png", 3)
-    with pytest.raises(ImageError, match=r"none\.png does not exist"):
-        Mask(tmp_path / "none.png", 3)
-
-
-@pytest.mark.parametrize("ending", ["png", "jpg", "tiff", "npy", "palette.png", "wide.png"])
-def test_a_spoiled_mask_is_read_or_refused(ending: str, tmp_path: Path):
-    sound, random = tmp_path / f"sound.{ending}", np.random.default_rng(0)
-    if ending == "npy":
-        np.save(sound, CLASSES.astype(np.float32))
-    else:
-        image = Image.fromarray(CLASSES.astype(np.uint16) if ending == "wide.png" else CLASSES)
-        (image.convert("P") if ending == "palette.png" else image).save(sound)
-    data, path, read = sound.read_bytes(), tmp_path / f"spoiled.{ending}", 0
-    for number in range(150):
-        spoiled = bytearray(data if number % 3 else data[: random.integers(len(data))])
-        for place in random.integers(0, max(1, min(len(spoiled), 40 if number % 2 else 10**6)), 1 + number % 4):
-            spoiled[place : place + 1] = bytes([random.integers(256)])
-        path.write_bytes(bytes(spoiled))
-        try:
-            rows, cols = Mask(path, 3, threshold=1).shape
-            read += Mask(path, 3, threshold=1).read(Tile.whole(min(rows, 99), min(cols, 99))).max() <= 1
-        except ImageError as error:
-            assert path.name in str(error)  # noqa: PT017 (either outcome is right)
-    assert read < 150
-
-
-@pytest.mark.parametrize("region", FRAMES.values(), ids=FRAMES)
-def test_a_mask_of_another_size_is_named(region: Tile | None, files, tmp_path: Path):
-    mask = saved(tmp_path / "other.png", CLASSES[:-1])
-    images = ExampleImages([Example(files[0], 0, mask, region)], ["a"], (60, 80), mask_classes=3)
-    with pytest.raises(ImageError, match=r"mask .*other\.png has 59 x 80 pixels, but .*picture\.png has 60 x 80"):
-        images.mask(0, Tile.whole(60, 80))
 
 
 # ---- folders

@@ -296,3 +296,12 @@ def test_numbers_that_are_no_picture_are_refused(source, reason):
 @pytest.mark.parametrize("module", [picture, reader], ids=lambda module: module.__name__)
 def test_the_examples_run(module):
     assert doctest.testmod(module).failed == 0
+
+
+def test_a_notebook_shows_what_a_picture_is():
+    opened = open_image(COLOURS)
+    assert repr(opened) == "<picture: 6 rows × 9 columns>"
+    html = opened._repr_html_()
+    assert ">6 rows × 9 columns<" in html
+    assert 'alt="picture, all of it"' in html
+    assert "data:image/png;base64," in html

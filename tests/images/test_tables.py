@@ -95,7 +95,7 @@ def test_paths_are_relative_to_the_table_when_written_and_read(folder: Path, mon
         "path,label", "../images/a.png,x", '../images/b.png,"y, z"',
     ]  # fmt: skip
     monkeypatch.chdir("/")
-    images = table_images(folder / "tables" / "t.csv", SIZE)
+    images = table_images(folder / "tables" / "t.csv", SIZE, within=folder)
     assert images.names == ("x", "y, z")
     assert images.part(1, Tile.whole(*SIZE)).shape == (3, *SIZE)
     with pytest.raises(ImageError, match=r"none/t\.csv cannot be written: No such file"):

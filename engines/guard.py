@@ -1,0 +1,118 @@
+"""Starts a rank's process, watches it, and tells what becomes of it: `python -m engines.guard COMMAND ...`.
+
+It is what MPI takes for the rank. When the rank has ended, or does not go on, it writes a line that says what the rank
+itself can't say any more; mpiexec carries it to the notebook, from whatever host. It then ends as the rank did, and by
+a signal where the rank left with a code, which MPI would not notice. Without the one that has started it (mpiexec, or
+its daemon on another host) it ends the rank: none is left behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from engines.whereabouts import BOARD, Board, Whereabouts
+
+__all__ = ["MARK", "RANK_NAMES", "main"]
+
+MARK = "\x1empi4dl_nb "
+"""What a line begins with that tells of a rank: the rest is JSON."""
+
+RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+"""Where MPIs write which rank a process is."""
+
+_LOOK_S, _REST_S = 0.5, 1.0  # it is looked after this often; so long in one place, and it does not go on
+_STOPPED = "T"
+_PR_SET_PDEATHSIG = 1  # of Linux
+
+
+class _Guard:
+    """Has a rank's process as its child. `told` is what was last told of a rank that does not go on."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.rank = next((int(os.environ[name]) for name in RANK_NAMES if name in os.environ), 0)
+        self.parent = os.getppid()
+        self.told: tuple[Whereabouts | None, bool] | None = None
+        with tempfile.TemporaryFile() as file:
+            self.board = Board.on(file.fileno())
+            self.process = subprocess.Popen(
+                command, pass_fds=[file.fileno()], env={**os.environ, BOARD: str(file.fileno())},
+                preexec_fn=_tied,  # noqa: PLW1509 (there are no threads here)
+            )  # fmt: skip
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever means the rank sends it there
+        signal.signal(signal.SIGTERM, lambda number, frame: self.process.terminate())
+
+    def watch(self) -> int:
+        """Its exit code, negative where a signal has ended it, once it has ended."""
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return self.process.wait(_LOOK_S)
+            if os.getppid() != self.parent:
+                self.process.kill()
+            self._look()
+
+    def _look(self) -> None:
+        """Tell once of a rank that does not go on, and once that it does."""
+        now, state = self.board.read(), _state(self.process.pid)
+        rests = now is not None and time.monotonic() - now.since_s >= _REST_S
+        found = (now, state == _STOPPED) if rests or state == _STOPPED else None
+        if found != self.told:
+            self.told = found
+            self.say("still", state=state, **_facts(now)) if found else self.say("moves")
+
+    def say(self, event: str, **facts: object) -> None:
+        """A line of its own, in one piece, whatever ranks write at the same time."""
+        line = {"rank": self.rank, "event": event, **facts}
+        os.write(1, f"\n{MARK}{json.dumps(line)}\n".encode())
+
+
+def _tied() -> None:
+    """Done by the child: should this guard be killed, it ends too."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _facts(now: Whereabouts | None) -> dict[str, object]:
+    if now is None:
+        return {"text": "", "step": 0, "waits": False, "for_s": 0.0}
+    return {"text": now.text, "step": now.step, "waits": now.waits, "for_s": round(time.monotonic() - now.since_s, 3)}
+
+
+def _state(pid: int) -> str:
+    """A letter, as in ps: R computes, S sleeps, D waits for a file, T is stopped; none where the system doesn't say."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _leave_as(code: int) -> None:
+    """End as the rank did: MPI notices a process that a signal has ended, and not one that left with a code."""
+    if code:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank may have left a core already
+        number = -code if code < 0 else signal.SIGKILL
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def main(command: Sequence[str]) -> None:
+    """Run a command as a rank."""
+    guard = _Guard(command)
+    code = guard.watch()
+    guard.say("ended", code=code, **_facts(guard.board.read()))
+    _leave_as(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

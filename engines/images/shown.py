@@ -1,0 +1,39 @@
+"""A picture as a notebook shows it: what it is, and a small image of it."""
+
+from __future__ import annotations
+
+import base64
+import io
+from html import escape
+from typing import TYPE_CHECKING
+
+from PIL import Image
+
+from engines.facts import facts_table
+
+if TYPE_CHECKING:
+    from engines.images.picture import Picture
+
+__all__ = ["picture_facts", "picture_html"]
+
+LONGEST_PX = 240
+
+
+def picture_facts(picture: Picture) -> dict[str, str]:
+    """Its size, levels and resolution, in words."""
+    sizes = [f"{level.height} rows × {level.width} columns" for level in picture.levels]
+    facts = {"Size in px": sizes[0]}
+    if len(sizes) > 1:
+        facts["Coarser levels"] = ", ".join(sizes[1:])
+    if picture.microns_per_px:
+        facts["Resolution"] = f"{picture.microns_per_px:.3g} µm per px"
+    return facts
+
+
+def picture_html(picture: Picture) -> str:
+    """Those facts as a table, and the picture itself, small. Raises ImageError where it cannot be read."""
+    buffer = io.BytesIO()
+    Image.fromarray(picture.thumbnail(LONGEST_PX)).save(buffer, "png")
+    data = base64.b64encode(buffer.getvalue()).decode()
+    image = f'<img alt="{escape(picture.name)}, all of it" src="data:image/png;base64,{data}">'
+    return f"{facts_table(picture.name, picture_facts(picture))}{image}"

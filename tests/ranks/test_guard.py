@@ -1,0 +1,171 @@
+"""What a guard tells of the process that it watches, and that neither outlives the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engines.guard import MARK
+from engines.whereabouts import Board, Whereabouts, working
+from mpi4dl_nb.hang import hang_of
+from mpi4dl_nb.launch.reports import Ended, Reports, Still
+
+SAYS = "from engines.whereabouts import Board; Board.inherited().at(b'forward pass', 3)"
+
+
+def guarded(code: str, **more: object) -> subprocess.Popen[bytes]:
+    """A guard, and under it a Python that does this."""
+    environment = {**os.environ, "OMPI_COMM_WORLD_RANK": "4"}
+    command = [sys.executable, "-m", "engines.guard", sys.executable, "-c", code]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, **more)
+
+
+def told(output: bytes) -> list[dict[str, object]]:
+    """What a guard has written."""
+    return [json.loads(line.partition(MARK)[2]) for line in output.decode().split("\n") if MARK in line]
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "left_as"),
+    [
+        ("", 0, 0),
+        ("import os; os._exit(3)", 3, -signal.SIGKILL),
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, -signal.SIGKILL),
+        ("import os; os.kill(os.getpid(), 11)", -signal.SIGSEGV, -signal.SIGSEGV),
+    ],
+    ids=["in order", "with a code", "killed", "at fault"],
+)
+def test_it_tells_of_the_end_and_ends_alike(code: str, said: int, left_as: int):
+    guard = guarded(f"{SAYS}; {code}")
+    output, _ = guard.communicate(timeout=20)
+    (line,) = told(output)
+    assert (line["rank"], line["event"], line["code"]) == (4, "ended", said)
+    assert (line["text"], line["step"]) == ("forward pass", 3)
+    assert guard.returncode == left_as
+
+
+def test_it_tells_once_of_a_rank_that_stands_still_and_once_that_it_goes_on():
+    more = "import time; time.sleep(1.8); Board.inherited().at(b''); time.sleep(1)"
+    output, _ = guarded(f"{SAYS}; {more}").communicate(timeout=20)
+    assert [line["event"] for line in told(output)] == ["still", "moves", "ended"]
+
+
+def test_it_tells_of_a_rank_that_is_stopped_even_where_it_has_nothing_to_do():
+    guard = guarded("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
+    time.sleep(1.5)
+    (rank,) = psutil.Process(guard.pid).children()
+    rank.kill()
+    output, _ = guard.communicate(timeout=20)
+    first = told(output)[0]
+    assert (first["event"], first["state"]) == ("still", "T")
+
+
+def test_the_rank_ends_with_whoever_has_started_its_guard():
+    """mpiexec, or a host's daemon, was killed: nobody is left to end what it has started."""
+    guard = [sys.executable, "-m", "engines.guard", sys.executable, "-c", "import time; time.sleep(60)"]
+    code = f"import subprocess, time; print(subprocess.Popen({guard!r}).pid, flush=True); time.sleep(60)"
+    starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    found = psutil.Process(int(starter.stdout.readline()))
+    until_s = time.monotonic() + 10
+    while not found.children() and time.monotonic() < until_s:
+        time.sleep(0.05)
+    family = [found, *found.children()]
+    starter.kill()
+    starter.communicate()
+    assert not psutil.wait_procs(family, timeout=5)[1]
+
+
+def test_the_rank_ends_with_its_guard():
+    guard = guarded("import time; time.sleep(60)")
+    until_s = time.monotonic() + 10
+    while not (ranks := psutil.Process(guard.pid).children()) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    guard.kill()
+    guard.communicate()
+    assert not psutil.wait_procs(ranks, timeout=5)[1]
+
+
+# ---- what the notebook makes of it
+
+
+def line(rank: int, event: str, **facts: object) -> str:
+    return f"\n{MARK}{json.dumps({'rank': rank, 'event': event, **facts})}\n"
+
+
+PLACE = {"text": "stage 1", "step": 2, "waits": True, "for_s": 3.0}
+
+
+def test_reports_are_found_among_what_else_is_written(tmp_path: Path):
+    path = tmp_path / "output"
+    path.write_text("noise" + line(0, "still", state="S", **PLACE) + "half a li")
+    reports = Reports(path)
+    reports.look()
+    assert 3 <= reports.still[0].for_s < 4
+    with path.open("a") as file:
+        file.write("ne\n" + line(0, "moves") + line(1, "ended", code=-15, **PLACE) + f"\n{MARK}not json\n" + MARK)
+    reports.look()
+    reports.close()
+    assert reports.still == {}
+    assert str(reports.ended[1]) == "its process was killed by SIGTERM in stage 1, step 2"
+
+
+@pytest.mark.parametrize(
+    ("ended", "words"),
+    [
+        (Ended(None), "its process has ended"),
+        (Ended(0), "its process has left with exit code 0"),
+        (Ended(-35), "its process was killed by signal 35"),
+    ],
+)
+def test_an_end_in_words(ended: Ended, words: str):
+    assert str(ended) == words
+
+
+STOPPED = "it was stopped by a signal"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "who"),
+    [
+        ({0: (9, True, ""), 1: (9, False, "")}, 1),
+        ({0: (9, True, ""), 1: (9, True, "")}, 0),
+        ({0: (9, True, ""), 1: (9, True, STOPPED)}, 1),
+        ({0: (9, False, ""), 1: (9, False, STOPPED)}, 1),
+        ({0: (9, False, ""), 1: (9, False, "")}, None),  # both compute
+        ({0: (9, True, ""), 1: (1, False, "")}, None),  # one has gone on
+        ({0: (9, True, "")}, None),
+    ],
+)
+def test_who_hangs(ranks: dict[int, tuple[float, bool, str]], who: int | None):
+    """`ranks` have stood still for so long, and wait or do not."""
+    now_s = time.monotonic()
+    found = {
+        rank: Still(Whereabouts("work", now_s - ago_s, 1, waits), why) for rank, (ago_s, waits, why) in ranks.items()
+    }
+    hang = hang_of((0, 1), found, after_s=5, began_s=now_s - 20)
+    assert (hang.rank if hang else None) == who
+    assert hang_of((0, 1), found, after_s=5, began_s=now_s - 1) is None
+
+
+def test_a_board_holds_what_fits_on_it():
+    board = Board()
+    with working(board, "x" * 2000):
+        assert len(board.read().text) < 512
+        board.waits(True)
+        assert board.read().waits
+    assert board.read() is None
+
+
+def test_of_a_file_that_is_gone_already_nothing_is_told(tmp_path):
+    reports = Reports(tmp_path / "gone.log")
+    reports.look()
+    reports.close()
+    assert (reports.ended, reports.still) == ({}, {})
