@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,7 @@ from engines.comm.device import cores
 from engines.comm.world import Message, World
 from engines.layer.graph import Ref
 from engines.predict.machine import Machine
+from engines.predict.rehearsal import Rehearsal, explained, rehearsed
 from engines.predict.samples import Size, chain_seconds, median_seconds, speeds
 from engines.program.instructions import Compute, LocalOp, Phase, RunningStatistics, Update
 from engines.program.program import Feed, Program, Step, Way
@@ -24,34 +26,37 @@ from engines.program.worker import Worker
 __all__ = ["calibrate"]
 
 SIZES = (Size(16, 32), Size(16, 96), Size(16, 256), Size(64, 16), Size(64, 64), Size(256, 8), Size(256, 32))
-CROWDED = (Size(16, 128), Size(64, 48))
+THREADED = (Size(16, 128), Size(64, 48))
 _SEGMENTS = 40
 _ROUNDS = 15
+_SLICES_S, _GAP_S = 0.2, 5e-4
+_LARGE_BYTES = 1 << 22
 
 
-def calibrate(world: World, name: str = "this machine") -> Machine:
-    """The machine as these ranks see it, the same on all of them; collective. It takes some seconds.
+def calibrate(world: World, name: str = "this machine", rehearsal: Rehearsal | None = None) -> Machine:
+    """The machine as these ranks see it, the same on all of them; collective. It takes some ten seconds.
 
-    Kernels are timed on rank 0 while the others sleep, then on all ranks at once.
+    Kernels are timed on rank 0 while the others sleep; then all ranks train a small network together: `rehearsal` is
+    `Rehearsal.of(world.size)`, where it was traced elsewhere.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        alone = _one_by_one(world, _alone) or {}
+        alone = world.gather(_one_by_one(world, _alone))[0]
         latency_s, bytes_per_s = _messages(world)
-        crowded_s = _crowded(world)
-        found = world.gather({**alone, "crowded_s": crowded_s})
-        fields = dict(found[0])
-        crowded_s = sum(each["crowded_s"] for each in found) / len(found)
-        fields.pop("crowded_s")
-        alone_s = fields.pop("alone_s")
-        contention = crowded_s / alone_s if world.size > 1 else 1.0
-        return Machine(
-            name=name, source=f"measured on {world.size} ranks", contention=max(1.0, contention),
-            latency_s=latency_s, bytes_per_s=bytes_per_s, ranks=world.size, **fields,
+        machine = Machine(
+            name=name, source=f"measured on {world.size} ranks", latency_s=latency_s, bytes_per_s=bytes_per_s,
+            slice_s=_slice_seconds(world), ranks=world.size, **alone,
         )  # fmt: skip
+        return _together(world, machine, rehearsal or Rehearsal.of(world.size))
     finally:
         torch.set_num_threads(before)
+
+
+def _together(world: World, machine: Machine, rehearsal: Rehearsal) -> Machine:
+    """With what only ranks show that work at once, and wait for each other."""
+    apart, tiled = (rehearsed(world, recipe) for recipe in (rehearsal.replicas, rehearsal.strips))
+    return world.gather(explained(machine, rehearsal, apart, tiled) if world.rank == 0 else None)[0]
 
 
 def _one_by_one(world: World, work: Callable[[], Any]) -> Any:
@@ -63,13 +68,13 @@ def _one_by_one(world: World, work: Callable[[], Any]) -> Any:
 
 
 def _alone() -> dict[str, Any]:
+    _chain_seconds()  # warms up
     call_s, back_call_s = _overheads()
-    one_s = _crowd_seconds()
+    one_s = _chain_seconds()
     torch.set_num_threads(cores())
-    all_s = _crowd_seconds(time.process_time) / cores()  # of all threads together
+    all_s = _chain_seconds()  # by the clock: threads that wait for each other take no processor's time
     torch.set_num_threads(1)
-    block = torch.rand(1 << 19)
-    into = torch.empty_like(block)
+    block = torch.rand(_LARGE_BYTES // 4)
     return {
         "speeds": speeds(SIZES, call_s, back_call_s),
         "call_s": call_s,
@@ -77,26 +82,29 @@ def _alone() -> dict[str, Any]:
         "instruction_s": _instruction_seconds(call_s, back_call_s),
         "weight_s": _weight_seconds(),
         "statistic_s": _statistic_seconds(),
-        "copy_per_s": block.nbytes / median_seconds(lambda: into.copy_(block), 15),
+        "copy_per_s": block.nbytes / median_seconds(block.clone, 15),  # into fresh memory, as messages are packed
         "cores": cores(),
         "threads_gain": min(max(1.0, one_s / all_s), float(cores())),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "alone_s": one_s,
     }
 
 
-def _crowd_seconds(clock: Callable[[], float] = time.thread_time) -> float:
-    return sum(min(chain_seconds(size, clock) for _ in range(2)) for size in CROWDED)
+def _chain_seconds() -> float:
+    return sum(min(chain_seconds(size, time.perf_counter) for _ in range(4)) for size in THREADED)
 
 
-def _crowded(world: World) -> float:
-    """A rank's own processor time for a chain while every rank computes one."""
+def _slice_seconds(world: World) -> float:
+    """How long a rank computes at a time, if others want its core too."""
     world.rest()
-    start_s, taken = time.perf_counter(), []
-    while len(taken) < 2 or time.perf_counter() - start_s < 0.5:
-        taken.append(_crowd_seconds())
-    world.rest()
-    return min(taken)
+    start_s = now_s = began_s = time.perf_counter()
+    slices = []
+    while now_s - start_s < _SLICES_S:
+        before_s, now_s = now_s, time.perf_counter()
+        if now_s - before_s > _GAP_S:
+            slices.append(before_s - began_s)
+            began_s = now_s
+    found = [length_s for own in world.gather(slices) for length_s in own]
+    return statistics.median(found) if len(found) > world.size else _SLICES_S
 
 
 def _overheads() -> tuple[float, float]:
@@ -110,8 +118,8 @@ def _overheads() -> tuple[float, float]:
             value = torch.relu(value)
         return value
 
-    call_s = median_seconds(forward) / calls
-    both_s = median_seconds(lambda: forward().backward(x)) / calls
+    call_s = median_seconds(forward, 40) / calls
+    both_s = median_seconds(lambda: forward().backward(x), 40) / calls
     return call_s, max(call_s, both_s - call_s)
 
 
@@ -159,9 +167,9 @@ def _messages(world: World) -> tuple[float, float]:
     """Latency, and bytes in a second, of messages to a neighbour and back while all ranks send."""
     if world.size == 1:
         return 0.0, float("inf")
-    small, large = (_ring_seconds(world, count) for count in (1 << 10, 1 << 20))
+    small, large = (_ring_seconds(world, count) for count in (1 << 10, _LARGE_BYTES))
     means = [sum(found) / world.size for found in zip(*world.gather((small, large)), strict=True)]
-    return means[0], (1 << 20) / max(1e-9, means[1] - means[0])
+    return means[0], _LARGE_BYTES / max(1e-9, means[1] - means[0])
 
 
 def _ring_seconds(world: World, count_bytes: int) -> float:

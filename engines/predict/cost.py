@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engines.comm.sums import sent_by_each
 from engines.predict.classes import BY_ARITHMETIC
 from engines.predict.machine import Machine
+from engines.predict.sums import SumCost, members_of, sum_cost
 from engines.predict.tallies import OpTally, RankTally, SegmentTally, WayTally
 from engines.program.instructions import (
     Agree,
@@ -23,7 +23,7 @@ from engines.program.instructions import (
 from engines.program.program import Program, Step
 from engines.spatial.moves import Move
 
-__all__ = ["Action", "Await", "Finish", "Join", "Post", "Work", "amount_of", "priced", "segment_seconds"]
+__all__ = ["Action", "Await", "Finish", "Join", "Post", "Prices", "Work", "amount_of", "priced", "segment_seconds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Post:
     """A message leaves; nobody here waits for it. `route` is (source, target, tag, how many went there before)."""
 
     route: tuple[int, int, int, int]
-    seconds: float
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,38 +50,74 @@ class Await:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Take part in a sum, which is complete `seconds` after the last of `group` has come."""
+    """Take part in a sum of so many bytes, which begins when the last of `group` has come.
 
-    name: tuple[object, ...]
-    group: int
-    seconds: float
+    `behind`: it goes on behind the work of its ranks, so that what they wait for has the links first.
+    """
+
+    name: Hashable
+    group: tuple[int, ...]
+    bytes: int
+    behind: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
     """Wait until a sum is complete that this rank has taken part in."""
 
-    name: tuple[object, ...]
+    name: Hashable
+    group: tuple[int, ...]
 
 
 Action = Work | Post | Await | Join | Finish
 
 
-def priced(program: Program, tally: RankTally, machine: Machine, threads: int, again: bool) -> list[tuple[Action, ...]]:
+def priced(
+    program: Program, tally: RankTally, machine: Machine | Prices, threads: int, again: bool
+) -> list[tuple[Action, ...]]:
     """What the rank does in each step of its program, in order. `again`: segments are computed again for backward."""
-    return list(_Pricing(program, tally, machine, threads, again).steps())
+    return list(_Pricing(program, tally, Prices.of_machine(machine), threads, again).steps())
+
+
+class Prices:
+    """What segments and sums take on a machine; those that are alike are asked for once."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._known: dict[Hashable, float] = {}
+        self._sums: dict[tuple[tuple[int, ...], int], SumCost] = {}
+
+    @classmethod
+    def of_machine(cls, machine: Machine | Prices) -> Prices:
+        """Those of a machine that nobody has asked for prices yet, or those that are known already."""
+        return machine if isinstance(machine, Prices) else cls(machine)
+
+    def of(self, segment: SegmentTally, threads: int, phase: Phase, again: bool) -> float:
+        """As `segment_seconds`."""
+        key = segment.ops, segment.late, threads, phase, again
+        if key not in self._known:
+            self._known[key] = segment_seconds(segment, self.machine, threads, phase, again)
+        return self._known[key]
+
+    def sum(self, group: tuple[int, ...], count_bytes: int) -> SumCost:
+        """As `sum_cost`, for the ranks of a group."""
+        members = members_of(group, self.machine.node_ranks if self.machine.between else None)
+        if (members, count_bytes) not in self._sums:
+            self._sums[members, count_bytes] = sum_cost(self.machine, members, count_bytes)
+        return self._sums[members, count_bytes]
 
 
 def segment_seconds(segment: SegmentTally, machine: Machine, threads: int, phase: Phase, again: bool = False) -> float:
     """One thread's, or some threads', time for a segment walked one way."""
     if phase is Phase.FORWARD:
-        return sum(_forward(op, machine, threads) for op in segment.ops)
+        return max(machine.least_s * len(segment.ops), sum(_forward(op, machine, threads) for op in segment.ops))
     part = 1.0
     if segment.late and phase in (Phase.INPUTS, Phase.WEIGHTS):
         part = 0.5
     elif phase is Phase.WEIGHTS:
         return 0.0
-    back = part * sum(_back(op, machine, threads) for op in segment.ops)
+    least_s = machine.least_s * sum(op.gradients > 0 for op in segment.ops)
+    back = part * max(least_s, sum(_back(op, machine, threads) for op in segment.ops))
     recomputed = again and phase is not Phase.WEIGHTS
     return back + (segment_seconds(segment, machine, threads, Phase.FORWARD) if recomputed else 0.0)
 
@@ -112,24 +148,35 @@ def _back(op: OpTally, machine: Machine, threads: int) -> float:
 class _Pricing:
     program: Program
     tally: RankTally
-    machine: Machine
+    prices: Prices
     threads: int
     again: bool
 
     def __post_init__(self) -> None:
+        self.machine = self.prices.machine
         self.sent: Counter[tuple[int, int, int]] = Counter()
         self.awaited: Counter[tuple[int, int, int]] = Counter()
         self.sums: Counter[tuple[int, ...]] = Counter()
 
     def steps(self) -> Iterator[tuple[Action, ...]]:
         for step in self.program.steps:
-            yield (Work(self.machine.instruction_s), *self._of(step))
+            yield (Work(self._overhead_s(step)), *self._of(step))
+
+    def _overhead_s(self, step: Step) -> float:
+        """What the instruction takes by itself, whatever its size."""
+        machine = self.machine
+        match step.instruction:
+            case Exchange():
+                return machine.exchange_s or machine.instruction_s
+            case AllReduce() | ShareStatistics() | Agree() | SumGradients():
+                return machine.sum_s or machine.instruction_s
+        return machine.instruction_s
 
     def _of(self, step: Step) -> Iterable[Action]:
         match step.instruction:
             case Compute() as segment:
                 tally = self._way(step).segments[segment.name]
-                yield Work(segment_seconds(tally, self.machine, self.threads, step.phase, self.again))
+                yield Work(self.prices.of(tally, self.threads, step.phase, self.again))
             case Exchange() as exchange:
                 yield from self._exchange(exchange, step)
             case AllReduce() as total:
@@ -156,8 +203,7 @@ class _Pricing:
         tag = exchange.tag + (not forward)
         yield self._copied(exchange.bytes_of(sends))
         for move in sends:
-            seconds = self.machine.latency_s + exchange.bytes_of([move]) / self.machine.bytes_per_s
-            yield Post(self._route(self.sent, (move.source, move.target, tag)), seconds)
+            yield Post(self._route(self.sent, (move.source, move.target, tag)), exchange.bytes_of([move]))
         for move in receives:
             yield Await(self._route(self.awaited, (move.source, move.target, tag)))
         own = 0
@@ -174,27 +220,22 @@ class _Pricing:
         counts[place] += 1
         return (*place, counts[place] - 1)
 
-    def _seconds_of_sum(self, count_bytes: int, ranks: int) -> float:
-        messages, sent = sent_by_each(count_bytes, ranks)
-        rounds = 2 if messages > ranks - 1 else 1
-        return rounds * self.machine.latency_s + sent / self.machine.bytes_per_s
-
     def _sum(self, group: tuple[int, ...], count_bytes: int) -> Iterator[Action]:
         """Messages and additions; no rank goes on before all have come."""
         if len(group) < 2:
             return
         self.sums[group] += 1
         name = ("sum", group, self.sums[group])
-        yield Join(name, len(group), self._seconds_of_sum(count_bytes, len(group)))
-        yield Finish(name)
+        yield Join(name, group, count_bytes)
+        yield Finish(name, group)
 
     def _gradients(self, bucket: SumGradients, begins: bool) -> Iterator[Action]:
         name = ("gradients", bucket.name)
         if begins:
             yield self._copied(bucket.bytes)
-            yield Join(name, len(bucket.group), self._seconds_of_sum(bucket.bytes, len(bucket.group)))
+            yield Join(name, bucket.group, bucket.bytes, behind=True)
         else:
-            yield Finish(name)
+            yield Finish(name, bucket.group)
             yield self._copied(bucket.bytes)
 
     def _update(self, update: Update) -> Iterator[Action]:

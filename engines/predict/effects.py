@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engines.spatial.draws  # noqa: F401  (gives the kernels of random numbers their names)
+from engines.bench.live import LiveBytes
 from engines.comm.device import memory_format
 from engines.errors import TraceError
 from engines.layer.graph import Ref, TensorSpec
@@ -62,7 +63,8 @@ class Effect:
 
     `made` are the results (`several`: a tuple of them), `saves` the numbers of the arguments kept for backward,
     `saves_made` those of the results, and `saves_bytes` what is kept beside them. `passes` are the arguments whose
-    gradient is that of the result itself, rather than memory of its own.
+    gradient is that of the result itself, rather than memory of its own. `back_bytes` are in use for a while in
+    backward, beside the gradients that it gives.
     """
 
     made: tuple[Made, ...]
@@ -71,6 +73,7 @@ class Effect:
     saves_made: frozenset[int]
     saves_bytes: int
     passes: frozenset[int]
+    back_bytes: int = 0
 
 
 _KNOWN: dict[str, Effect] = {}
@@ -123,30 +126,33 @@ def _run(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], devic
     made = tuple(
         Made(_local(tensor), tensor.untyped_storage().nbytes(), places.get(_memory(tensor))) for tensor in results
     )
+    passes, back_bytes = _back(results, tensors)
     return Effect(
         made, several,
         saves=frozenset(places[memory] for memory in kept if memory in places),
         saves_made=frozenset(own[memory] for memory in kept if memory in own and memory not in places),
         saves_bytes=sum(size for memory, size in kept.items() if memory not in places and memory not in own),
-        passes=_passing(results, tensors),
+        passes=passes, back_bytes=back_bytes,
     )  # fmt: skip
 
 
-def _passing(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> frozenset[int]:
-    """The arguments whose gradient takes no memory of its own."""
+def _back(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[frozenset[int], int]:
+    """The arguments whose gradient takes no memory of its own, and what backward takes for a while beside those."""
     roots = [tensor for tensor in results if tensor.requires_grad]
     leaves = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
     if not roots or not leaves:
-        return frozenset()
+        return frozenset(), 0
     given = [torch.empty_like(root) for root in roots]
     try:
-        with _WithoutMemory():
+        with LiveBytes() as live, _WithoutMemory():
             found = torch.autograd.grad(roots, [tensors[index] for index in leaves], given, allow_unused=True)
     except (NotImplementedError, RuntimeError):
-        return frozenset()  # then each is counted as memory of its own
+        return frozenset(), 0  # then each is counted as memory of its own
     shared = {_memory(grad) for grad in given}
-    pairs = zip(leaves, found, strict=True)
-    return frozenset(index for index, grad in pairs if grad is None or _memory(grad) in shared)
+    pairs = list(zip(leaves, found, strict=True))
+    passes = frozenset(index for index, grad in pairs if grad is None or _memory(grad) in shared)
+    kept = {_memory(grad): grad.untyped_storage().nbytes() for index, grad in pairs if index not in passes}
+    return passes, max(0, live.peak - sum(kept.values()))
 
 
 class _WithoutMemory(TorchDispatchMode):

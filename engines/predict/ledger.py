@@ -42,6 +42,11 @@ class Ledger:
         else:
             self._add(parts, -1)
 
+    @property
+    def held(self) -> dict[Hashable, Mapping[str, int]]:
+        """The bytes by kind of each block that is there now."""
+        return {key: parts for key, (_, parts) in self._held.items()}
+
     def for_a_while(self, **kinds: int) -> None:
         """So much more is in use for a moment."""
         if self.total + sum(kinds.values()) > self.peak:
@@ -61,13 +66,14 @@ class Ledger:
 class Gradients:
     """Gradients on their way back through a segment; `arrived` are the values that have one, its outputs to begin with.
 
-    Those of the outputs are held by others.
+    Those of the outputs are held by others. `parts` are values whose gradient is a part of that of a larger value.
     """
 
     ledger: Ledger
     arrived: set[str]
     lies_in: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    parts: set[str] = field(default_factory=set)
     count: int = 0
 
     def give(self, name: str, size: int, passed_from: Sequence[str]) -> None:

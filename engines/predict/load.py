@@ -1,4 +1,4 @@
-"""What each rank has to carry under a plan: bytes of weights, of activations kept for backward, and what it sends."""
+"""What each rank has to carry under a plan: weights, activations kept for backward, what it sends, and its time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from engines.layer.graph import ModelGraph
 from engines.plan import Plan
+from engines.predict.forecast import Forecast
 from engines.predict.memory import rank_memory
 from engines.program.program import Program
 from engines.program.traffic import Traffic, traffic
 
-__all__ = ["Load", "load_of", "loads_of", "with_memory"]
+__all__ = ["Load", "load_of", "loads_of", "with_memory", "with_time"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +20,16 @@ class Load:
     """One rank's. `weight_bytes` are of its weights and buffers, `sent` of a training step, forward and back.
 
     `kept_bytes` are the activations that wait for backward at the fullest moment of the step, borrowed pixels among
-    them, and `peak_bytes` all tensors at that moment; None until they have been counted.
+    them, and `peak_bytes` all tensors at that moment. `busy_s` are seconds of its own work in a step, `wait_s` the rest
+    of the step. None until they have been counted, or predicted.
     """
 
     weight_bytes: int
     sent: Traffic
     kept_bytes: int | None = None
     peak_bytes: int | None = None
+    busy_s: float | None = None
+    wait_s: float | None = None
 
 
 def load_of(program: Program, graph: ModelGraph) -> Load:
@@ -41,6 +45,25 @@ def with_memory(load: Load, program: Program, graph: ModelGraph, plan: Plan) -> 
     return replace(
         load, kept_bytes=memory.at_peak["activations"] + memory.at_peak["halos"], peak_bytes=memory.peak_bytes
     )
+
+
+def with_time(loads: Sequence[Load], found: Forecast) -> list[Load]:
+    """All ranks' loads with their times, to two digits: no forecast is better. Other replicas do as those simulated."""
+    uses, seconds = found.timeline.uses, found.seconds
+    made = []
+    for rank, load in enumerate(loads):
+        use = uses[rank % len(uses)]
+        busy = (use.work + use.communication) * seconds
+        made.append(replace(load, busy_s=_rounded(busy), wait_s=_rounded(max(0.0, seconds - busy))))
+    return made
+
+
+def _rounded(seconds: float) -> float:
+    """
+    >>> _rounded(0.012345), _rounded(0.0)
+    (0.012, 0.0)
+    """
+    return float(f"{seconds:.2g}")
 
 
 def loads_of(programs: Sequence[Program], graph: ModelGraph, plan: Plan) -> list[Load]:

@@ -9,7 +9,11 @@ from dataclasses import asdict, dataclass
 
 from engines.errors import PlanError
 
-__all__ = ["Machine", "Speed"]
+__all__ = ["SUMS", "Link", "Machine", "Speed"]
+
+SUMS = ("direct", "two_level")
+"""How a sum over ranks travels: from each rank to all others, as our transport does, or within the nodes and then
+between them, as NCCL and MVAPICH2 do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +22,31 @@ class Speed:
 
     Of convolutions and products the unit is a FLOP and `at` (length of a dot product, filters, outputs per filter); of
     all others it is a byte read or written going forward, and `at` (bytes,). Backward is counted in units of forward.
+    Of a machine known from its data sheet alone, these are what is never exceeded, `at` is empty, and `half` are the
+    sizes, along each axis of `at`, each of which would by itself make it half as fast.
     """
 
     at: tuple[float, ...]
     per_s: float
     back_per_s: float
+    half: tuple[float, ...] = ()
+
+    def rate(self, at: Sequence[float], back: bool) -> float:
+        """Units in a second of work of a size, as far as `half` says how they depend on it.
+
+        >>> Speed((), 12.0, 6.0, half=(10.0, 20.0)).rate((20.0, 40.0), back=False)
+        6.0
+        """
+        slower = sum(half / max(size, 1) for half, size in zip(self.half, at, strict=False))
+        return (self.back_per_s if back else self.per_s) / (1 + slower)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What carries messages: n bytes take `latency_s` + n / `bytes_per_s`, where they have the link for themselves."""
+
+    latency_s: float
+    bytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -30,12 +54,14 @@ class Machine:
     """One rank's part of a machine, and its neighbours.
 
     `speeds` are samples by class of kernels, of one thread with nobody else at work. A kernel call takes `call_s`
-    beside its work, `back_call_s` in backward, and an instruction of a program `instruction_s`; an update takes
-    `weight_s` for each weight and `statistic_s` for each running statistic of a micro-batch.
-    `copy_per_s` are bytes copied within a rank. A message takes `latency_s` and travels at `bytes_per_s`.
-    All ranks share `cores` (None: each has its own device); with all of them busy, each does `contention` times as long
-    for what it does. `threads_gain` is how much faster a rank is with all cores than with one. `ranks`: how many
-    there were when it was measured.
+    beside its work, `back_call_s` in backward, and an instruction of a program `instruction_s` (an exchange of tiles
+    `exchange_s`, a sum over ranks `sum_s`, where these are known); an update takes `weight_s` for each weight and
+    `statistic_s` for each running statistic of a micro-batch. No segment is done in less than `least_s` for each of its
+    kernels, in which a device's host starts the next one.
+    `copy_per_s` are bytes copied within a rank. A message takes `latency_s` and travels at `bytes_per_s`. Ranks are
+    numbered node by node, `node_ranks` on each (None: all on one), and what goes to another node takes the link
+        times = [self.call_s, self.back_call_s, self.instruction_s, self.weight_s, self.statistic_s, self.wake_s]
+        times += [self.message_s]
     """
 
     name: str
@@ -43,7 +69,10 @@ class Machine:
     speeds: Mapping[str, tuple[Speed, ...]]
     call_s: float = 0.0
     back_call_s: float = 0.0
+    least_s: float = 0.0
     instruction_s: float = 0.0
+    exchange_s: float = 0.0
+    sum_s: float = 0.0
     weight_s: float = 0.0
     statistic_s: float = 0.0
     copy_per_s: float = math.inf
@@ -51,9 +80,29 @@ class Machine:
     bytes_per_s: float = math.inf
     cores: int | None = None
     contention: float = 1.0
+    slice_s: float = 3e-3
+    wake_s: float = 0.0
     threads_gain: float = 1.0
     memory_bytes: int | None = None
     ranks: int | None = None
+    node_ranks: int | None = None
+    between: Link | None = None
+    sums: str = "direct"
+    message_s: float = 0.0
+
+    def node(self, rank: int) -> int:
+        """On which node a rank is."""
+        return rank // self.node_ranks if self.node_ranks else 0
+
+    def rank_bytes(self, ranks: int) -> int | None:
+        """The memory that each of so many ranks may use, if it is known.
+
+        >>> Machine("shared", "an example", {}, cores=2, memory_bytes=8000).rank_bytes(4)
+        2000
+        """
+        if self.memory_bytes is None or not self.cores:
+            return self.memory_bytes
+        return self.memory_bytes // min(ranks, self.node_ranks or ranks)
 
     def seconds(self, kind: str, amount: float, at: Sequence[float], back: bool = False) -> float:
         """One thread's time for so many units of a class of kernels. Raises PlanError where no such class was seen."""
@@ -70,21 +119,45 @@ class Machine:
             return 1.0
         return 1 + (self.threads_gain - 1) * (min(threads, self.cores) - 1) / (self.cores - 1)
 
-    def slowdown(self, busy: int, threads: int) -> float:
-        """How much longer each of `busy` ranks works, that use so many threads all together.
+    def slowdown(self, busy: int) -> float:
+        """How much longer work takes while so many cores are busy.
 
         >>> machine = Machine("two cores", "an example", {}, cores=2, contention=1.5)
-        >>> machine.slowdown(1, 1), machine.slowdown(2, 2), machine.slowdown(4, 4)
-        (1.0, 1.5, 3.0)
+        >>> machine.slowdown(1), machine.slowdown(2)
+        (1.0, 1.5)
         """
         if not self.cores or busy <= 1:
             return 1.0
-        crowd = min(1.0, (busy - 1) / max(1, self.cores - 1))
-        return max(1.0, threads / self.cores) * (1 + (self.contention - 1) * crowd)
+        return 1 + (self.contention - 1) * min(1.0, (busy - 1) / max(1, self.cores - 1))
 
     def to_json(self) -> str:
         """As text, to be kept in a file."""
         return json.dumps(asdict(self), indent=1)
+
+    def _check(self) -> None:
+        """Raises ValueError or TypeError where a number is none, or none that a machine could have."""
+        texts, speeds = [self.name, self.source, *self.speeds], [each for of in self.speeds.values() for each in of]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("a name is no text")
+        times = [self.call_s, self.back_call_s, self.instruction_s, self.weight_s, self.statistic_s, self.wake_s]
+        times += [self.exchange_s, self.sum_s, self.message_s, self.least_s]
+        links = [Link(self.latency_s, self.bytes_per_s), *([self.between] if self.between else [])]
+        times += [link.latency_s for link in links] + [size for each in speeds for size in (*each.at, *each.half)]
+        rates = [
+            self.copy_per_s,
+            self.contention,
+            self.slice_s,
+            self.threads_gain,
+            *(link.bytes_per_s for link in links),
+        ]
+        rates += [rate for each in speeds for rate in (each.per_s, each.back_per_s)]
+        counts = [count for count in (self.cores, self.memory_bytes, self.ranks, self.node_ranks) if count is not None]
+        if not all(0 <= time < math.inf for time in times) or not all(rate > 0 for rate in (*rates, *counts)):
+            raise ValueError("a number is negative, zero or none at all")
+        if self.sums not in SUMS:
+            raise ValueError(f"sums is {self.sums!r}, which is none of {', '.join(SUMS)}")
+        if not all(isinstance(count, int) for count in counts):
+            raise TypeError("a count is no whole number")
 
     @classmethod
     def from_json(cls, text: str) -> Machine:
@@ -92,26 +165,32 @@ class Machine:
         try:
             fields = json.loads(text)
             fields["speeds"] = {
-                kind: tuple(Speed(tuple(s["at"]), s["per_s"], s["back_per_s"]) for s in samples)
+                kind: tuple(
+                    Speed(tuple(s["at"]), s["per_s"], s["back_per_s"], tuple(s.get("half", ()))) for s in samples
+                )
                 for kind, samples in fields["speeds"].items()
             }
-            return cls(**fields)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if fields.get("between"):
+                fields["between"] = Link(**fields["between"])
+            machine = cls(**fields)
+            machine._check()
+            return machine
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise PlanError(f"This is no machine that was stored: {error}. Calibrate, and store it again.") from error
 
 
 def _between(samples: Sequence[Speed], at: Sequence[float], back: bool) -> float:
-    """The speed at a size between samples: their logarithms, weighted by nearness (Shepard, 1968).
+    """The speed at a size between samples: their logarithms, those close by counting most (Shepard, 1968).
 
     >>> round(_between([Speed((1.0,), 10.0, 5.0), Speed((4.0,), 40.0, 20.0)], (2.0,), back=False))
     20
     """
     total = weights = 0.0
     for sample in samples:
-        speed = math.log(sample.back_per_s if back else sample.per_s)
+        speed = math.log(sample.rate(at, back))
         pairs = zip(sample.at, at, strict=False)
         distance = sum((math.log2(max(a, 1)) - math.log2(max(b, 1))) ** 2 for a, b in pairs)
         if distance < 1e-9:
             return math.exp(speed)
-        total, weights = total + speed / distance, weights + 1 / distance
+        total, weights = total + speed / distance**2, weights + 1 / distance**2
     return math.exp(total / weights)

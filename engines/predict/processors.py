@@ -1,15 +1,17 @@
-"""Who computes when: ranks with processors of their own, or some that share the cores of a host."""
+"""Who computes when: ranks with processors of their own here, those that share cores in `cores.py`."""
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from engines.predict.cores import RunQueue
 from engines.predict.machine import Machine
 
-__all__ = ["Own", "Processors", "Shared"]
+__all__ = ["Nodes", "Own", "Processors"]
 
 
 class Processors(Protocol):
@@ -44,36 +46,21 @@ class Own:
         return found
 
 
-class Shared:
-    """All share the cores of one host, evenly, as threads of equal priority do."""
+class Nodes:
+    """The ranks of each node share its cores. `threads` are those of each rank."""
 
     def __init__(self, machine: Machine, threads: Mapping[int, int]) -> None:
-        self.machine, self.threads = machine, threads
-        self._left: dict[int, float] = {}
-        self._now = 0.0
-
-    @property
-    def _slowdown(self) -> float:
-        return self.machine.slowdown(len(self._left), sum(self.threads[rank] for rank in self._left))
+        self.machine = machine
+        shared: dict[int, dict[int, int]] = defaultdict(dict)
+        for rank, count in threads.items():
+            shared[machine.node(rank)][rank] = count
+        self._hosts = {node: RunQueue(machine, own) for node, own in shared.items()}
 
     def start(self, rank: int, seconds: float, now: float) -> None:
-        self._advance(now)
-        self._left[rank] = seconds
+        self._hosts[self.machine.node(rank)].start(rank, seconds, now)
 
     def next_end(self) -> float:
-        return self._now + min(self._left.values()) * self._slowdown if self._left else math.inf
+        return min(host.next_end() for host in self._hosts.values())
 
     def ended(self, now: float) -> Sequence[int]:
-        least = min(self._left.values(), default=math.inf)
-        last = bool(self._left) and now >= self.next_end()
-        self._advance(now)
-        done = [rank for rank, left in self._left.items() if left <= 0 or (last and left <= 1e-15 + 1e-12 * least)]
-        for rank in done:
-            del self._left[rank]
-        return done
-
-    def _advance(self, now: float) -> None:
-        done = (now - self._now) / self._slowdown if self._left else 0.0
-        for rank in self._left:
-            self._left[rank] -= done
-        self._now = now
+        return [rank for host in self._hosts.values() for rank in host.ended(now)]

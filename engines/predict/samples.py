@@ -9,12 +9,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from engines.comm.device import memory_format
 from engines.layer.graph import TensorSpec
@@ -25,10 +26,12 @@ from engines.predict.machine import Speed
 from engines.predict.segments import counted
 from engines.predict.tallies import OpTally
 from engines.spatial.kernels import kernel
+from engines.whereabouts import here
 
 __all__ = ["Size", "chain_seconds", "median_seconds", "speeds"]
 
 _REPEATS = 4
+_Call = tuple[str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,30 @@ class Size:
 
     channels: int
     side_px: int
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """A convolution over as many pixels along a side; `groups` as in PyTorch."""
+
+    read: int
+    made: int
+    kernel_px: int
+    side_px: int
+    groups: int = 1
+
+
+CONVOLUTIONS = (
+    Filters(3, 16, 3, 128), Filters(3, 64, 7, 64), Filters(16, 16, 3, 32), Filters(16, 16, 3, 96),
+    Filters(16, 16, 3, 256), Filters(32, 32, 3, 16), Filters(32, 32, 3, 64), Filters(32, 32, 3, 192),
+    Filters(64, 64, 3, 8), Filters(64, 64, 3, 32), Filters(64, 64, 3, 128), Filters(128, 128, 3, 8),
+    Filters(128, 128, 3, 28), Filters(128, 128, 3, 64), Filters(256, 256, 3, 4), Filters(256, 256, 3, 14),
+    Filters(256, 256, 3, 32), Filters(512, 512, 3, 4), Filters(512, 512, 3, 14), Filters(16, 64, 1, 64),
+    Filters(64, 16, 1, 64), Filters(64, 256, 1, 14), Filters(64, 256, 1, 56), Filters(256, 64, 1, 14),
+    Filters(256, 64, 1, 56), Filters(512, 128, 1, 14), Filters(128, 512, 1, 14), Filters(32, 32, 3, 64, 32),
+    Filters(256, 256, 3, 16, 256),
+)  # fmt: skip
+"""From the first layers of a network to its last ones, in tiles and whole."""
 
 
 @dataclass
@@ -51,8 +78,9 @@ class _Timed:
 def speeds(sizes: tuple[Size, ...], call_s: float, back_call_s: float) -> dict[str, tuple[Speed, ...]]:
     """Samples of all classes, of one thread or as many as are set."""
     found: dict[str, list[Speed]] = defaultdict(list)
-    for size in sizes:
-        for timed in _chain(size):
+    chains = [list(_calls(size)) for size in sizes]
+    for calls in (*chains, *([_convolution(each)] for each in CONVOLUTIONS)):
+        for timed in _chain(calls):
             found[timed.op.kind].append(_speed(timed, call_s, back_call_s))
     return {kind: tuple(samples) for kind, samples in found.items()}
 
@@ -60,7 +88,7 @@ def speeds(sizes: tuple[Size, ...], call_s: float, back_call_s: float) -> dict[s
 def chain_seconds(size: Size, clock: Callable[[], float] = time.thread_time) -> float:
     """One chain forward and back."""
     start_s = clock()
-    _chain(size)
+    _chain([*_calls(size), _convolution(Filters(size.channels, size.channels, 3, size.side_px))])
     return clock() - start_s
 
 
@@ -87,42 +115,44 @@ def _speed(timed: _Timed, call_s: float, back_call_s: float) -> Speed:
     )
 
 
-def _chain(size: Size) -> list[_Timed]:
-    """A few networks one after another, each forward and then back."""
+def _chain(calls: Sequence[_Call]) -> list[_Timed]:
+    """All of them a few times, each time forward and then back."""
     found: dict[int, _Timed] = {}
     for _ in range(_REPEATS):
-        done: list[tuple[_Timed, Tensor]] = []
-        for index, (name, arguments) in enumerate(_calls(size)):
+        done: list[tuple[_Timed, Tensor, list[Tensor]]] = []
+        for index, (name, arguments) in enumerate(calls):
+            here().at(b"measures how fast it computes")  # others wait for that, and none hangs
             timed = found.setdefault(index, _Timed(counted(name, _looks(arguments))))
             start_s = time.thread_time()
             made = kernel(name)(*arguments)
             timed.forward.append(time.thread_time() - start_s)
-            done.append((timed, made[0] if isinstance(made, tuple) else made))
-        for timed, result in reversed(done):
+            leaves = [item for item in tree_leaves(arguments) if isinstance(item, Tensor) and item.requires_grad]
+            done.append((timed, made[0] if isinstance(made, tuple) else made, leaves))
+        for timed, result, leaves in reversed(done):
             grad = torch.ones_like(result)
             start_s = time.thread_time()
-            torch.autograd.backward(result, grad)
+            torch.autograd.grad(result, leaves, grad)
             timed.backward.append(time.thread_time() - start_s)
     return list(found.values())
 
 
-def _calls(size: Size) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """What a network of that size is made of. Each reads what the one before has just written."""
+def _convolution(filters: Filters) -> _Call:
+    x = _values(1, filters.read, filters.side_px, filters.side_px)
+    weight = _kernels(filters.made, filters.read // filters.groups, filters.kernel_px)
+    pad = filters.kernel_px // 2
+    return "aten.conv2d.default", (x, weight, None, [1, 1], [pad, pad], [1, 1], filters.groups)
+
+
+def _calls(size: Size) -> Iterator[_Call]:
+    """What a network of that size is made of, beside its convolutions."""
     channels, side = size.channels, size.side_px
     x = _values(1, channels, side, side)
     gain, offset = torch.ones(channels, requires_grad=True), torch.zeros(channels, requires_grad=True)
-    settings = (None, [1, 1], [1, 1], [1, 1], 1)
-    three, one = _kernels(channels, channels, 3), _kernels(channels, channels, 1)
     moments = kernel("tile.moments")(x, 0, 1).detach().requires_grad_()
-    if size.channels == 16:
-        yield "aten.conv2d.default", (_values(1, 3, side, side), _kernels(channels, 3, 3), *settings)
-    yield "aten.conv2d.default", (x, three, *settings)
     yield "tile.moments", (x, 0, 4)
     yield "tile.batch_norm", (x, moments, gain, offset, [side * side], 1e-5)
     yield "tile.whole_batch_norm", (x, gain, offset, 1e-5)
     yield "aten.relu.default", (x,)
-    yield "aten.conv2d.default", (x, one, None, [1, 1], [0, 0], [1, 1], 1)
-    yield "aten.conv2d.default", (x, _kernels(channels, 1, 3), None, [1, 1], [1, 1], [1, 1], channels)
     yield "aten.max_pool2d.default", (x, [2, 2], [2, 2])
     yield "aten.cat.default", ([x, x], 1)
     yield "tile.pad", (x, [1, 1, 1, 1], 0.0)

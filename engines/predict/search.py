@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from engines.errors import PlanError, TraceError
 from engines.layer.graph import ModelGraph
 from engines.plan import Plan
+from engines.predict.bound import Bound, Bounds
+from engines.predict.cost import Prices
 from engines.predict.forecast import Forecast, forecast
 from engines.predict.machine import Machine
 
 __all__ = ["Found", "plans", "search"]
 
 
+_MANY = 12
+"""From so many ranks of a replica on, tiles may be in two stages."""
+
+
 @dataclass(frozen=True)
 class Found:
-    """The plans that can run, the fastest first; those that cannot, and why; those that need more than there is."""
+    """The plans that can run, the fastest first; those that cannot, and why; those that need more than there is.
+
+    `bounded` were not simulated, for it is known without that they do not fit, or are no faster than the best ones:
+    whether they can run at all was not looked at.
+    """
 
     fitting: tuple[Forecast, ...]
     refused: tuple[tuple[Plan, str], ...] = ()
     too_large: tuple[Forecast, ...] = ()
+    bounded: tuple[Bound, ...] = ()
 
 
 def search(
@@ -31,38 +42,110 @@ def search(
     rank_bytes: int | None = None,
     optimiser_states: int = 1,
     seen: Callable[[int, int], None] = lambda done, of: None,
+    asked: Sequence[Plan] | None = None,
+    best: int | None = None,
+    neutral_batch: int | None = None,
 ) -> Found:
-    """The forecasts of all plans for exactly `ranks` ranks, by predicted images per second.
+    """The forecasts of all plans (or those `asked` for) for exactly `ranks` ranks, by predicted images per second.
+
+    With a `neutral_batch`, the number of images in an update beyond which accuracy suffers, they are ordered by the
+    time for so many images: see `pace`.
 
     `batch` is the number of images of a batch, `graph_of` the traced micro-batch of a plan, `rank_bytes` what a rank
-    may use (None: any). `seen(done, of)` is called after each plan.
+    may use (None: any). `seen(done, of)` is called after each plan. Where only so many of the `best` are asked for,
+    others are left alone as soon as it is known that they are none of these (see `Bound`).
     Raises PlanError where no plan can run, with the reasons of some.
     """
-    fitting: list[Forecast] = []
-    too_large: list[Forecast] = []
-    refused: list[tuple[Plan, str]] = []
-    asked = list(plans(ranks, batch))
-    for number, plan in enumerate(asked, 1):
+    asked = list(plans(ranks, batch)) if asked is None else asked
+    looking = _Search(
+        graph_of, Prices(machine), rank_bytes, optimiser_states, lambda done: seen(done, len(asked)), neutral_batch
+    )
+    if best is None:
+        for plan in asked:
+            looking.forecast(plan)
+    else:
+        looking.look_for(best, asked)
+    if not looking.fitting:
+        raise PlanError(looking.nothing(ranks))
+    fitting = sorted(looking.fitting, key=lambda each: -each.pace(neutral_batch))
+    too_large = sorted(looking.too_large, key=lambda each: each.peak_bytes)
+    return Found(tuple(fitting), tuple(looking.refused), tuple(too_large), tuple(looking.bounded))
+
+
+@dataclass
+class _Search:
+    """What has been found out so far; `seen` is told how many plans are done."""
+
+    graph_of: Callable[[Plan], ModelGraph]
+    prices: Prices
+    rank_bytes: int | None
+    states: int
+    seen: Callable[[int], None]
+    neutral_batch: int | None = None
+    fitting: list[Forecast] = field(default_factory=list)
+    too_large: list[Forecast] = field(default_factory=list)
+    refused: list[tuple[Plan, str]] = field(default_factory=list)
+    bounded: list[Bound] = field(default_factory=list)
+
+    def forecast(self, plan: Plan) -> None:
+        """Simulate a plan."""
         try:
-            found = forecast(graph_of(plan), plan, machine, optimiser_states)
+            found = forecast(self.graph_of(plan), plan, self.prices, self.states)
         except (PlanError, TraceError) as error:
-            refused.append((plan, str(error)))
-        else:
-            fits = rank_bytes is None or found.peak_bytes <= rank_bytes
-            (fitting if fits else too_large).append(found)
-        seen(number, len(asked))
-    if not fitting:
-        raise PlanError(_nothing(ranks, refused, too_large, rank_bytes))
-    fitting.sort(key=lambda each: -each.images_per_s)
-    return Found(tuple(fitting), tuple(refused), tuple(sorted(too_large, key=lambda each: each.peak_bytes)))
+            self._refuse(plan, error)
+            return
+        (self.fitting if self._fits(found) else self.too_large).append(found)
+        self._tell()
+
+    def look_for(self, best: int, asked: Sequence[Plan]) -> None:
+        """Simulate plans until it is known which are the best, those first that may be fastest."""
+        rates: list[float] = []  # of the best so far, the least first
+        for bound in sorted(self._bounds(asked), key=lambda each: -each.images_per_s):
+            is_slower = len(rates) == best and bound.images_per_s < rates[0]
+            if is_slower or not self._fits(bound):
+                self.bounded.append(bound)
+                self._tell()
+                continue
+            count = len(self.fitting)
+            self.forecast(bound.plan)
+            rates = sorted([*rates, *(each.pace(self.neutral_batch) for each in self.fitting[count:])])[-best:]
+
+    def _bounds(self, asked: Sequence[Plan]) -> Iterator[Bound]:
+        bounds = Bounds(self.graph_of, self.prices, self.states)
+        for plan in asked:
+            try:
+                yield bounds.of(plan)
+            except (PlanError, TraceError) as error:
+                self._refuse(plan, error)
+
+    def _fits(self, found: Forecast | Bound) -> bool:
+        return self.rank_bytes is None or found.peak_bytes <= self.rank_bytes
+
+    def _refuse(self, plan: Plan, error: Exception) -> None:
+        self.refused.append((plan, str(error)))
+        self._tell()
+
+    def _tell(self) -> None:
+        self.seen(len(self.fitting) + len(self.too_large) + len(self.refused) + len(self.bounded))
+
+    def nothing(self, ranks: int) -> str:
+        """Why no plan was found."""
+        if self.too_large or self.bounded:
+            least = min([*(each.peak_bytes for each in self.too_large), *(each.peak_bytes for each in self.bounded)])
+            return (
+                f"No plan for {ranks} ranks fits: the smallest needs {least} bytes of a rank, but {self.rank_bytes} "
+                "are given. Use more ranks, smaller images, fewer of them in a batch, or checkpoint_activations."
+            )
+        reasons = " ".join(dict.fromkeys(text for _, text in self.refused[:2]))
+        return f"No plan for {ranks} ranks can run. {reasons}"
 
 
 def plans(ranks: int, batch: int) -> Iterator[Plan]:
     """Every plan for exactly `ranks` ranks that is worth a look, each once.
 
-    Left out: grids whose tiles are thinner than they need be, but for strips; several spatial stages; more stages on a
-    rank than two; micro-batches of a number that is no power of two; and precision and checkpoints, which change what
-    is computed or trade time for memory.
+    Left out: grids whose tiles are thinner than they need be, but for strips; several spatial stages, but for two of
+    different grids on 12 ranks of a replica or more; more stages on a rank than two; micro-batches of a number that is
+    no power of two; and precision and checkpoints, which change what is computed or trade time for memory.
 
     >>> for plan in plans(2, batch=1):
     ...     print(plan.summary)
@@ -77,8 +160,8 @@ def plans(ranks: int, batch: int) -> Iterator[Plan]:
     found: dict[Plan, None] = {}
     for replicas in (count for count in range(1, ranks + 1) if ranks % count == 0):
         each = ranks // replicas
-        for plan in (*_tiled(each, replicas), *_mixed(each, replicas, batch), *_layered(each, replicas, batch)):
-            found[plan] = None
+        tiled = (*_tiled(each, replicas), *_mixed(each, replicas, batch), *_narrowing(each, replicas, batch))
+        found.update(dict.fromkeys((*tiled, *_layered(each, replicas, batch))))
     yield from found
 
 
@@ -114,6 +197,20 @@ def _mixed(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
                 yield Plan(split_size=2, spatial_size=1, slice_method=grid, local_dp=behind, data_parallel=replicas)
 
 
+def _narrowing(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
+    """Where there are many ranks, tiles in two stages, in the second a half or a quarter of them; stages behind."""
+    for second in (2**power for power in range(1, ranks.bit_length())) if ranks >= _MANY else ():
+        for first in (2 * second, 4 * second):
+            behind = ranks - first - second
+            if behind >= 0:
+                grids = _grids(first)[0], _grids(second)[0]
+                for parts in _parts(batch):
+                    yield Plan(
+                        split_size=2 + behind, spatial_size=2, slice_method=grids, data_parallel=replicas, parts=parts,
+                        schedule="1f1b" if parts > 1 else "fill_drain",
+                    )  # fmt: skip
+
+
 def _layered(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
     """Stages from the image to the loss, in every order of work; one stage is data parallelism alone."""
     if ranks == 1:
@@ -133,14 +230,3 @@ def _layered(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
 def _parts(batch: int) -> Iterator[int]:
     """Powers of two that divide a batch, up to eight micro-batches."""
     return (parts for parts in (1, 2, 4, 8) if batch % parts == 0)
-
-
-def _nothing(ranks: int, refused: list[tuple[Plan, str]], too_large: list[Forecast], rank_bytes: int | None) -> str:
-    if too_large:
-        least = min(each.peak_bytes for each in too_large)
-        return (
-            f"No plan for {ranks} ranks fits: the smallest needs {least} bytes of a rank, but {rank_bytes} are given. "
-            "Use more ranks, smaller images, fewer of them in a batch, or checkpoint_activations."
-        )
-    reasons = " ".join(dict.fromkeys(text for _, text in refused[:2]))
-    return f"No plan for {ranks} ranks can run. {reasons}"

@@ -190,9 +190,14 @@ class SegmentCount:
         grads = Gradients(ledger, {part for name in self.segment.outputs for part in self.names[name]})
         for call in reversed(calls):
             if any(name in grads.arrived for name in call.makes):
+                whole = call.effect.made[0].local.spec.bytes
                 for index, (name, local) in enumerate(zip(call.reads, call.locals, strict=True)):
                     if local.needs_gradient:
-                        grads.give(name, local.spec.bytes, call.makes if index in call.effect.passes else ())
+                        passes = index in call.effect.passes
+                        grads.give(name, local.spec.bytes, call.makes if passes else ())
+                        grads.parts.update({name} if passes and local.spec.bytes < whole else ())
+                copied = whole if class_of(call.op.kernel) in BY_ARITHMETIC and call.makes[0] in grads.parts else 0
+                ledger.for_a_while(back=call.effect.back_bytes + copied)
                 grads.forget(call.makes)
                 for key in self._saved(call):
                     ledger.release(key)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 
 from engines.errors import PlanError
-from engines.predict.cost import Action, Await, Finish, Join, Post, Work, priced
-from engines.predict.machine import Machine
-from engines.predict.processors import Own, Processors, Shared
+from engines.predict.cost import Action, Await, Finish, Join, Post, Prices, Work, priced
+from engines.predict.links import Links, Passing
+from engines.predict.machine import Link, Machine
+from engines.predict.processors import Nodes, Own, Processors
+from engines.predict.sums import SumCost
 from engines.predict.tallies import RankTally
-from engines.program.program import Program
+from engines.program.instructions import Phase
+from engines.program.program import Program, Step
 from engines.program.timeline import Event, Timeline
 from engines.program.traffic import sent
 
@@ -21,36 +27,53 @@ __all__ = ["simulate"]
 def simulate(
     programs: Sequence[Program],
     tallies: Sequence[RankTally],
-    machine: Machine,
+    machine: Machine | Prices,
     threads: Sequence[int],
     again: bool = False,
+    copies: int = 1,
 ) -> Timeline:
     """The timeline of a training step as the machine would do it, all ranks beginning at once.
 
     A rank does its steps in order; messages leave without being waited for, and whoever reads one waits for it; a sum
     is complete when all have come. `threads` are those of each rank, `again` says that segments are computed again for
-    backward. Raises PlanError where ranks would wait for ever.
+    backward. How messages and sums share the links between nodes: `engines/predict/links.py`.
+    The programs may be those of the first replica alone, of which so many `copies` are simulated, one behind the
+    other. Ranks that are not simulated do as those do: a sum waits for those of its ranks that are here, but takes as
+    long as for all of them. Raises PlanError where ranks would wait for ever.
     """
-    lanes = [
-        _Lane(program, priced(program, tally, machine, count, again))
+    prices = Prices.of_machine(machine)
+    ranks = [
+        (program, priced(program, tally, prices, count, again), [_sent_bytes(step) for step in program.steps])
         for program, tally, count in zip(programs, tallies, threads, strict=True)
     ]
-    shared = Shared(machine, {lane.program.rank: count for lane, count in zip(lanes, threads, strict=True)})
-    return _Simulation(lanes, shared if machine.cores else Own()).run()
+    lanes = [_Lane(*rank, copy * len(programs), copy) for copy in range(copies) for rank in ranks]
+    counts = {lane.rank: count for lane, count in zip(lanes, list(threads) * copies, strict=True)}
+    processors = Nodes(prices.machine, counts) if prices.machine.cores else Own()
+    return _Simulation(lanes, processors, prices, len(programs)).run()
+
+
+def _sent_bytes(step: Step) -> int:
+    return sum(part.bytes for part in sent(step))
 
 
 @dataclass
 class _Lane:
-    """One rank's place in its program."""
+    """One rank's place in its program, or in that of the rank of the first replica which is `shift` before it."""
 
     program: Program
     actions: Sequence[tuple[Action, ...]]
+    sent: Sequence[int]
+    shift: int
+    copy: int
     step: int = 0
     action: int = 0
     began_s: float = 0.0
     waits_from_s: float | None = None
     waited_s: float = 0.0
     events: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rank = self.program.rank + self.shift
 
     @property
     def done(self) -> bool:
@@ -64,46 +87,82 @@ class _Lane:
 
     def end_step(self, now: float) -> None:
         step = self.program.steps[self.step]
-        count = sum(part.bytes for part in sent(step))
-        self.events.append(Event.of(self.program.rank, step, self.began_s, now, count, self.waited_s))
+        if self.copy and step.phase is not Phase.UPDATE:
+            step = replace(step, micro_batch=step.micro_batch + self.copy * len(self.program.directions))
+        self.events.append(Event.of(self.rank, step, self.began_s, now, self.sent[self.step], self.waited_s))
         self.step, self.action, self.began_s, self.waited_s = self.step + 1, 0, now, 0.0
 
 
 @dataclass
 class _Sum:
-    """Who has come to a sum; when it is complete, once all have."""
+    """A sum over ranks, of which some are `here`: how many have come, when it is complete, and who waits for that."""
 
+    cost: SumCost
+    here: Sequence[int]
+    behind: bool
     come: int = 0
-    complete_s: float | None = None
+    passing: Passing | None = None
+    complete: bool = False
     waiting: list[int] = field(default_factory=list)
+
+
+Route = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """What comes to the link of its receiver's node."""
+
+    route: Route
+    link: Link
+    bytes: int
 
 
 class _Simulation:
     """Ranks that can go on do so; then time passes to the next end of work, arrival or sum."""
 
-    def __init__(self, lanes: Sequence[_Lane], processors: Processors) -> None:
-        self.lanes = {lane.program.rank: lane for lane in lanes}
-        self.processors = processors
+    def __init__(self, lanes: Sequence[_Lane], processors: Processors, prices: Prices, replica_ranks: int) -> None:
+        self.lanes = {lane.rank: lane for lane in lanes}
+        self.processors, self.prices, self.replica_ranks = processors, prices, replica_ranks
+        self.machine, self.links = prices.machine, Links(prices.machine)
         self.now = 0.0
-        self.ready = list(self.lanes)
-        self.arrived: dict[tuple[int, ...], float] = {}
-        self.expected: dict[tuple[int, ...], int] = {}
-        self.sums: dict[tuple[object, ...], _Sum] = {}
-        self.wakes: list[tuple[float, int]] = []
+        self.ready = deque(self.lanes)
+        self.arrived: dict[Route, float] = {}
+        self.expected: dict[Route, int] = {}
+        self.sums: dict[Hashable, _Sum] = {}
+        self.later: list[tuple[float, int, int | _Message | _Sum]] = []
+        self.count = 0
 
     def run(self) -> Timeline:
         while True:
             while self.ready:
-                self._go_on(self.lanes[self.ready.pop()])
-            then = min(self.processors.next_end(), self.wakes[0][0] if self.wakes else float("inf"))
-            if then == float("inf"):
+                self._go_on(self.lanes[self.ready.popleft()])
+            then = min(self.processors.next_end(), self.later[0][0] if self.later else math.inf)
+            if then == math.inf:
                 break
             self.now = max(self.now, then)
-            self.ready += self.processors.ended(self.now)
-            while self.wakes and self.wakes[0][0] <= self.now:
-                self.ready.append(heapq.heappop(self.wakes)[1])
+            self.ready.extend(self.processors.ended(self.now))
+            while self.later and self.later[0][0] <= self.now:
+                self._happens(heapq.heappop(self.later)[2])
         self._check_done()
         return Timeline.of(lane.events for lane in self.lanes.values())
+
+    def _at(self, then: float, what: int | _Message | _Sum) -> None:
+        if isinstance(what, int):
+            then += self.machine.wake_s
+        self.count += 1  # what happens at the same time does so in the order in which it was foreseen
+        heapq.heappush(self.later, (then, self.count, what))
+
+    def _happens(self, what: int | _Message | _Sum) -> None:
+        """A rank goes on, a message comes to its second link, or a sum is complete if nothing has held it up."""
+        if isinstance(what, _Message):
+            seconds = what.bytes / what.link.bytes_per_s
+            start_s = self.links.begin(what.route[1], "in", seconds, self.now)
+            self._arrives(what.route, start_s + seconds + what.link.latency_s)
+        elif isinstance(what, _Sum):
+            self._ends(what)
+        else:
+            self.ready.append(what)
 
     def _go_on(self, lane: _Lane) -> None:
         """Do what can be done now, until the rank works or waits."""
@@ -113,65 +172,99 @@ class _Simulation:
             while lane.action < len(actions):
                 action = actions[lane.action]
                 lane.action += 1
-                if not self._do(lane.program.rank, action):
+                if not self._do(lane, action):
                     lane.waits_from_s = None if isinstance(action, Work) else self.now
                     return
             lane.end_step(self.now)
 
-    def _do(self, rank: int, action: Action) -> bool:
+    def _do(self, lane: _Lane, action: Action) -> bool:
         """Whether the rank can go on at once; otherwise it will be told when."""
         match action:
             case Work(seconds):
                 if seconds > 0:
-                    self.processors.start(rank, seconds, self.now)
+                    self.processors.start(lane.rank, seconds, self.now)
                 return seconds <= 0
-            case Post(route, seconds):
-                self._post(route, self.now + seconds)
+            case Post(route, count):
+                self._post(_moved(route, lane.shift), count)
                 return True
             case Await(route):
-                if route not in self.arrived:
-                    self.expected[route] = rank
-                    return False
-                return self._until(rank, self.arrived.pop(route))
-            case Join(name, group, seconds):
-                self._join(self.sums.setdefault(name, _Sum()), group, seconds)
+                return self._await(lane.rank, _moved(route, lane.shift))
+            case Join():
+                self._join(self._sum(lane, action))
                 return True
-            case Finish(name):
-                return self._finish(rank, self.sums.setdefault(name, _Sum()))
+            case Finish():
+                return self._finish(lane.rank, self._sum(lane, action))
 
-    def _until(self, rank: int, then: float) -> bool:
-        if then <= self.now:
-            return True
-        heapq.heappush(self.wakes, (then, rank))
-        return False
+    def _await(self, rank: int, route: Route) -> bool:
+        then = self.arrived.pop(route, None)
+        if then is None:
+            self.expected[route] = rank
+        elif then > self.now:
+            self._at(then, rank)
+        return then is not None and then <= self.now
 
-    def _post(self, route: tuple[int, int, int, int], arrives_s: float) -> None:
-        if route in self.expected:
-            heapq.heappush(self.wakes, (arrives_s, self.expected.pop(route)))
+    def _post(self, route: Route, count: int) -> None:
+        link = self.links.between(route[0], route[1])
+        if link is None:
+            self._arrives(route, self.now + (self.machine.latency_s + count / self.machine.bytes_per_s))
         else:
-            self.arrived[route] = arrives_s
+            start_s = self.links.begin(route[0], "out", count / link.bytes_per_s, self.now)
+            self._at(start_s, _Message(route, link, count))
 
-    def _join(self, total: _Sum, group: int, seconds: float) -> None:
+    def _arrives(self, route: Route, then: float) -> None:
+        if route in self.expected:
+            self._at(then, self.expected.pop(route))
+        else:
+            self.arrived[route] = then
+
+    def _sum(self, lane: _Lane, action: Join | Finish) -> _Sum:
+        """Within a replica each copy has its own; over all replicas there is one."""
+        own = len(action.group) <= self.replica_ranks and max(action.group) < self.replica_ranks
+        name = (lane.copy if own else 0, action.name)
+        if isinstance(action, Join) and name not in self.sums:
+            group = tuple(rank + lane.shift for rank in action.group) if own else action.group
+            here = group if own else group[: bisect_left(group, len(self.lanes))]
+            self.sums[name] = _Sum(self.prices.sum(group, action.bytes), here, action.behind)
+        return self.sums[name]
+
+    def _join(self, total: _Sum) -> None:
         total.come += 1
-        if total.come == group:
-            total.complete_s = self.now + seconds
+        if total.come < len(total.here):
+            return
+        cost = total.cost
+        if total.behind:
+            total.passing = self.links.pass_behind(total.here, cost.carried_s, cost.crosses, self.now)
+            self._at(total.passing.end_s + cost.latency_s, total)
+        else:
+            start_s = self.links.carry(total.here, cost.carried_s, self.now) if cost.crosses else self.now
+            self._at(start_s + cost.seconds, total)
+
+    def _ends(self, total: _Sum) -> None:
+        more_s = self.links.more_s(total.passing) if total.passing else 0.0
+        if more_s > 0:
+            self._at(self.now + more_s, total)
+        else:
+            total.complete = True
             for rank in total.waiting:
-                heapq.heappush(self.wakes, (total.complete_s, rank))
+                self._at(self.now, rank)
 
     def _finish(self, rank: int, total: _Sum) -> bool:
-        if total.complete_s is None:
+        if not total.complete:
             total.waiting.append(rank)
-            return False
-        return self._until(rank, total.complete_s)
+        return total.complete
 
     def _check_done(self) -> None:
         stuck = [lane for lane in self.lanes.values() if not lane.done]
         if stuck:
             lane = stuck[0]
             step = lane.program.steps[lane.step]
-            ranks = ", ".join(str(each.program.rank) for each in stuck)
+            ranks = ", ".join(str(each.rank) for each in stuck)
             raise PlanError(
-                f"The programs would wait for ever: ranks {ranks} wait, rank {lane.program.rank} in step {lane.step} "
+                f"The programs would wait for ever: ranks {ranks} wait, rank {lane.rank} in step {lane.step} "
                 f"({step.instruction.name}, {step.phase.value}) for what no rank sends. Compile all ranks' programs "
                 "from one plan, and give all of them."
             )
+
+
+def _moved(route: Route, shift: int) -> Route:
+    return (route[0] + shift, route[1] + shift, route[2], route[3]) if shift else route

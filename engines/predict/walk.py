@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from engines.comm.sums import lent_bytes
@@ -15,23 +16,29 @@ __all__ = ["walked"]
 _ARENA_BYTES = 1 << 24  # larger messages get memory of their own, as in engines/program/carry.py
 
 
-def walked(program: Program, tally: RankTally, checkpoints: bool, states: int) -> tuple[Ledger, list[int]]:
-    """The account of a training step after the first, and the bytes held after each step of the program."""
-    ledger = Ledger()
+def walked(
+    program: Program, tally: RankTally, checkpoints: bool, states: int, ledger: Ledger | None = None
+) -> tuple[Ledger, list[int]]:
+    """The account (`ledger`, or a new one) of a training step after the first; the bytes held after each step of it."""
+    ledger = ledger or Ledger()
     _hold_all_along(ledger, program, tally, states)
     walkers = {
         number: _Lane(number, program.way(number), tally.ways[direction], ledger, checkpoints)
         for number, direction in program.directions.items()
     }
     weights, after = _Weights(tally, ledger), []
+    leaving: list[Hashable] = []
     for index, step in enumerate(program.steps):
         ledger.step = index
+        left, leaving = leaving, []
         if isinstance(step.instruction, SumGradients):
             weights.sum(step.instruction, begins=step.phase is not Phase.UPDATE)
         elif step.phase is not Phase.UPDATE:
-            walkers[step.micro_batch].do(step)
+            leaving = walkers[step.micro_batch].do(step)
             if step.phase is not Phase.FORWARD:
                 weights.train(step.instruction, step.phase, walkers[step.micro_batch].tally)
+        for key in left:
+            ledger.release(key)
         after.append(ledger.total)
     return ledger, after
 
@@ -95,10 +102,12 @@ class _Lane:
     leaves: set[str] = field(default_factory=set)
     grads: dict[str, str] = field(default_factory=dict)
     graphs: set[str] = field(default_factory=set)
+    leaving: list[Hashable] = field(default_factory=list)
 
-    def do(self, step: Step) -> None:
-        """Walk one instruction."""
+    def do(self, step: Step) -> list[Hashable]:
+        """Walk one instruction; what leaves, and is looked after no earlier than behind the next instruction."""
         item, forward = step.instruction, step.phase is Phase.FORWARD
+        self.leaving = []
         match item:
             case Compute():
                 self._compute(item) if forward else self._compute_back(item, step.phase)
@@ -106,6 +115,7 @@ class _Lane:
                 self._exchange(item) if forward else self._exchange_back(item)
             case AllReduce():
                 self._reduce(item) if forward else self._reduce_back(item)
+        return self.leaving
 
     def _hold(self, key: str) -> None:
         borrowed = self.tally.halo_bytes.get(key, 0)
@@ -183,18 +193,25 @@ class _Lane:
             self.ledger.release((self.number, self.grads.pop(name)))
 
     def _exchange(self, item: Exchange) -> None:
-        self._travel(item)
+        self._travel(item, forward=True)
         if item.window is not None:
             self._keep(item.target)
         if item.own is not None:
             self._release(item, (item.source,))
 
-    def _travel(self, item: Exchange) -> None:
-        if _staged(item) > _ARENA_BYTES or not (item.sends and item.receives):
-            self.ledger.for_a_while(messages=_staged(item))
+    def _travel(self, item: Exchange, forward: bool) -> None:
+        """Where a rank only sends, or only receives, nobody waits for what it sends."""
+        if item.sends and item.receives:
+            if _staged(item) > _ARENA_BYTES:
+                self.ledger.for_a_while(messages=_staged(item))
+            return
+        self.ledger.for_a_while(messages=_staged(item))
+        if item.sends if forward else item.receives:
+            self.leaving.append((self.number, item.name, forward))
+            self.ledger.hold(self.leaving[-1], {"messages": _staged(item)})
 
     def _exchange_back(self, item: Exchange) -> None:
-        self._travel(item)
+        self._travel(item, forward=False)
         if item.own is not None and item.source in self.tally.needs_gradient:
             source = self.tally.bytes[self.tally.lies_in[item.source]]
             self._gradient(item.source, source)

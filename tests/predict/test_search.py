@@ -6,6 +6,7 @@ import pytest
 
 from engines.errors import PlanError
 from engines.plan import Plan
+from engines.predict.forecast import forecast
 from engines.predict.search import plans, search
 from engines.training import traced
 from tests.predict.test_simulate import FLAT
@@ -64,3 +65,16 @@ def test_what_does_not_fit_is_set_apart(graph_of):
     assert max(each.peak_bytes for each in found.fitting) <= sizes[2] < found.too_large[-1].peak_bytes
     with pytest.raises(PlanError, match=rf"No plan for 2 ranks fits: the smallest needs {sizes[0]} bytes"):
         search(2, 2, graph_of, FLAT, rank_bytes=10)
+
+
+def test_images_beyond_the_neutral_batch_do_not_count(graph_of):
+    asked = [Plan(split_size=1, spatial_size=0, data_parallel=4), Plan(split_size=4, spatial_size=0)]
+    many, few = (forecast(graph_of(plan), plan, FLAT) for plan in asked)
+    assert many.images > few.images
+    assert many.images_per_s > few.images_per_s
+    neutral = few.images
+    by_time = search(4, 2, graph_of, FLAT, asked=asked, neutral_batch=neutral).fitting
+    assert [each.pace(neutral) for each in by_time] == sorted((neutral / e.seconds for e in (many, few)), reverse=True)
+    assert by_time[0].seconds == min(many.seconds, few.seconds)
+    bounded = search(4, 2, graph_of, FLAT, asked=asked, best=1, neutral_batch=neutral)
+    assert bounded.fitting[0].plan == by_time[0].plan

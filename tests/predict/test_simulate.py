@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 
@@ -96,7 +97,7 @@ def test_ranks_share_the_cores_of_a_host():
     machine = replace(BYTE_PER_S, cores=1)
     ranks = [toy(r, [(compute("a"), FORWARD)], {"a": seconds}) for r, seconds in enumerate((1, 3))]
     timeline = run(machine, *ranks)
-    assert (ends(timeline, 0), ends(timeline, 1)) == ([2], [4])
+    assert ends(timeline, 0) + ends(timeline, 1) == pytest.approx([2, 4], abs=machine.slice_s)
     assert run(replace(machine, cores=2), *ranks).seconds == 3
     assert run(replace(machine, cores=2, contention=1.5), *ranks).seconds == 1.5 + 2
 
@@ -115,9 +116,34 @@ def test_a_class_that_was_not_measured_is_an_error():
 def test_a_machine_is_the_same_after_being_stored():
     machine = replace(BYTE_PER_S, cores=2, ranks=4)
     assert Machine.from_json(machine.to_json()) == machine
-    for text in ("", "{}", '{"speeds": 3}'):
-        with pytest.raises(PlanError, match="no machine that was stored"):
-            Machine.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"speeds": 3}', "[" * 50_000, "1" * 5000, "\0", '{"speeds": {}, "a": 1}'])
+def test_what_is_no_machine_is_refused(text):
+    with pytest.raises(PlanError, match="no machine that was stored"):
+        Machine.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"call_s": float("nan")},
+        {"latency_s": -1.0},
+        {"latency_s": float("inf")},
+        {"bytes_per_s": 0},
+        {"cores": "many"},
+        {"cores": 1.5},
+        {"ranks": -1},
+        {"name": 3},
+        {"speeds": {"pointwise": [{"at": [1], "per_s": float("nan"), "back_per_s": 1}]}},
+        {"speeds": {"pointwise": [{"at": ["x"], "per_s": 1, "back_per_s": 1}]}},
+    ],
+    ids=str,
+)
+def test_a_machine_with_impossible_numbers_is_refused(fields):
+    """As JSON, in which Python reads NaN and Infinity too."""
+    with pytest.raises(PlanError, match="no machine that was stored"):
+        Machine.from_json(json.dumps(json.loads(BYTE_PER_S.to_json()) | fields))
 
 
 FLAT = Machine(

@@ -1,0 +1,234 @@
+"""What a plan takes at least, in time and memory: found from the model's layers, before any plan is compiled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+
+from engines.errors import PlanError, TraceError
+from engines.layer.graph import ModelGraph
+from engines.layer.stages import Layer, cut, layers
+from engines.layout import Layout, threads_of
+from engines.plan import Plan
+from engines.predict.cost import Prices
+from engines.predict.outline import QUARTER, WHOLE, Outline, outlines
+from engines.predict.tallies import SegmentTally
+from engines.program.instructions import Phase
+
+__all__ = ["Bound", "Bounds"]
+
+_SURE = 0.97
+"""Of the time: a corner of the image, of which all tiles are taken for parts, borrows up to so much at its edges."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A step of a plan takes `seconds` or more, and its fullest rank holds `peak_bytes` or more; `images` of a step."""
+
+    plan: Plan
+    seconds: float
+    peak_bytes: int
+    images: int
+
+    @property
+    def images_per_s(self) -> float:
+        """At most."""
+        return self.images / self.seconds if self.seconds else math.inf
+
+
+class Bounds:
+    """Bounds for many plans of one model on one machine: what they share is found once."""
+
+    def __init__(self, graph_of: Callable[[Plan], ModelGraph], prices: Prices, optimiser_states: int) -> None:
+        if prices.machine.least_s:  # of layers one by one that is no bound of a segment of several
+            prices = Prices(replace(prices.machine, least_s=0.0))
+        self.graph_of, self.prices, self.states = graph_of, prices, optimiser_states
+        self._models: dict[int, _Model] = {}
+
+    def of(self, plan: Plan) -> Bound:
+        """The bound of a plan.
+
+        Raises PlanError or TraceError where the plan's model cannot be traced, or not be cut into its stages.
+        """
+        graph = self.graph_of(plan)
+        if id(graph) not in self._models:
+            self._models[id(graph)] = _Model(graph, self.prices)
+        return _Planned(self._models[id(graph)], plan, self.states).bound()
+
+
+@dataclass
+class _Model:
+    """A traced micro-batch: its layers in outline, and what they take on parts of the image."""
+
+    graph: ModelGraph
+    prices: Prices
+    _seconds: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _cuts: dict[tuple[object, ...], tuple[range, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        return layers(self.graph)
+
+    @cached_property
+    def whole(self) -> tuple[Outline, ...]:
+        return outlines(self.graph, self.layers, WHOLE)
+
+    @cached_property
+    def quarter(self) -> tuple[Outline, ...]:
+        """Nothing is known of the tiles of an image that is too small for four."""
+        try:
+            return outlines(self.graph, self.layers, QUARTER)
+        except (PlanError, TraceError):
+            return (Outline(0.25),) * len(self.layers)
+
+    @cached_property
+    def owned(self) -> list[tuple[int, int]]:
+        """The bytes of each layer's weights and buffers, and of the trained ones; they count where first read."""
+        specs, seen, found = {**self.graph.weights, **self.graph.buffers}, set[str](), []
+        for layer in self.layers:
+            nodes = self.graph.nodes[layer.nodes.start : layer.nodes.stop]
+            new = {name for node in nodes for name in node.reads if name in specs} - seen
+            seen |= new
+            sizes = [sum(specs[name].bytes for name in names) for names in (new, new & self.graph.trainable)]
+            found.append((sizes[0], sizes[1]))
+        return found
+
+    def stages(self, plan: Plan) -> tuple[range, ...]:
+        """The layers of each stage."""
+        key = plan.balance, plan.split_size, plan.local_dp, *(grid.tiles for grid in plan.grids)
+        if key not in self._cuts:
+            starts = [layer.nodes.start for layer in self.layers]
+            ends = [*(starts.index(span.start) for span in cut(self.layers, plan)), len(starts)]
+            self._cuts[key] = tuple(range(*pair) for pair in pairwise(ends))
+        return self._cuts[key]
+
+    def seconds(self, outline: Outline, part: float, images: bool, phase: Phase, threads: int, again: bool) -> float:
+        """A layer on another part of the image, or of the images, one way."""
+        key = id(outline), part, images, phase, threads, again
+        if key not in self._seconds:
+            ops = outline.of_part(part, images)
+            segment = SegmentTally(ops, frozenset(), {}, 0, 0, {}, {}, outline.late)
+            walked = outline.instructions if phase is Phase.FORWARD else outline.goes_back
+            machine = self.prices.machine
+            each_s = min(machine.instruction_s, *(s for s in (machine.exchange_s, machine.sum_s) if s), math.inf)
+            self._seconds[key] = self.prices.of(segment, threads, phase, again) + walked * each_s
+        return self._seconds[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """What a stage takes: seconds of a micro-batch forward and back, and those of a rank's cores; bytes kept of it, of
+    weights and buffers, of the trained ones, and of what its running statistics are told of it."""
+
+    forward_s: float
+    back_s: float
+    core_s: float
+    kept_bytes: int
+    owned_bytes: int
+    trained_bytes: int
+    moments_bytes: int
+
+
+class _Planned:
+    """One plan's stages and ranks."""
+
+    def __init__(self, model: _Model, plan: Plan, states: int) -> None:
+        self.model, self.plan, self.states = model, plan, states
+        self.prices, self.machine, self.layout = model.prices, model.prices.machine, Layout.of(plan)
+        self.stages = [self._stage(number, span) for number, span in enumerate(model.stages(plan))]
+
+    def bound(self) -> Bound:
+        held = {tuple(role.stage for role in roles) for roles in self.layout.roles[: self.plan.replica_ranks]}
+        own_s, update_s = (max(map(find, held)) for find in (self._rank_seconds, self._update_seconds))
+        own_s = max(own_s, self._crowd_seconds())
+        agreed_s = self.prices.sum(tuple(range(self.plan.ranks)), 16).seconds if self.plan.ranks > 1 else 0.0
+        images = self.plan.micro_batches * self.model.graph.inputs["images"].shape[0]
+        return Bound(self.plan, _SURE * (own_s + agreed_s + update_s), max(map(self._rank_bytes, held)), images)
+
+    def _stage(self, number: int, span: range) -> _Stage:
+        plan, ranks = self.plan, self.layout.stages[number]
+        tiled = ranks.grid.tiles > 1
+        outlines = self.model.quarter if tiled or ranks.shares > 1 else self.model.whole
+        mine, part = [outlines[layer] for layer in span], 1 / len(ranks.ranks)
+        threads = threads_of(plan, ranks.ranks[0], self.machine.cores or 1, self.machine.node_ranks)
+        again = plan.checkpoint_activations
+        forward_s, back_s = (
+            sum(self.model.seconds(each, part, ranks.shares > 1, phase, threads, again) for each in mine)
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+        )
+        waits_s = self._communication_seconds(mine, ranks.ranks, tiled)
+        kept_bytes = 0.0 if again else sum(each.kept_bytes * part / each.part for each in mine)
+        owned = [self.model.owned[layer] for layer in span]
+        return _Stage(
+            forward_s + waits_s,
+            back_s + waits_s,
+            threads * (forward_s + back_s),
+            int(kept_bytes),
+            sum(all_of for all_of, _ in owned),
+            sum(trained for _, trained in owned),
+            sum(each.moments_bytes for each in mine) * plan.sync_batchnorm,
+        )
+
+    def _communication_seconds(self, mine: list[Outline], ranks: tuple[int, ...], tiled: bool) -> float:
+        """Of the sums and exchanges within a stage, at which all its ranks wait for each other, one way."""
+        if len(ranks) == 1:
+            return 0.0
+        sums = [size for each in mine for size in each.sums] if self.plan.sync_batchnorm else []
+        exchanges = sum(each.exchanges for each in mine) if tiled and not self.plan.halo_d2 else 0
+        return exchanges * self.machine.latency_s + sum(self.prices.sum(ranks, size).seconds for size in sums)
+
+    def _rank_seconds(self, held: tuple[int, ...]) -> float:
+        """A rank's own work; before it what its first stage waits for, behind it the way back to the first stage."""
+        stages, times = [self.stages[stage] for stage in held], self._times
+        forward_s, back_s = sum(times * each.forward_s for each in stages), sum(times * each.back_s for each in stages)
+        before_s = min(sum(other.forward_s for other in self.stages[:stage]) for stage in held)
+        behind_s = min(sum(other.back_s for other in self.stages[:stage]) for stage in held)
+        gradients_s, told_s = (sum(map(find, held)) for find in (self._gradient_seconds, self._told_seconds))
+        ends = [before_s + gradients_s]
+        if self.plan.schedule == "zero_bubble":  # what goes on to the stage before is half of the way back, or more
+            ends += [before_s + forward_s + back_s, before_s + forward_s + 0.5 * (back_s + behind_s)]
+        else:
+            ends += [before_s + forward_s + back_s + behind_s]
+        return max(ends) + told_s
+
+    @property
+    def _times(self) -> float:
+        """How many micro-batches each stage has in a step, in each direction."""
+        return self.plan.replica_batches * self.plan.parts / self.layout.directions
+
+    def _crowd_seconds(self) -> float:
+        """All work on cores that ranks share, if none disturbs another."""
+        if not self.machine.cores:
+            return 0.0
+        nodes = -(-self.plan.ranks // self.machine.node_ranks) if self.machine.node_ranks else 1
+        roles = (role for roles in self.layout.roles[: self.plan.replica_ranks] for role in roles)
+        core_s = self._times * sum(self.stages[role.stage].core_s for role in roles)
+        return self.plan.data_parallel * core_s / (nodes * self.machine.cores)
+
+    def _gradient_seconds(self, stage: int) -> float:
+        group, size = self.layout.ranks_of([stage]), self.stages[stage].trained_bytes
+        return self.prices.sum(group, size).carried_s if len(group) > 1 and size else 0.0
+
+    def _told_seconds(self, stage: int) -> float:
+        """Until the copies of the model have told each other their running statistics."""
+        size, group = self.stages[stage].moments_bytes, self.layout.ranks_of([stage])
+        if not size or len(self.layout.pipes) == 1:
+            return 0.0
+        return self.prices.sum(group, self.plan.micro_batches * size).seconds
+
+    def _update_seconds(self, held: tuple[int, ...]) -> float:
+        return 5 * sum(self.stages[stage].trained_bytes for stage in held) / self.machine.copy_per_s
+
+    def _rank_bytes(self, held: tuple[int, ...]) -> int:
+        """Weights, the optimiser's state, and the activations of micro-batches on their way, when they are most."""
+        mine = [self.stages[stage] for stage in held]
+        owned = sum(stage.owned_bytes + self.states * stage.trained_bytes for stage in mine)
+        return owned + max(self._in_flight(stage) * self.stages[stage].kept_bytes for stage in held)
+
+    def _in_flight(self, stage: int) -> int:
+        if self.plan.schedule in ("fill_drain", "gems"):
+            return self.plan.parts
+        return 1 if self.plan.schedule == "interleaved" else min(self.plan.parts, self.plan.split_size - stage)

@@ -1,0 +1,113 @@
+"""What parallelism can do at which image size: which kinds fit into a machine's memory, and how fast they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from engines.errors import PlanError, TraceError
+from engines.plan import Plan
+from engines.predict.explain import Explanation, Verdict, judge
+from engines.predict.forecast import Forecast, forecast
+from engines.predict.given import given
+from engines.predict.kinds import KINDS, kind_of
+from engines.predict.machine import Machine
+from engines.predict.search import plans
+from engines.predict.sizes import Sizes
+from engines.traces import Loss
+
+__all__ = ["SIZES_PX", "Capabilities", "capabilities"]
+
+SIZES_PX = (256, 512, 1024, 2048, 4096, 8192, 16384)
+EACH = 6
+"""Plans of each kind that are looked at."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """An explanation for each size of square images, of batches of `batch`; `rank_bytes` is what a rank may use."""
+
+    model: str
+    machine: str
+    ranks: int
+    batch: int
+    rank_bytes: int | None
+    by_size: Mapping[int, Explanation]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Those of which there is a plan."""
+        return tuple(kind for kind in KINDS if any(each.of(kind) for each in self.by_size.values()))
+
+    def verdict(self, kind: str, size_px: int) -> Verdict | None:
+        """What became of a kind at a size."""
+        return self.by_size[size_px].of(kind)
+
+
+def capabilities(
+    model: nn.Module | Sizes,
+    machine: Machine | str,
+    ranks: int,
+    sizes_px: Sequence[int] = SIZES_PX,
+    batch: int = 4,
+    channels: int = 3,
+    loss: Loss | None = None,
+    optimiser_states: int = 1,
+    asked: Sequence[Plan] | None = None,
+    rank_bytes: int | None = None,
+    seen: Callable[[int, int], None] = lambda done, of: None,
+) -> Capabilities:
+    """The best plan of each kind for all ranks, at each size of image, by forecasts from the model itself.
+
+    Of each kind some plans are looked at, evenly taken from all that are searched, or those that are `asked` for.
+    `rank_bytes`: what a rank may use, the machine's if it is None. `seen(done, of)` is called after each plan.
+    `machine` may be a name. Raises PlanError where there is no plan or no size.
+    """
+    chosen = tuple(spread(ranks, batch) if asked is None else asked)
+    if not chosen or not sizes_px or min(sizes_px) < 1:
+        raise PlanError(f"{len(chosen)} plans at sizes_px={tuple(sizes_px)}: give at least one plan, and sizes from 1.")
+    machine = given(machine)
+    limit = machine.rank_bytes(ranks) if rank_bytes is None else rank_bytes
+    sizes, found = Sizes.of(model, loss), {}
+    for turn, size in enumerate(sizes_px):
+        count = partial(_count, seen, turn * len(chosen), len(chosen) * len(sizes_px))
+        shape = (batch, channels, size, size)
+        forecasts, refused = _tried(sizes, chosen, shape, machine, optimiser_states, count)
+        found[size] = judge(forecasts, refused, limit)
+    return Capabilities(sizes.name, machine.name, ranks, batch, limit, found)
+
+
+def spread(ranks: int, batch: int, each: int = EACH) -> Iterator[Plan]:
+    """At most `each` plans of every kind, from those with the smallest replicas to those with the largest.
+
+    >>> [kind_of(plan) for plan in spread(2, 1, each=1)]
+    ['data', 'layer', 'bidirectional', 'spatial']
+    """
+    by_kind: dict[str, list[Plan]] = {kind: [] for kind in KINDS}
+    for plan in plans(ranks, batch):
+        by_kind[kind_of(plan)].append(plan)
+    for found in by_kind.values():
+        found.sort(key=lambda plan: plan.replica_ranks)
+        count = min(each, len(found))
+        yield from (found[(2 * index + 1) * len(found) // (2 * count)] for index in range(count))
+
+
+def _count(seen: Callable[[int, int], None], before: int, of: int, done: int) -> None:
+    seen(before + done, of)
+
+
+def _tried(
+    sizes: Sizes, chosen: Sequence[Plan], image_shape: Sequence[int], machine: Machine, states: int,
+    seen: Callable[[int], None],
+) -> tuple[list[Forecast], list[tuple[Plan, str]]]:  # fmt: skip
+    forecasts, refused = [], []
+    for number, plan in enumerate(chosen, 1):
+        try:
+            forecasts.append(forecast(sizes.graph(plan, image_shape), plan, machine, states))
+        except (PlanError, TraceError) as error:
+            refused.append((plan, str(error)))
+        seen(number)
+    return forecasts, refused

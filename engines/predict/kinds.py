@@ -1,0 +1,61 @@
+"""The kinds of parallelism: which one a plan is of, and what plans are called."""
+
+from __future__ import annotations
+
+from engines.plan import Plan
+
+__all__ = ["KINDS", "WORDS", "grids_of", "kind_of", "name_of"]
+
+KINDS = ("data", "layer", "pipeline", "bidirectional", "spatial", "hybrid")
+
+WORDS = {
+    "data": "data parallelism",
+    "layer": "layer parallelism",
+    "pipeline": "pipeline parallelism",
+    "bidirectional": "bidirectional parallelism",
+    "spatial": "spatial parallelism",
+    "hybrid": "a hybrid of tiles and stages",
+}
+"""What each is called in a sentence."""
+
+
+def kind_of(plan: Plan) -> str:
+    """What the ranks of one replica share: nothing (`data`), the layers, the micro-batches, both ways, or the image.
+
+    `hybrid` is the image in the first stages and something else behind them. Replicas make no other kind of it.
+
+    >>> kind_of(Plan(split_size=1, spatial_size=0, data_parallel=4)), kind_of(Plan(split_size=1)), kind_of(Plan())
+    ('data', 'spatial', 'hybrid')
+    >>> kind_of(Plan(split_size=4, spatial_size=0)), kind_of(Plan(split_size=4, spatial_size=0, parts=2))
+    ('layer', 'pipeline')
+    """
+    if any(grid.tiles > 1 for grid in plan.grids):
+        return "spatial" if plan.spatial_size == plan.split_size and not plan.bidirectional else "hybrid"
+    if plan.replica_ranks == 1 or plan.split_size == 1:
+        return "data"
+    if plan.bidirectional:
+        return "bidirectional"
+    return "pipeline" if plan.parts > 1 else "layer"
+
+
+def name_of(plan: Plan) -> str:
+    """A plan in a few words, unlike any other that is searched for the same ranks.
+
+    >>> name_of(Plan(split_size=2, spatial_size=1)), name_of(Plan(split_size=1, spatial_size=0, data_parallel=4))
+    ('2x2 tiles + 1 stage', '4 replicas')
+    """
+    words = [f"{grids_of(plan)} tiles"] if plan.spatial_size else []
+    behind = plan.split_size - plan.spatial_size
+    if behind and (plan.spatial_size or behind > 1):
+        words.append(f"{behind} stage{'s'[: behind > 1]}")
+    words += [f"{plan.local_dp} ranks share"] if plan.local_dp > 1 else []
+    words += [f"{plan.parts} parts, {plan.schedule}"] if plan.parts > 1 else []
+    words += ["both ways"] if plan.bidirectional else []
+    words += ["fused halos"] if plan.halo_d2 else []
+    words += [f"{plan.data_parallel:,} replicas"] if plan.data_parallel > 1 else []
+    return " + ".join(words) or "1 rank"
+
+
+def grids_of(plan: Plan) -> str:
+    """The grids of the spatial stages; a dash where there is none."""
+    return " ".join(str(grid) for grid in plan.grids[: plan.spatial_size]) or "–"

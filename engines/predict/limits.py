@@ -1,0 +1,154 @@
+"""How large an image may be under a plan before a rank's memory is full."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from engines.errors import PlanError
+from engines.plan import Plan
+from engines.predict.count import tally
+from engines.predict.given import given
+from engines.predict.machine import Machine
+from engines.predict.memory import memory_of
+from engines.predict.sizes import Sizes
+from engines.program.compile import Compiler
+from engines.traces import Loss
+
+__all__ = ["Limit", "largest_image"]
+
+MOST_PX = 1 << 17
+START_PX = 512
+PATIENCE = 8
+"""Sizes that are guessed; then the middle is tried."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The largest square image that fits: `size_px` a side (0: none does), with which the fullest rank holds `bytes`.
+
+    With images that are `step_px` larger it would hold `next_bytes`, more than the `rank_bytes` that it may use;
+    None where no larger ones were tried.
+    """
+
+    plan: Plan
+    batch: int
+    rank_bytes: int
+    step_px: int
+    size_px: int
+    bytes: int
+    next_bytes: int | None
+
+
+def largest_image(
+    model: nn.Module | Sizes,
+    plan: Plan,
+    machine: Machine | str,
+    batch: int = 1,
+    channels: int = 3,
+    step_px: int = 64,
+    rank_bytes: int | None = None,
+    loss: Loss | None = None,
+    optimiser_states: int = 1,
+    most_px: int = MOST_PX,
+) -> Limit:
+    """The largest square image of which batches of `batch` fit into every rank, in steps of `step_px`, to `most_px`.
+
+    `rank_bytes`: what a rank may use, the machine's (it may be a name) if it is None. Nothing runs: memory is counted
+    from the programs.
+    Raises PlanError where no limit is known, or where the plan does not fit the model at any size; or TraceError.
+    """
+    machine = given(machine)
+    limit = machine.rank_bytes(plan.ranks) if rank_bytes is None else rank_bytes
+    if limit is None:
+        raise PlanError(f"How much memory a rank of {machine.name!r} has is not known. Say it: rank_bytes=16 * 2**30.")
+    if not 1 <= step_px <= most_px:
+        raise PlanError(f"step_px={step_px} must be at least 1, and at most most_px={most_px}.")
+    weighing = _Weighing(Sizes.of(model, loss), plan, (batch, channels), step_px, optimiser_states)
+    while True:
+        low, high = _between(weighing, limit, most_px // step_px)
+        held = weighing.all_ranks(low) if low else 0
+        if held <= limit:
+            break
+    beyond = weighing.all_ranks(high) if high * step_px <= most_px else None
+    return Limit(plan, batch, limit, step_px, low * step_px, held, beyond)
+
+
+def _between(weighing: _Weighing, limit: int, most: int) -> tuple[int, int]:
+    """The largest size that fits, and the next one, in steps; what is too small to be cut counts as fitting.
+
+    Raises the PlanError of the last size where all are refused.
+    """
+    low, high, guess = 0, most + 1, max(1, START_PX // weighing.step_px)
+    refused: PlanError | None = None
+    for turn in range(most):
+        if high - low <= 1:
+            break
+        size = min(max(guess, low + 1), high - 1)
+        try:
+            fits = weighing.bytes(size) <= limit
+        except PlanError as error:
+            refused, fits = error, True
+        low, high = (size, high) if fits else (low, size)
+        guess = _guessed(weighing.known, limit) if turn < PATIENCE else 0
+        guess = guess or (low + high) // 2
+    if refused and not weighing.known:
+        raise refused
+    return max((count for count, held in weighing.known.items() if held <= limit), default=0), high
+
+
+def _guessed(known: Mapping[int, int], limit: int) -> int:
+    """Where the limit should be, if memory grows with the pixels: from the two sizes that are nearest to it.
+
+    >>> _guessed({4: 116, 8: 164}, limit=200), _guessed({}, limit=5)
+    (10, 0)
+    """
+    near = sorted(known.items(), key=lambda item: abs(item[1] - limit))[:2]
+    if not near:
+        return 0
+    (size, held), (other, others) = near[0], near[-1]
+    per_px = (held - others) / (size**2 - other**2) if size != other else held / size**2
+    pixels = size**2 + (limit - held) / per_px if per_px > 0 else 0.0
+    return math.isqrt(int(pixels)) if pixels > 0 else 0
+
+
+@dataclass
+class _Weighing:
+    """Bytes at a size, counted in steps, of the ranks that were the fullest so far: at other sizes these are, too."""
+
+    sizes: Sizes
+    plan: Plan
+    batch: tuple[int, int]
+    step_px: int
+    states: int
+    ranks: set[int] = field(default_factory=set)
+    known: dict[int, int] = field(default_factory=dict)
+
+    def bytes(self, count: int) -> int:
+        """Raises PlanError where images of this size cannot be cut."""
+        if not self.ranks:
+            return self.all_ranks(count)
+        if count not in self.known:
+            self.known[count] = max(self._of_ranks(count, self.ranks).values())
+        return self.known[count]
+
+    def all_ranks(self, count: int) -> int:
+        """The same of all ranks; whose memory is largest is weighed from now on, too."""
+        held = self._of_ranks(count, range(self.plan.replica_ranks))
+        fullest = max(held, key=lambda rank: held[rank])
+        if fullest not in self.ranks:
+            self.known = {}
+        self.ranks.add(fullest)
+        self.known[count] = held[fullest]
+        return held[fullest]
+
+    def _of_ranks(self, count: int, ranks: Iterable[int]) -> dict[int, int]:
+        side = count * self.step_px
+        plan = replace(self.plan, overlap_halos=False)
+        graph = self.sizes.graph(plan, (*self.batch, side, side))
+        compiler = Compiler(graph, plan)
+        programs = (compiler.program(rank) for rank in ranks)
+        return {p.rank: memory_of(p, tally(p, graph), plan, self.states).peak_bytes for p in programs}

@@ -1,0 +1,133 @@
+"""A model's layers in outline: what a rank does in each of them for the whole image, or for a quarter of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engines.layer.graph import ModelGraph
+from engines.layer.stages import Layer
+from engines.layout import Role
+from engines.plan import Plan
+from engines.predict.count import tally
+from engines.predict.tallies import OpTally, WayTally
+from engines.program.builder import Builder
+from engines.program.compile import Compiler
+from engines.program.instructions import AllReduce, Compute, Linear, LocalOp
+
+__all__ = ["Outline", "outlines"]
+
+WHOLE = Plan(split_size=1, spatial_size=0)
+QUARTER = Plan(split_size=1, spatial_size=1, slice_method="2x2")
+
+
+@dataclass(frozen=True)
+class Outline:
+    """One layer on one rank that has the `part` of the image.
+
+    `ops` are its kernel calls, `fixed` those whose size does not depend on the part; `sums` the bytes of its sums over
+    the ranks of a stage, and `exchanges` how often it borrows pixels, forward. Of its `instructions` some `go_back`.
+    `kept_bytes` wait for backward; `moments_bytes` are what its running statistics are told of a micro-batch.
+    """
+
+    part: float
+    ops: tuple[OpTally, ...] = ()
+    fixed: tuple[bool, ...] = ()
+    late: bool = False
+    sums: tuple[int, ...] = ()
+    exchanges: int = 0
+    instructions: int = 0
+    goes_back: int = 0
+    kept_bytes: int = 0
+    moments_bytes: int = 0
+
+    def of_part(self, part: float, images: bool = False) -> tuple[OpTally, ...]:
+        """The calls for another part of the image, or of the images."""
+        pairs = zip(self.ops, self.fixed, strict=True)
+        return tuple(
+            _scaled(op, part if images and fixed else 1.0 if fixed else part / self.part) for op, fixed in pairs
+        )
+
+
+def _scaled(op: OpTally, by: float) -> OpTally:
+    if by == 1:
+        return op
+    return OpTally(op.kernel, op.kind, int(op.flops * by), int(op.bytes * by), op.shape, op.gradients)
+
+
+def outlines(graph: ModelGraph, layers: Sequence[Layer], plan: Plan) -> tuple[Outline, ...]:
+    """The model's layers as rank 0 of `WHOLE` or of `QUARTER` has them; layers that are alike are one object.
+
+    Raises PlanError or TraceError where the plan does not fit the model.
+    """
+    known: dict[Outline, Outline] = {}
+    return tuple(known.setdefault(each, each) for each in _Outlining(graph, layers, plan).found())
+
+
+@dataclass
+class _Sketch:
+    """What belongs to one layer."""
+
+    items: list[Linear] = field(default_factory=list)
+    moments_bytes: int = 0
+
+
+class _Outlining:
+    def __init__(self, graph: ModelGraph, layers: Sequence[Layer], plan: Plan) -> None:
+        compiler = Compiler(graph, plan)
+        program = compiler.program(0)
+        self.part = 1 / plan.ranks
+        self.builder: Builder = compiler.lowering.builder(Role(0, 0))
+        self.way: WayTally = tally(program, graph).ways[0]
+        self.items = program.ways[0].forward
+        self.layer_of = {
+            n.name: i for i, layer in enumerate(layers) for n in graph.nodes[layer.nodes.start : layer.nodes.stop]
+        }
+        self.count = len(layers)
+        self.seen: set[str] = set()
+
+    def found(self) -> Iterator[Outline]:
+        sketches = [_Sketch() for _ in range(self.count)]
+        layer = 0
+        for item in self.items:
+            layer = self._layer(item, layer)
+            sketches[layer].items.append(item)
+        for entry in self.builder.statistics:
+            sketches[self._of(entry.moments, 0)].moments_bytes += self.builder.values[entry.moments].spec.bytes
+        return map(self._outline, sketches)
+
+    def _of(self, name: str, otherwise: int) -> int:
+        return self.layer_of.get(name, self.layer_of.get(name.split(".", maxsplit=1)[0], otherwise))
+
+    def _layer(self, item: Linear, before: int) -> int:
+        """Of a segment the layer of what it makes; a communication is for what follows, in its layer or the next."""
+        if isinstance(item, Compute):
+            return max(self._of(op.out, before) for op in item.ops)
+        return max(before, self._of(item.source, before))
+
+    def _outline(self, sketch: _Sketch) -> Outline:
+        segments = [item for item in sketch.items if isinstance(item, Compute)]
+        tallies = [self.way.segments[segment.name] for segment in segments]
+        calls = [op for segment in segments for op in segment.ops if op.kernel != "getitem"]
+        kept = 0
+        for each in tallies:
+            new = each.keeps - self.seen
+            self.seen |= new
+            kept += sum(each.fresh.get(key) or self.way.bytes.get(key, 0) for key in new)
+        return Outline(
+            self.part,
+            tuple(op for each in tallies for op in each.ops),
+            tuple(not self._is_tiled(call) for call in calls),
+            late=any(each.late for each in tallies),
+            sums=tuple(item.spec.bytes for item in sketch.items if isinstance(item, AllReduce)),
+            exchanges=sum(not isinstance(item, Compute | AllReduce) for item in sketch.items),
+            instructions=len(sketch.items),
+            goes_back=sum(item.differentiable for item in sketch.items),
+            kept_bytes=kept,
+            moments_bytes=sketch.moments_bytes,
+        )
+
+    def _is_tiled(self, call: LocalOp) -> bool:
+        values: Mapping[str, object] = self.builder.values
+        names = (name for name in (call.out, *call.reads) if name in values)
+        return any(self.builder.values[name].axes is not None for name in names)

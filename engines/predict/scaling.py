@@ -1,0 +1,135 @@
+"""Scaling studies: how much faster more ranks are, and where their time goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from engines.errors import PlanError
+from engines.plan import Plan
+from engines.predict.forecast import Forecast, forecast
+from engines.predict.given import given
+from engines.predict.machine import Machine
+from engines.predict.shares import shares_of
+from engines.predict.sizes import Sizes
+from engines.traces import Loss
+
+__all__ = ["HOW", "Point", "Scaling", "scaling"]
+
+HOW = ("strong", "weak")
+STEP_PX = 32
+
+
+@dataclass(frozen=True)
+class Point:
+    """One number of ranks: its forecast, and the images (N, C, H, W) of a batch of one replica."""
+
+    forecast: Forecast
+    image_shape: tuple[int, ...]
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.forecast.plan.ranks
+
+    @property
+    def images_per_s(self) -> float:
+        """As predicted."""
+        return self.forecast.images_per_s
+
+    @property
+    def pixels_per_s(self) -> float:
+        """Of images: these can be compared where images grow."""
+        return self.images_per_s * math.prod(self.image_shape[2:])
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """Where the time goes, by `engines.predict.shares.SHARES`."""
+        return shares_of(self.forecast.timeline)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A study: points by rising number of ranks. `how` is `strong` or `weak`."""
+
+    model: str
+    machine: str
+    how: str
+    points: tuple[Point, ...]
+
+    @property
+    def images_grow(self) -> bool:
+        """Whether it is pixels per second that are compared."""
+        return len({point.image_shape[2:] for point in self.points}) > 1
+
+    def ideal(self, point: Point) -> float:
+        """Images per second if every rank did as much as those of the first point."""
+        first = self.points[0]
+        per_rank = first.pixels_per_s / first.ranks
+        return per_rank * point.ranks / math.prod(point.image_shape[2:])
+
+    def efficiency(self, point: Point) -> float:
+        """What each rank does, as a part of what those of the first point do."""
+        return point.images_per_s / self.ideal(point)
+
+
+def scaling(
+    model: nn.Module | Sizes,
+    machine: Machine | str,
+    plans: Plan | Sequence[Plan],
+    image_shape: Sequence[int],
+    how: str = "strong",
+    ranks: Sequence[int] | None = None,
+    loss: Loss | None = None,
+    optimiser_states: int = 1,
+) -> Scaling:
+    """Forecasts of a model under plans of more and more ranks, or of one plan in as many replicas as fill `ranks`.
+
+    `strong`: all share one step's images, whose shape `image_shape` is: (N, C, H, W). `weak`: what each rank has to do
+    stays. Every replica has a batch of that shape; and where replicas themselves get more ranks, their images get
+    larger, so that a rank has as many pixels as under the first plan (sides in multiples of 32 px).
+    `machine` may be a name. Raises PlanError where images, plans and ranks do not fit each other, or TraceError.
+    """
+    if how not in HOW:
+        raise PlanError(f"how={how!r} must be one of {', '.join(map(repr, HOW))}.")
+    machine = given(machine)
+    chosen = sorted(_plans(plans, ranks), key=lambda plan: plan.ranks)
+    if not chosen:
+        raise PlanError("There is no plan to scale: give plans for two or more numbers of ranks, or ranks=(1, 2, 4).")
+    sizes, points = Sizes.of(model, loss), []
+    for plan in chosen:
+        shape = (_strong if how == "strong" else _weak)(tuple(image_shape), plan, chosen[0])
+        points.append(Point(forecast(sizes.graph(plan, shape), plan, machine, optimiser_states), shape))
+    return Scaling(sizes.name, machine.name, how, tuple(points))
+
+
+def _plans(plans: Plan | Sequence[Plan], ranks: Sequence[int] | None) -> Sequence[Plan]:
+    if not isinstance(plans, Plan):
+        if ranks is not None:
+            raise PlanError("ranks are for one plan, which is repeated to fill them, but several plans are given.")
+        return plans
+    each = plans.replica_ranks
+    if odd := [count for count in ranks or () if count < each or count % each]:
+        raise PlanError(f"{odd[0]} ranks are no multiple of the {each} that a replica of the plan needs.")
+    return [replace(plans, data_parallel=count // each) for count in ranks or (plans.ranks,)]
+
+
+def _strong(image_shape: tuple[int, ...], plan: Plan, _first: Plan) -> tuple[int, ...]:
+    images = image_shape[0]
+    if images % plan.batches:
+        raise PlanError(
+            f"{images} images of a step cannot be shared by the {plan.batches} batches of {plan.summary}. "
+            f"Give a multiple of {plan.batches}, or fewer ranks."
+        )
+    return (images // plan.batches, *image_shape[1:])
+
+
+def _weak(image_shape: tuple[int, ...], plan: Plan, first: Plan) -> tuple[int, ...]:
+    grown = plan.replica_ranks / first.replica_ranks
+    if grown == 1:
+        return image_shape
+    sides = (max(1, round(side * math.sqrt(grown) / STEP_PX)) * STEP_PX for side in image_shape[2:])
+    return (*image_shape[:2], *sides)

@@ -1,0 +1,45 @@
+"""One model at images of many sizes: each traced once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from engines.layer.graph import ModelGraph
+from engines.plan import Plan
+from engines.traces import Loss, Traces
+
+__all__ = ["Sizes"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model with its loss (cross-entropy if it is None), and what studies call it: its class, if nothing is said.
+
+    Where studies are given the same one, what was traced for one of them is not traced again, which takes seconds.
+    """
+
+    model: nn.Module
+    loss: Loss | None = None
+    title: str = ""
+    _traces: dict[tuple[int, ...], Traces] = field(default_factory=dict, repr=False, compare=False)
+
+    def graph(self, plan: Plan, image_shape: Sequence[int]) -> ModelGraph:
+        """What a plan is compiled from, of batches (N, C, H, W). Raises PlanError, TraceError or ImageError."""
+        shape = tuple(image_shape)
+        if shape not in self._traces:
+            self._traces[shape] = Traces(self.model, shape, self.loss or nn.CrossEntropyLoss())
+        return self._traces[shape].graph(plan)
+
+    @classmethod
+    def of(cls, model: nn.Module | Sizes, loss: Loss | None = None) -> Sizes:
+        """What was traced before stays known where it is given again."""
+        return model if isinstance(model, Sizes) else cls(model, loss)
+
+    @property
+    def name(self) -> str:
+        """What figures call it."""
+        usual = "this model" if type(self.model) is nn.Sequential else type(self.model).__name__
+        return self.title or usual

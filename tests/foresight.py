@@ -1,0 +1,186 @@
+"""Predictions against what was measured, plan by plan: `python -m tests.foresight`, with this machine for itself.
+
+Every plan that `plans(ranks, batch)` lists is predicted on the calibrated machine, and then trained for real. One line
+of JSON for each, and for each model and image size how far off bytes, seconds and the choice of a plan were.
+`--save FILE` keeps what was measured, and `--again FILE` predicts the same once more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+from scipy.stats import kendalltau
+from torch import nn
+
+from engines.errors import RankError
+from engines.models import resnet20_v1
+from engines.models.unet import UNet
+from engines.plan import Plan
+from engines.predict.forecast import Forecast, forecast
+from engines.predict.machine import Machine
+from engines.predict.search import plans
+from mpi4dl_nb import Cluster
+from mpi4dl_nb.tuning import Candidate, Tuning
+
+BATCH, GROUP, TOP = 4, 8, 4
+SIZES = (128, 192)
+
+
+def monai_resnet18() -> nn.Module:
+    """MONAI's, for ten classes."""
+    from monai.networks.nets import resnet18
+
+    return resnet18(spatial_dims=2, n_input_channels=3, num_classes=10)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "resnet20_v1": resnet20_v1,
+    "UNet": partial(UNet, num_classes=3),
+    "monai_resnet18": monai_resnet18,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan of a case: seconds of a step and bytes of each rank, as they were measured."""
+
+    plan: Plan
+    seconds: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and an image size, the machine as it was just then, and all of its plans."""
+
+    model: str
+    size_px: int
+    machine: Machine
+    rows: tuple[Row, ...] = field(default=())
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.size_px} px"
+
+    def tuning(self, cluster: Cluster | None) -> Tuning:
+        return Tuning(MODELS[self.model](), (BATCH, 3, self.size_px, self.size_px), cluster)
+
+    def to_json(self) -> dict[str, object]:
+        rows = [asdict(row) | {"plan": asdict(row.plan)} for row in self.rows]
+        return {"model": self.model, "size_px": self.size_px, "machine": self.machine.to_json(), "rows": rows}
+
+    @classmethod
+    def from_json(cls, kept: dict) -> Case:
+        rows = (Row(plan_of(row["plan"]), tuple(row["seconds"]), tuple(row["peak_bytes"])) for row in kept["rows"])
+        return cls(kept["model"], kept["size_px"], Machine.from_json(kept["machine"]), tuple(rows))
+
+
+def plan_of(fields: dict) -> Plan:
+    return Plan(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+
+
+def measured(model: str, size_px: int, ranks: int, steps: int) -> Case:
+    """All plans of a case, trained on ranks of their own."""
+    with Cluster(ranks) as cluster:
+        case = Case(model, size_px, cluster.calibrate())
+        tuning, asked = case.tuning(cluster), list(plans(ranks, BATCH))
+        rows: list[Row] = []
+        for first in range(0, len(asked), GROUP):
+            group = [forecast(tuning.graph_of(plan), plan, case.machine) for plan in asked[first : first + GROUP]]
+            found = tuning.measure([Candidate(each) for each in group], steps)
+            if failed := [f"{each.plan.summary}: {each.failure}" for each in found if each.failure]:
+                raise RankError(f"These plans could not be measured: {'; '.join(failed)}")
+            rows += [Row(each.plan, each.measured.seconds, each.measured.peak_bytes) for each in found]
+        return Case(model, size_px, case.machine, tuple(rows))
+
+
+def predicted(case: Case) -> Iterator[tuple[Row, Forecast]]:
+    """The rows, each with its prediction."""
+    tuning = case.tuning(None)
+    for row in case.rows:
+        yield row, forecast(tuning.graph_of(row.plan), row.plan, case.machine)
+
+
+def told(case: Case) -> Iterator[dict[str, object]]:
+    """A line for each plan, and one for all of them."""
+    pairs = list(predicted(case))
+    for row, found in pairs:
+        yield {
+            "case": case.name,
+            "plan": row.plan.summary,
+            "predicted_s": round(found.seconds, 4),
+            "measured_s": round(row.median_s, 4),
+            "spread": round((max(row.seconds) - min(row.seconds)) / row.median_s, 2),
+            "time_ratio": round(found.seconds / row.median_s, 3),
+            "memory_ratio": [round(p / m, 3) for p, m in _bytes(row, found)],
+        }
+    yield {"case": case.name, "plans": len(pairs), **_memory(pairs), **_time(pairs), **_choice(pairs)}
+
+
+Pairs = Sequence[tuple[Row, Forecast]]
+
+
+def _bytes(row: Row, found: Forecast) -> list[tuple[int, int]]:
+    return [(memory.peak_bytes, row.peak_bytes[memory.rank]) for memory in found.memory]
+
+
+def _memory(pairs: Pairs) -> dict[str, float]:
+    errors = [abs(p / m - 1) for row, found in pairs for p, m in _bytes(row, found)]
+    return {"memory_median": round(statistics.median(errors), 4), "memory_worst": round(max(errors), 4)}
+
+
+def _time(pairs: Pairs) -> dict[str, float]:
+    errors = [abs(found.seconds / row.median_s - 1) for row, found in pairs]
+    tau = kendalltau([found.seconds for _, found in pairs], [row.median_s for row, _ in pairs]).statistic
+    return {
+        "time_median": round(statistics.median(errors), 4),
+        "time_worst": round(max(errors), 4),
+        "kendall_tau": round(float(tau), 3),
+    }
+
+
+def _choice(pairs: Pairs) -> dict[str, object]:
+    """How much slower than the best of all plans the first one by prediction is, and the best of the first ones."""
+    rates = sorted(((found.images_per_s, found.images / row.median_s) for row, found in pairs), reverse=True)
+    best = max(rate for _, rate in rates)
+    return {
+        "first_of_best": round(rates[0][1] / best, 3),
+        "tuned_of_best": round(max(rate for _, rate in rates[:TOP]) / best, 3),
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    flags = argparse.ArgumentParser(prog="python -m tests.foresight", description=__doc__.splitlines()[0])
+    flags.add_argument("--ranks", type=int, default=4)
+    flags.add_argument("--steps", type=int, default=3)
+    flags.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    flags.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="PX")
+    flags.add_argument("--save", type=Path)
+    flags.add_argument("--again", type=Path)
+    chosen = flags.parse_args(arguments)
+    cases = [Case.from_json(json.loads(line)) for line in chosen.again.read_text().splitlines()] if chosen.again else []
+    for model in () if chosen.again else chosen.models:
+        for size in chosen.sizes:
+            cases.append(measured(model, size, chosen.ranks, chosen.steps))
+            if chosen.save:
+                with chosen.save.open("a") as file:
+                    file.write(json.dumps(cases[-1].to_json()) + "\n")
+    for case in cases:
+        for line in told(case):
+            print(json.dumps(line), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,59 @@
+"""Who has a core when, in programs small enough to be timed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engines.predict.cores import RunQueue
+from engines.predict.simulate import simulate
+from tests.predict.test_simulate import BYTE_PER_S, FORWARD, compute, ends, toy, transfer
+
+TWO = replace(BYTE_PER_S, cores=2, slice_s=100.0)
+
+
+def run(machine, *ranks, threads=1):
+    programs, tallies = zip(*ranks, strict=True)
+    return simulate(programs, tallies, machine, [threads] * len(ranks))
+
+
+def alike(count: int, seconds: int = 6) -> list:
+    return [toy(rank, [(compute("a"), FORWARD)], {"a": seconds}) for rank in range(count)]
+
+
+def test_three_short_works_on_two_cores_take_as_long_as_four():
+    assert [run(TWO, *alike(count)).seconds for count in (1, 2, 3, 4, 5)] == [6, 6, 12, 12, 18]
+
+
+def test_in_short_slices_the_cores_are_shared_evenly():
+    timeline = run(replace(TWO, slice_s=0.01), *alike(3))
+    assert timeline.seconds == pytest.approx(9, abs=0.05)
+
+
+def test_a_rank_that_goes_on_keeps_its_core_until_its_slice_is_over():
+    works = [(compute(name), FORWARD) for name in "ab"]
+    two = [toy(rank, works, {"a": 1, "b": 1}) for rank in range(2)]
+    one = replace(TWO, cores=1)
+    first, second = sorted(tuple(ends(run(one, *two), rank)) for rank in range(2))
+    assert (first, second) == ((1, 2), (3, 4))
+    first, second = sorted(tuple(ends(run(replace(one, slice_s=1.0), *two), rank)) for rank in range(2))
+    assert (first, second) == ((1, 3), (2, 4))
+
+
+def test_threads_of_one_rank_take_several_cores():
+    queue = RunQueue(TWO, {0: 2, 1: 1})
+    queue.start(0, 3.0, 0.0)
+    queue.start(1, 1.0, 0.0)
+    assert queue.next_end() == 3.0
+    assert list(queue.ended(3.0)) == [0]
+    assert queue.next_end() == 4.0
+
+
+def test_who_has_waited_wakes_up_a_little_later():
+    first = toy(0, [(compute("a"), FORWARD), (transfer(0), FORWARD)], {"a": 1})
+    second = toy(1, [(transfer(1), FORWARD), (compute("c"), FORWARD)], {"c": 2})
+    late = toy(1, [(compute("b"), FORWARD), (transfer(1), FORWARD)], {"b": 5})
+    sleepy = replace(BYTE_PER_S, wake_s=0.25)
+    assert ends(run(sleepy, first, second), 1) == [2.25, 4.25]
+    assert ends(run(sleepy, first, late), 1) == [5, 5]

@@ -1,0 +1,110 @@
+"""Machines of data sheets: complete, sane, and what the rule says of a V100 by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.errors import PlanError
+from engines.plan import Plan
+from engines.predict.classes import BY_ARITHMETIC, CLASSES
+from engines.predict.cost import segment_seconds
+from engines.predict.devices import BUSY, LAUNCH_S, MEMORY_SHARE, PASSES
+from engines.predict.machine import Machine
+from engines.predict.machines import MACHINES, machine
+from engines.predict.published import RESNET_50
+from engines.predict.replay import Replay, Run
+from engines.predict.tallies import OpTally, SegmentTally
+from engines.program.instructions import Phase
+
+ALL = pytest.mark.parametrize("name", MACHINES)
+SIZES = st.tuples(st.floats(1, 1e4), st.floats(1, 1e4), st.floats(1, 1e8))
+
+
+@ALL
+def test_a_machine_has_all_that_a_forecast_asks_for_and_says_where_it_is_from(name):
+    found = machine(name)
+    assert set(found.speeds) == set(CLASSES) == {*PASSES, *BY_ARITHMETIC}
+    assert found.name == name
+    assert any(letter.isdigit() for letter in found.source), "numbers have sources"
+    assert "data sheet" in found.source or "user guide" in found.source
+    assert found.memory_bytes > 10 * 10**9
+    assert found.rank_bytes(4096) == found.memory_bytes
+    assert 0 < found.latency_s < 1e-4
+    assert found.between.bytes_per_s / found.node_ranks <= found.bytes_per_s, "a node's ranks share what leaves it"
+
+
+@ALL
+def test_a_machine_is_the_same_after_being_stored(name):
+    assert Machine.from_json(MACHINES[name].to_json()) == MACHINES[name]
+
+
+def test_an_unknown_machine_is_refused_with_those_that_are_known():
+    with pytest.raises(PlanError, match=r"no machine 'Sumit'.*Summit, Lassen, Pitzer.*Frontera"):
+        machine("Sumit")
+
+
+@given(at=SIZES, more=st.floats(1, 100), axis=st.integers(0, 2), back=st.booleans())
+def test_larger_work_is_never_slower_for_each_unit_and_never_above_the_peak(at, more, axis, back):
+    larger = tuple(size * more if index == axis else size for index, size in enumerate(at))
+    for found in MACHINES.values():
+        small, large = (found.seconds("convolution", 1e9, size, back) for size in (at, larger))
+        assert large <= small * (1 + 1e-12)
+        assert large >= 1e9 / found.speeds["convolution"][0].per_s
+
+
+def test_a_convolution_takes_its_arithmetic_and_three_matrices_through_memory():
+    dot, filters, outputs = 576, 64, 3136
+    flops, moved = 2 * dot * filters * outputs, 4 * (dot * outputs + dot * filters + filters * outputs)
+    by_hand = flops / (BUSY * 15.7e12) + moved / (MEMORY_SHARE * 900e9)
+    assert machine("Lassen").seconds("convolution", flops, (dot, filters, outputs)) == pytest.approx(by_hand)
+
+
+def test_a_relu_reads_and_writes_and_backward_half_as_much_again():
+    lassen, size = machine("Lassen"), 10**8
+    seconds = [lassen.seconds("pointwise", size, (size,), back) for back in (False, True)]
+    assert seconds == pytest.approx([1e8 / 747e9, 1.5e8 / 747e9])
+
+
+def test_many_small_kernels_take_what_a_host_takes_to_start_them_and_large_ones_hide_that():
+    small, large = (OpTally("aten.relu.default", "pointwise", 0, count, gradients=1) for count in (8, 10**9))
+    for ops, forward, back in (
+        ((small,) * 10, 10 * LAUNCH_S, 10 * LAUNCH_S),
+        ((*(small,) * 9, large), 1e9 / 747e9, 1.5e9 / 747e9),
+    ):
+        segment = SegmentTally(ops, frozenset(), {}, 0, 0, {}, {}, late=False)
+        found = [segment_seconds(segment, machine("Lassen"), 1, phase) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+        assert found == pytest.approx([forward, back], rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def rate():
+    pytest.importorskip("monai")
+    replay = Replay()
+
+    def images_per_s(images: int, name: str = "Lassen", **changes: float) -> float:
+        run = Run(RESNET_50, 224, images, Plan(split_size=1, spatial_size=0), name)
+        return replay.forecast(run, changes).images_per_s
+
+    return images_per_s
+
+
+def test_one_v100_trains_resnet_50_as_fast_as_the_number_it_was_made_of(rate):
+    assert rate(64) == pytest.approx(334, rel=0.01)
+
+
+def test_numbers_that_the_rule_was_not_made_of(rate):
+    """NVIDIA's container on a V100, and a node's share of what 2048 Frontera nodes did."""
+    assert rate(128) == pytest.approx(367, rel=0.1)
+    assert 4 * rate(64, "Frontera") == pytest.approx(260_000 / 2048, rel=0.15)
+
+
+def test_faster_processors_are_faster(rate):
+    found = [rate(128, name) for name in ("Pitzer", "Summit", "DGX A100", "DGX H100", "DGX H200")]
+    assert found == sorted(found)
+
+
+def test_a_host_that_starts_kernels_slowly_is_seen_with_one_image_only(rate):
+    assert rate(1, least_s=0.0) > 2 * rate(1)
+    assert rate(64, least_s=0.0) == pytest.approx(rate(64), rel=0.01)

@@ -1,0 +1,59 @@
+"""What is found out of a rehearsal is what the machine was made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engines.comm.loopback import run_ranks
+from engines.predict.calibrate import calibrate
+from engines.predict.classes import CLASSES
+from engines.predict.machine import Machine
+from engines.predict.rehearsal import Programs, Rehearsal, Rehearsed, explained
+from tests.predict.test_simulate import FLAT
+
+RANKS = 4
+FOUND = ("contention", "instruction_s", "exchange_s", "sum_s", "wake_s")
+REAL = replace(
+    FLAT, cores=2, slice_s=4e-3, contention=1.25, instruction_s=6e-5, exchange_s=2e-4, sum_s=1e-4, wake_s=1.5e-4
+)
+
+
+@pytest.fixture(scope="module")
+def rehearsal():
+    return Rehearsal.of(RANKS)
+
+
+def played(recipe, machine: Machine) -> Rehearsed:
+    """As ranks of such a machine would measure themselves: the processor works `contention` times as long."""
+    programs = Programs(recipe)
+    busy = [machine.contention * work_s for work_s in programs.work_s(machine)]
+    return Rehearsed(programs.seconds(machine), sum(busy), tuple(busy))
+
+
+def test_what_ranks_would_measure_leads_back_to_their_machine(rehearsal):
+    apart, tiled = (played(recipe, REAL) for recipe in (rehearsal.replicas, rehearsal.strips))
+    blank = replace(REAL, **dict.fromkeys(FOUND[1:], 0.0), contention=1.0)
+    found = explained(blank, rehearsal, apart, tiled)
+    for name in FOUND:
+        assert getattr(found, name) == pytest.approx(getattr(REAL, name), rel=0.1), name
+
+
+def test_ranks_measure_themselves_and_agree(monkeypatch):
+    monkeypatch.setattr("engines.predict.rehearsal._STEPS", 8)
+    few = Rehearsal.of(2)
+    machines = run_ranks(2, lambda world: calibrate(world, rehearsal=few))
+    assert machines[0] == machines[1] == Machine.from_json(machines[0].to_json())
+    machine = machines[0]
+    assert set(machine.speeds) == set(CLASSES)
+    assert machine.contention >= 1
+    assert 0 < machine.exchange_s < 0.1
+    assert 0 <= machine.wake_s < 0.1
+
+
+def test_a_rank_alone_waits_for_nobody(monkeypatch):
+    monkeypatch.setattr("engines.predict.rehearsal._STEPS", 6)
+    (machine,) = run_ranks(1, calibrate)
+    assert machine.wake_s == 0
+    assert machine.contention >= 1
