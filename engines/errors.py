@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import traceback
+from pathlib import Path
+
 __all__ = [
     "CheckpointError",
     "ImageError",
@@ -14,8 +18,22 @@ __all__ = [
 ]
 
 
+_INSIDE = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("engines", "mpi4dl_nb"))
+_MACHINERY = tuple(f"{os.sep}{package}{os.sep}" for package in ("IPython", "ipykernel"))
+
+
 class Mpi4dlError(Exception):
     """Whatever this package raises on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows of it: the user's own lines, and the message. All is in `__traceback__` still."""
+        frames = [each for each in traceback.extract_tb(self.__traceback__) if _is_theirs(each.filename)]
+        name = type(self).__name__
+        return ["".join(traceback.format_list(frames)), f"{name}: {self}"]
+
+
+def _is_theirs(file: str) -> bool:
+    return not file.startswith(_INSIDE) and not any(part in file for part in _MACHINERY)
 
 
 class PlanError(Mpi4dlError, ValueError):

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,23 +20,29 @@ from torch import Tensor
 
 from engines.comm.world import World
 from engines.errors import ReleasedError
+from engines.whereabouts import Board, working
 
 if TYPE_CHECKING:
     from engines.train import RankCourse
     from engines.training import RankTraining
     from engines.walk import RankWalk
 
-__all__ = ["Answer", "Failure", "Host", "dumps", "execute", "join", "recover", "run", "while_walking"]
+__all__ = ["Answer", "Failure", "Host", "dumps", "execute", "join", "recover", "regroup", "run", "while_walking"]
+
+_OURS = Path(__file__).parent
 
 # How MPI names what a rank sees when another one has failed.
 _BY_OTHERS = re.compile("MPI_ERR_(REVOKED|PROC_FAILED)")
 
 
 class Host:
-    """One rank's state between two calls: its end of the world; trainings, courses and predictions by name."""
+    """One rank's state between two calls: its end of the world; trainings, courses and predictions by name.
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    On its `board` it writes where it is.
+    """
+
+    def __init__(self, world: World, board: Board | None = None) -> None:
+        self.world, self.board = world, board or Board()
         self.trainings: dict[str, RankTraining] = {}
         self.courses: dict[str, RankCourse] = {}
         self.predictions: dict[str, Any] = {}
@@ -67,20 +74,22 @@ def while_walking(function: Callable[..., Any]) -> Callable[..., Any]:
 class Failure:
     """An exception as plain data. `released` says that it only follows from another rank's failure.
 
-    `links` are the exceptions that led to it, oldest first, each with its (file, line, function) frames.
+    `links` are the exceptions that led to it, oldest first, each with its (file, line, function) frames. `where` is
+    what the rank was doing.
     """
 
     kind: str
     message: str
     released: bool = False
     links: tuple[tuple[str, tuple[tuple[str, int, str], ...]], ...] = ()
+    where: str = ""
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException, where: object = "") -> Failure:
         """Only what can travel: the exception itself may be of a type that the notebook does not know."""
         chain = list(_chain(error))
         links = tuple((_title(link), tuple(_frames(link))) for link in reversed(chain))
-        return cls(type(error).__name__, str(error), any(map(_follows, chain)), links)
+        return cls(type(error).__name__, str(error), any(map(_follows, chain)), links, str(where or ""))
 
     def traceback(self) -> str:
         """As Python writes it. Made where it is shown: only the notebook knows the text of its cells."""
@@ -110,11 +119,12 @@ def _title(error: BaseException) -> str:
 
 
 def _frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
-    """The user's and our own frames; of other packages' only the last, where it happened."""
+    """The user's own frames, or ours where there are none, and the last one, where it happened."""
     frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
+    known = [frame for frame in frames if "site-packages" not in frame.filename and frame.filename != __file__]
+    users = [frame for frame in known if not Path(frame.filename).is_relative_to(_OURS)]
     for frame in frames:
-        foreign = "site-packages" in frame.filename or frame.filename == __file__
-        if not foreign or frame is frames[-1]:
+        if frame in (users or known) or frame is frames[-1]:
             yield frame.filename, frame.lineno or 0, frame.name
 
 
@@ -148,18 +158,20 @@ def execute(host: Host, common: bytes, own: bytes) -> bytes:
     If that fails the other ranks are released first, so that none waits for this one. A step that is walked is given
     up, unless the function says that it may go on (`while_walking`).
     """
-    try:
-        function, args = cloudpickle.loads(common)
-        if not getattr(function, "while_walking", False):
-            host.leave()
-        return dumps(Answer(function(host, *args, *cloudpickle.loads(own))))
-    except BaseException as error:
-        return _failed(host, error)
+    with working(host.board, "takes its work"):
+        try:
+            function, args = cloudpickle.loads(common)
+            host.board.at(getattr(function, "__qualname__", repr(function)).encode())
+            if not getattr(function, "while_walking", False):
+                host.leave()
+            return dumps(Answer(function(host, *args, *cloudpickle.loads(own))))
+        except BaseException as error:
+            return _failed(host, error)
 
 
 def _failed(host: Host, error: BaseException) -> bytes:
     host.world.fail()
-    return dumps(Answer(failure=Failure.of(error)))
+    return dumps(Answer(failure=Failure.of(error, host.board.read())))
 
 
 @while_walking
@@ -168,11 +180,19 @@ def recover(host: Host) -> None:
     host.recover()
 
 
+@while_walking
+def regroup(host: Host) -> None:
+    """As `recover`, where there are fewer ranks than before: what was made for all of them is given up."""
+    host.recover()
+    for held in (host.trainings, host.courses, host.predictions):
+        held.clear()
+
+
 @cache
 def _this_rank() -> Host:
     from engines.comm.mpi import MpiWorld
 
-    return Host(MpiWorld())
+    return Host(MpiWorld(), Board.inherited())
 
 
 def join() -> tuple[int, int]:

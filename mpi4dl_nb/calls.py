@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from typing import Protocol
 
 from engines.errors import CheckpointError, ImageError, LossError, Mpi4dlError, PlanError, RankError, TraceError
 from engines.host import Answer, Failure
+from mpi4dl_nb.hang import Hang, hang_of
+from mpi4dl_nb.launch.reports import Ended, Still
 
-__all__ = ["DEATH", "Call", "Ranks"]
+__all__ = ["Call", "GivenUp", "Ranks"]
 
 _LOOK_S = 0.02  # a death is looked for this often; an answer is noticed at once
+_STOP_S = 0.8  # an interrupt waits this long for ranks to come back, so that they are ready again when it is told
+_END_S = 2.0  # for those that were ended to be gone
 _GRACE_S = 0.35  # after a failure the other ranks come back by themselves in this time, or are told to
 
-DEATH = Failure("Death", "its process has ended (killed, perhaps for lack of memory, or by the code that it ran)")
+_DEATH = Failure("Death", "its process has ended")
 _SILENCE = Failure("Silence", "it does not answer any more, and the others could not go on without it")
 _TYPED = {kind.__name__: kind for kind in (CheckpointError, ImageError, LossError, PlanError, RankError, TraceError)}
 
@@ -30,18 +35,42 @@ class Ranks(Protocol):
     def interrupt(self) -> None:
         """Make every rank that is at work stop, as far as it can be made to."""
 
-    def lost(self) -> list[int]:
-        """The ranks that have died."""
+    def kill(self, ranks: Iterable[int]) -> None:
+        """End ranks that can't be made to stop."""
+
+    def lost(self) -> Mapping[int, Ended]:
+        """The ranks that have died, and how, in the order in which they did."""
+
+    def cut_off(self) -> frozenset[str]:
+        """The hosts that do not answer any more: their ranks are lost, and the others can't go on by themselves."""
+
+    def still(self) -> Mapping[int, Still]:
+        """The ranks that have not gone on for a while."""
+
+    def leave_out(self, ranks: Iterable[int]) -> None:
+        """Go on without ranks that have died: the others are numbered anew, in their order."""
 
     def stop(self) -> None:
         """End them all."""
 
 
-class Call:
-    """The answers that have come, in the order in which they came, and the futures of the ranks at work."""
+class GivenUp(KeyboardInterrupt):
+    """What was under way did not come to its end in the time that was left after an interrupt."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+
+class Call:
+    """The answers that have come, in the order in which they came, and the futures of the ranks at work.
+
+    Ranks that all stand still for `hang_after_s`, one of them waiting, hang; `is_late()` tells whether time is up.
+    """
+
+    def __init__(
+        self, ranks: Ranks, hang_after_s: float | None = None, is_late: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._ranks, self._hang_after_s, self._is_late = ranks, hang_after_s or float("inf"), is_late
+        self._interrupted = False
+        self._began_s = time.monotonic()
+        self.hang: Hang | None = None
         self.answers: dict[int, Answer] = {}
         self.waiting: dict[Future[bytes], int] = {}
 
@@ -53,26 +82,46 @@ class Call:
             self._collect(within_s, until_failure=True)
             if self.failures:
                 self.release(_GRACE_S)
+            if self.hang and not self.release(_GRACE_S):
+                self._end_waiting()
         except KeyboardInterrupt:
-            self._ranks.interrupt()
+            self.release(_STOP_S, at_once=True)
             raise
 
-    def release(self, within_s: float) -> bool:
-        """Whether all ranks have come back, after some time by themselves and some when they were told to."""
-        self._collect(_GRACE_S)
-        if self.waiting:
-            self._ranks.interrupt()
-            self._collect(within_s)
+    def release(self, within_s: float, at_once: bool = False) -> bool:
+        """Whether all ranks have come back, after some time by themselves and some when they were told to.
+
+        An interrupt meanwhile ends those that have not.
+        """
+        try:
+            if not at_once:
+                self._collect(_GRACE_S)
+            if self.waiting:
+                self._interrupted = True
+                self._ranks.interrupt()
+                self._collect(within_s)
+        except KeyboardInterrupt:
+            self._end_waiting()
+            raise
         return not self.waiting
+
+    def _end_waiting(self) -> None:
+        self._ranks.kill(self.waiting.values())
+        self._collect(_END_S)
 
     def _collect(self, within_s: float, until_failure: bool = False) -> None:
         deadline = time.monotonic() + within_s
-        while self.waiting and time.monotonic() < deadline and not (until_failure and self.failures):
+        while self.waiting and time.monotonic() < deadline and not (until_failure and (self.failures or self.hang)):
             wait(self.waiting, _LOOK_S, FIRST_COMPLETED)
             lost = self._ranks.lost()
-            for future in [each for each, rank in self.waiting.items() if each.done() or rank in lost]:
+            over = [each for each, rank in self.waiting.items() if each.done() or rank in lost]
+            for future in sorted(over, key=lambda each: _turn(lost, self.waiting[each])):
                 rank = self.waiting.pop(future)
                 self.answers[rank] = _read(future, rank in lost)
+            if until_failure:
+                self.hang = hang_of(self.waiting.values(), self._ranks.still(), self._hang_after_s, self._began_s)
+                if self.waiting and self._is_late():
+                    raise GivenUp
 
     @property
     def failures(self) -> dict[int, Failure]:
@@ -81,32 +130,52 @@ class Call:
 
     @property
     def clean(self) -> bool:
-        """Whether the ranks are ready for the next call."""
-        return not self.waiting and not self.failures
+        """Whether the ranks are ready for the next call: none was told to stop, whether it heard of that or not."""
+        return not self.waiting and not self.failures and not self._interrupted
 
     def error(self) -> Mpi4dlError:
         """What went wrong, on the rank where it began."""
+        if self.hang:
+            return RankError(self.hang.words, self.hang.rank)
         failures = self.failures
         own = [rank for rank, failure in failures.items() if not failure.released]
         if self.waiting and not own:
             return _error(min(self.waiting.values()), _SILENCE, "")
         rank, *others = own or failures
-        also = sorted(each for each in others if failures[each].message == failures[rank].message)
-        return _error(rank, failures[rank], f" (And so on ranks {', '.join(map(str, also))}.)" if also else "")
+        first = failures[rank]
+        if first is _DEATH:
+            first = replace(_DEATH, message=str(self._ranks.lost()[rank]))
+        also = sorted(each for each in others if failures[each].message == first.message)
+        error = _error(rank, first, f" (And so on ranks {', '.join(map(str, also))}.)" if also else "")
+        for each in sorted({*failures} - {rank, *also}):
+            error.add_note(f"Rank {each} {_line(failures[each])}")
+        return error
+
+
+def _turn(lost: Mapping[int, Ended], rank: int) -> int:
+    """Of several ranks that are over at once the first to die is the cause."""
+    return list(lost).index(rank) if rank in lost else len(lost)
 
 
 def _read(future: Future[bytes], lost: bool) -> Answer:
     try:
         return pickle.loads(future.result(timeout=0))
     except Exception as error:
-        return Answer(failure=DEATH if lost else Failure.of(error))
+        return Answer(failure=_DEATH if lost else Failure.of(error))
+
+
+def _line(failure: Failure) -> str:
+    """All that is told of a rank that was not the first to fail."""
+    where = f" in {failure.where}" if failure.where else ""
+    return f"was released{where}." if failure.released else f"failed too{where}: {failure.kind}: {failure.message}"
 
 
 def _error(rank: int, failure: Failure, more: str) -> Mpi4dlError:
     kind = _TYPED.get(failure.kind, RankError)
-    name = "" if failure.kind in (*_TYPED, DEATH.kind, _SILENCE.kind) else f"{failure.kind}: "
+    name = "" if failure.kind in (*_TYPED, _DEATH.kind, _SILENCE.kind) else f"{failure.kind}: "
     error = kind(f"Rank {rank}: {name}{failure.message}{more}")
     error.rank, error.remote_traceback = rank, failure.traceback()
     if error.remote_traceback:
-        error.add_note(f"\nOn rank {rank}:\n{error.remote_traceback}")
+        where = f", in {failure.where}" if failure.where else ""
+        error.add_note(f"\nOn rank {rank}{where}:\n{error.remote_traceback}")
     return error

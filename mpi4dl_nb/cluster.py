@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import atexit
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from threading import RLock
+from threading import RLock, get_ident
 from typing import Any, NoReturn
 
-from engines.errors import PlanError, RankError
+from engines.comm.device import threads_per_rank
+from engines.errors import Mpi4dlError, PlanError, RankError
 from engines.facts import facts_table
-from engines.host import Host, dumps, recover
+from engines.host import Host, dumps, recover, regroup
 from engines.predict.calibrate import calibrate
 from engines.predict.machine import Machine
-from mpi4dl_nb.calls import DEATH, Call, Ranks
-from mpi4dl_nb.launch import LoopbackRanks, MpiRanks, threads_per_rank
+from engines.predict.rehearsal import Rehearsal
+from mpi4dl_nb.calls import Call, Ranks
+from mpi4dl_nb.launch.across import CutOff
+from mpi4dl_nb.launch.allocation import chosen_hosts
+from mpi4dl_nb.launch.loopback import LoopbackRanks
+from mpi4dl_nb.launch.mpi import MpiRanks
 from mpi4dl_nb.names import public_names
 
-__all__ = ["Cluster"]
+__all__ = ["HELP", "Cluster"]
 
 _BACKENDS: dict[str, Callable[[int], Ranks]] = {"mpi": MpiRanks, "loopback": LoopbackRanks}
 _SAID = {"mpi": "mpi: one process per rank", "loopback": "loopback: one thread of this process per rank"}
+HELP = "Call heal() on the cluster; what its ranks held is lost, but for checkpoints."
 _PATIENCE_S = 10.0  # the next call after a failure waits this long for ranks that have not come back
 
 
@@ -31,18 +38,33 @@ class Cluster:
 
     `backend="mpi"` starts them as MPI processes, `"loopback"` as threads of this process: at once and without
     MPI, but slower at work. After a failure the ranks are ready for the next call, unless one has died: then
-    `dead` says so, and only `restart()` helps.
+    `dead` says so, and `heal()` helps.
+
+    Ranks that wait for one that does not go on for `hang_after_s` seconds are released, and it is ended (None: they
+    wait for ever). Where no rank waits for another, work may take as long as it likes: the stop button ends it.
+
+    `hosts` are reached by ssh, without a password: `["node1", "node2:3"]`, with slots or without, a dict of slots by
+    name, or a hostfile. Inside a Slurm or PBS job they are the job's. All have this Python in the same place and the
+    folder that this one works in; files that ranks read, and checkpoints, lie where all hosts see them. A host that
+    does not answer for some seconds is told of, with its ranks; `heal()` goes on without it.
 
     >>> with Cluster(2, backend="loopback") as cluster:
     ...     cluster.call(lambda host, text: f"{text} {host.world.rank} of {host.world.size}", "rank")
     ['rank 0 of 2', 'rank 1 of 2']
     """
 
-    def __init__(self, n: int, backend: str = "mpi") -> None:
+    def __init__(
+        self, n: int, backend: str = "mpi", hang_after_s: float | None = 300.0,
+        hosts: Sequence[str] | Mapping[str, int] | str | PathLike[str] | None = None,
+    ) -> None:  # fmt: skip
         _check_count(n)
+        if hang_after_s is not None and not hang_after_s >= 1:
+            raise PlanError(f"hang_after_s={hang_after_s!r} must be 1 second or more, or None for no limit.")
         if backend not in _BACKENDS:
             raise PlanError(f"backend={backend!r} must be one of {', '.join(map(repr, _BACKENDS))}.")
-        self.n, self.backend = n, backend
+        self.hosts = chosen_hosts(hosts, backend == "mpi")
+        self.n, self.backend, self.hang_after_s = n, backend, hang_after_s
+        self._hurry: tuple[int, Callable[[], bool]] = (0, lambda: False)
         self.dead, self._dead_rank = "", 0
         self._ranks: Ranks | None = None
         self._last: Call | None = None
@@ -52,9 +74,12 @@ class Cluster:
     def start(self) -> Cluster:
         """Start the ranks and wait for them. Raises RankError if they do not come, with what they said."""
         if self._ranks is None:
-            self._ranks, self._last, self.dead = _BACKENDS[self.backend](self.n), None, ""
+            self._ranks, self._last, self.dead = self._launched(), None, ""
             atexit.register(self.stop)
         return self
+
+    def _launched(self) -> Ranks:
+        return MpiRanks(self.n, self.hosts) if self.hosts else _BACKENDS[self.backend](self.n)
 
     def stop(self) -> None:
         """End the ranks, and with them all that they hold."""
@@ -68,11 +93,51 @@ class Cluster:
         self.stop()
         return self.start()
 
+    def heal(self, fewer: bool = False) -> Cluster:
+        """Be ready for work again after a failure. Where all ranks live and answer they go on, with what they hold.
+
+        Where some have died, or can't be brought together again, all are started anew; or those that live go on without
+        the dead, which takes no time (`fewer`): `n` is less then. Either way what ranks held is lost, and
+        `training.load(...)` brings it back from a checkpoint. Of several hosts those that do not answer are left out;
+        their ranks go to the others, or away (`fewer`). Raises RankError.
+        """
+        with self._turn:
+            if self._ranks and (cut := self._ranks.cut_off()):
+                self._leave(cut, fewer)
+                return self.restart()
+            lost = self._ranks.lost() if self._ranks else {}
+            if fewer and lost:
+                self._go_on_without(lost)
+                return self
+            if self._ranks is None or self.dead or lost:
+                return self.restart()
+            try:
+                self._gather()
+            except RankError:
+                self.restart()
+        return self
+
+    def _leave(self, cut: Collection[str], fewer: bool) -> None:
+        """Hosts that do not answer. Raises RankError where none is left, PlanError where ranks don't fit the others."""
+        left = self.hosts.without(cut)
+        n = self.n - fewer * sum(isinstance(each, CutOff) for each in self._ranks.lost().values())
+        left.share_out(n)
+        self.hosts, self.n, self.machine = left, n, None
+
+    def _go_on_without(self, lost: Collection[int]) -> None:
+        if len(lost) == self.n:
+            raise RankError(f"None of the {self.n} ranks is left to go on. Call heal() to start them anew.")
+        if self._last is not None:
+            self._last.release(_PATIENCE_S)
+        self._ranks.leave_out(lost)
+        self.n, self.dead, self.machine = self.n - len(lost), "", None
+        self._meet(regroup)
+
     def resize(self, n: int) -> Cluster:
         """Be `n` ranks, and started. Where there are others, or one has died, all end first: what they held is lost."""
         _check_count(n)
         with self._turn:
-            if n != self.n or self.dead:
+            if n != self.n or self.dead or (self._ranks and self._ranks.lost()):
                 self.stop()
             self.n = n
             return self.start()
@@ -96,13 +161,27 @@ class Cluster:
             raise PlanError(f"per_rank has {len(parts)} entries, but the cluster has {self.n} ranks.")
         common, own = _packed(function, (function, args)), [_packed(function, part) for part in parts]
         with self._turn:
-            self._heal()
-            self._last = call = Call(self._ranks)
+            self._gather()
+            self._last = call = Call(self._ranks, self.hang_after_s, self._is_late)
             call.make(common, own)
-            if call.failures:
-                self._check_alive()
+            if call.failures or call.hang:
+                self._check_alive(call.error())
                 raise call.error()
         return [call.answers[rank].value for rank in range(self.n)]
+
+    @contextmanager
+    def hurried(self, is_late: Callable[[], bool]) -> Iterator[None]:
+        """Within it a call of this thread is given up, by GivenUp, as soon as `is_late()` says that time is up."""
+        self._hurry, before = (get_ident(), is_late), self._hurry
+        try:
+            yield
+        finally:
+            self._hurry = before
+
+    def _is_late(self) -> bool:
+        """Whether the time of this thread's call is over."""
+        thread, is_late = self._hurry
+        return thread == get_ident() and is_late()
 
     def calibrate(self, store: str | PathLike[str] | None = None, again: bool = False) -> Machine:
         """How fast these ranks compute and send: measured once, in some seconds, and remembered (`again`: anew).
@@ -114,14 +193,14 @@ class Cluster:
         """
         kept = None if store is None else Path(store)
         if kept and kept.exists() and not again:
-            self.machine = Machine.from_json(kept.read_text())
+            self.machine = Machine.from_json(kept.read_text(errors="replace"))
         if self.machine is None or self.machine.ranks != self.n or again:
-            self.machine = self.call(_calibrated)[0]
+            self.machine = self.call(_calibrated, Rehearsal.of(self.n))[0]
             if kept:
                 kept.write_text(self.machine.to_json())
         return self.machine
 
-    def _heal(self) -> None:
+    def _gather(self) -> None:
         """Be ready for a call; after a failure, bring the ranks together again. Raises RankError."""
         if self._ranks is None:
             raise RankError("The cluster is not started. Call start(), or use `with Cluster(...) as cluster:`.")
@@ -129,23 +208,34 @@ class Cluster:
         if self._last is None or self._last.clean:
             return
         if not self._last.release(_PATIENCE_S):
-            self._die(min(self._last.waiting.values()), f"it has not come back within {_PATIENCE_S:.0f} s")
-        self._last = Call(self._ranks)
-        self._last.make(dumps((recover, ())), [dumps(())] * self.n, _PATIENCE_S)
-        if not self._last.clean:
-            self._check_alive()
-            self._die(self._last.error().rank, "it does not find together with the others again")
+            rank = min(self._last.waiting.values())
+            self._die(RankError(f"Rank {rank}: it has not come back within {_PATIENCE_S:.0f} s.", rank))
+        self._meet(recover)
 
-    def _check_alive(self) -> None:
+    def _meet(self, function: Callable[..., None]) -> None:
+        """A call that brings the ranks together again."""
+        self._last = Call(self._ranks)
+        self._last.make(dumps((function, ())), [dumps(())] * self.n, _PATIENCE_S)
+        if not self._last.clean:
+            error = self._last.error()
+            self._check_alive(error)
+            self._die(RankError(f"The ranks do not find together again. {error}", error.rank))
+
+    def _check_alive(self, error: Mpi4dlError | None = None) -> None:
+        """Raises RankError where ranks have died: of which `error` tells more, if it is known."""
         if self.dead:
             raise RankError(self.dead, self._dead_rank)
         if lost := self._ranks.lost():
-            self._die(lost[0], DEATH.message)
+            rank = next(iter(lost))  # the first to die
+            self._die(error or RankError(f"Rank {rank}: {lost[rank]}", rank))
 
-    def _die(self, rank: int, why: str) -> NoReturn:
-        self.dead = f"Rank {rank}: {why}. Call restart() on the cluster; what its ranks held is lost."
-        self._dead_rank = rank
-        raise RankError(self.dead, rank)
+    def _die(self, error: Mpi4dlError) -> NoReturn:
+        """It can't go on as it is, and says why until it is healed."""
+        self.dead, self._dead_rank = f"{str(error).rstrip('.')}. {HELP}", error.rank
+        told = RankError(self.dead, error.rank)
+        for note in getattr(error, "__notes__", ()):
+            told.add_note(note)
+        raise told from None
 
     @property
     def state(self) -> str:
@@ -158,7 +248,7 @@ class Cluster:
     def _repr_html_(self) -> str:
         facts = {
             "Ranks": self.n,
-            "Threads per rank": threads_per_rank(self.n),
+            **({"Hosts": self.hosts} if self.hosts else {"Threads per rank": threads_per_rank(self.n)}),
             "Backend": _SAID[self.backend],
             "State": self.state,
         }
@@ -173,8 +263,8 @@ def _check_count(n: int) -> None:
         raise PlanError(f"n={n!r} must be a whole number of ranks, 1 or more.")
 
 
-def _calibrated(host: Host) -> Machine:
-    return calibrate(host.world)
+def _calibrated(host: Host, rehearsal: Rehearsal) -> Machine:
+    return calibrate(host.world, rehearsal=rehearsal)
 
 
 def _packed(function: Callable[..., Any], value: Any) -> bytes:

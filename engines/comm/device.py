@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -26,17 +26,23 @@ __all__ = [
     "memory_format",
     "peak_of_own_memory",
     "process_bytes",
+    "ranks_here",
     "threads_of",
+    "threads_per_rank",
     "wait_for",
 ]
 
 
+# How MPIs tell a process its number among those of its host, and how many these are: Open MPI, MPICH.
+_RANK_HERE = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+_RANKS_HERE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _MMAP_THRESHOLD, _MMAP_MAX = -3, -4  # of `mallopt`, from glibc's malloc.h
 
 
 def choose_device(wish: str, rank: int) -> torch.device:
     """`auto`: the GPUs of this host in turn, the CPU where there is none; else what `wish` names.
 
+    In turn goes the number that the process has among those of its host, where MPI tells it, and not its rank.
     Raises PlanError where the wish cannot be fulfilled.
     """
     if wish == "auto":
@@ -44,11 +50,20 @@ def choose_device(wish: str, rank: int) -> torch.device:
     if wish == "cuda":
         if not torch.cuda.is_available():
             raise PlanError("device='cuda', but torch sees no GPU here. Use device='auto' or 'cpu'.")
-        return torch.device("cuda", rank % torch.cuda.device_count())
+        return torch.device("cuda", _told(_RANK_HERE, rank) % torch.cuda.device_count())
     try:
         return torch.device(wish)
     except RuntimeError as error:
         raise PlanError(f"device={wish!r} is unknown. Use auto, cpu, cuda or cuda:0.") from error
+
+
+def ranks_here(n: int) -> int:
+    """How many of `n` ranks are on this host, where MPI tells it."""
+    return max(1, min(n, _told(_RANKS_HERE, n)))
+
+
+def _told(names: Sequence[str], otherwise: int) -> int:
+    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), otherwise)
 
 
 def autocast_type(wish: str) -> str:
@@ -111,6 +126,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads_per_rank(n: int) -> int:
+    """The cores of this machine, shared out among `n` ranks."""
+    return max(1, cores() // n)
+
+
 def give_memory_back() -> None:
     """Return the pages that this process has freed to the system, where its C library can (glibc)."""
     gc.collect()
@@ -121,7 +141,7 @@ def give_memory_back() -> None:
 
 def threads_of(plan: Plan, rank: int) -> int:
     """A rank's share of the cores of this host."""
-    return layout.threads_of(plan, rank, cores())
+    return layout.threads_of(plan, rank, cores(), ranks_here(plan.ranks))
 
 
 def memory_format(dimensions: int) -> torch.memory_format:

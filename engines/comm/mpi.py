@@ -25,6 +25,10 @@ __all__ = ["MpiWorld"]
 _EAGER, _YIELDING, _NAP_S, _REST_S = 2, 100, 5e-5, 2e-3
 _COLLECTED = (1 << 23) - 1  # a tag that no program has
 _BY_OTHERS = (MPI.ERR_REVOKED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
+# Open MPI knows Revoke and Shrink only where mpiexec was told `--with-ft ulfm`, of which this tells; without it Revoke
+# does nothing and Shrink never returns. Other MPIs are not believed: none was seen to survive the death of a rank.
+_FT = "OMPI_MCA_mpi_ft_enable"
+_ULFM = MPI.get_vendor()[0] == "Open MPI" and os.environ.get(_FT) in ("1", "true")
 # Messages are words of an element's size: MPI moves them and does not add.
 _WORDS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 
@@ -56,6 +60,7 @@ class _Requests:
         while not MPI.Request.Testall(self.requests):
             looks += 1
             if looks > _YIELDING:
+                self.world.check()
                 time.sleep(min(nap_s * (looks // _YIELDING), _REST_S))
             elif looks > _EAGER:
                 os.sched_yield()
@@ -115,7 +120,7 @@ class MpiWorld:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """MPI's errors as ours; whoever sees that another rank has failed tells the rest."""
-        if isinstance(error, pickle.UnpicklingError | EOFError) and self.comm.Get_failed().size:
+        if isinstance(error, pickle.UnpicklingError | EOFError) and _ULFM and self.comm.Get_failed().size:
             # A gather during which a rank died may come back without an error, and with no sense in it.
             self.fail()
             raise ReleasedError("released: another rank has died") from error
@@ -130,7 +135,14 @@ class MpiWorld:
 
     def _others_failed(self, error: MPI.Exception) -> bool:
         """Of several requests MPI says only that one has failed; the communicator knows why."""
+        if not _ULFM:
+            return False
         return error.Get_error_class() in _BY_OTHERS or self.comm.Is_revoked() or self.comm.Get_failed().size > 0
+
+    def check(self) -> None:
+        """Raises ReleasedError where a rank has failed: requests that MPI starts again and again do not tell."""
+        if self.comm.Is_revoked():
+            raise ReleasedError("released: another rank has failed")
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start messages. CUDA tensors pass through the host."""
@@ -176,11 +188,20 @@ class MpiWorld:
         os._exit(code)
 
     def fail(self) -> None:
-        """Revoke the communicator (ULFM), so that no rank waits for this one."""
-        self.comm.Revoke()
+        """Revoke the communicator (ULFM), so that no rank waits for this one. (Without it they await an interrupt.)"""
+        if _ULFM:
+            self.comm.Revoke()
 
     def recover(self) -> None:
-        """A fresh communicator of the ranks that live. (The revoked one cannot be freed: that is collective.)"""
+        """A fresh communicator of the ranks that live. (The revoked one cannot be freed: that is collective.)
+
+        Raises RankError where this MPI has no ULFM: there only new processes help.
+        """
+        if not _ULFM:
+            raise RankError(
+                f"{' '.join(map(str, MPI.get_vendor()))} was started without fault tolerance (ULFM): after a failure "
+                "all ranks must be started again. Call heal() on the cluster."
+            )
         self._adopt(self.comm.Shrink())
 
 

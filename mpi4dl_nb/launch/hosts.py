@@ -1,0 +1,157 @@
+"""Which ranks run on which host: read from what the user wrote, checked, shared out. No host is touched here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from engines.errors import PlanError, RankError
+
+__all__ = ["Host", "Hosts", "Share", "as_told", "read_hosts"]
+
+_NAME = re.compile(r"(?:[\w.-]+@)?\w[\w.-]*")
+_LINE = re.compile(r"(?P<name>\S+?)(?::(?P<short>\S*)|\s+slots\s*=\s*(?P<slots>\S+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A name that `ssh` understands, and how many ranks it takes; None: its even share."""
+
+    name: str
+    slots: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.slots is None else f"{self.name}:{self.slots}"
+
+
+@dataclass(frozen=True)
+class Share:
+    """A host and its ranks."""
+
+    name: str
+    ranks: range
+
+    def __str__(self) -> str:
+        return f"{self.name} ({as_told(self.ranks)})"
+
+
+def as_told(ranks: Sequence[int]) -> str:
+    """Ranks in words.
+
+    >>> as_told(range(3)), as_told([4])
+    ('ranks 0, 1, 2', 'rank 4')
+    """
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def read_hosts(wish: Iterable[str] | Mapping[str, int] | str | PathLike[str] | None) -> tuple[Host, ...]:
+    """A list of `"name"` or `"name:slots"`, a dict of slots by name, or the path of a hostfile as MPI knows it.
+
+    Raises PlanError on what is none of these, on an empty one, on a name twice, on slots below 1.
+
+    >>> read_hosts(["node1", "node2:3"])
+    (Host(name='node1', slots=None), Host(name='node2', slots=3))
+    """
+    if wish is None:
+        return ()
+    if isinstance(wish, str | PathLike):
+        found = _from_file(Path(wish))
+    elif isinstance(wish, Mapping):
+        found = [_host(name, name, slots) for name, slots in wish.items()]
+    elif isinstance(wish, Iterable):
+        found = [_from_text(text) for text in wish]
+    else:
+        raise PlanError(f"hosts={wish!r} must be a list of names, a dict of slots by name, or a hostfile's path.")
+    if not found:
+        raise PlanError(f"hosts={wish!r} names no host. Leave it away to start the ranks on this machine.")
+    names = [host.name for host in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise PlanError(f"hosts names {twice[0]!r} {names.count(twice[0])} times. Name it once, with its slots.")
+    return tuple(found)
+
+
+def _from_file(path: Path) -> list[Host]:
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(
+            f"hosts={str(path)!r} is no hostfile that can be read ({error}). A list of names goes as hosts=[...]."
+        ) from error
+    return [_from_text(text) for line in lines if (text := line.split("#")[0].strip())]
+
+
+def _from_text(text: Any) -> Host:
+    if not isinstance(text, str) or not (found := _LINE.fullmatch(text.strip())):
+        raise PlanError(f"The host {text!r} must be a name, or a name with its slots: 'node2:3'.")
+    return _host(text, found["name"], found["short"] if found["short"] is not None else found["slots"])
+
+
+def _host(said: Any, name: Any, slots: Any) -> Host:
+    """Checked: a name that began with a dash would be a flag of ssh."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise PlanError(f"The host {said!r} has no name that ssh could take: letters, digits, '.', '-' and '_'.")
+    if slots is None:
+        return Host(name)
+    if isinstance(slots, bool) or not re.fullmatch("0*[1-9][0-9]*", str(slots)):
+        raise PlanError(f"The host {name!r} has slots {slots!r}: they must be a whole number, 1 or more.")
+    return Host(name, int(slots))
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Hosts in their order; `whose` they are, for messages; `srun`: Slurm starts the ranks, whose job holds them."""
+
+    hosts: tuple[Host, ...]
+    whose: str = "hosts"
+    srun: bool = False
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.hosts))
+
+    def without(self, names: Collection[str]) -> Hosts:
+        """Those that are left. Raises RankError where there are none."""
+        left = tuple(host for host in self.hosts if host.name not in names)
+        if not left:
+            raise RankError(f"None of {self.whose} {self} answers. Mend them, then call restart() on the cluster.")
+        return replace(self, hosts=left)
+
+    def share_out(self, n: int) -> tuple[Share, ...]:
+        """`n` ranks over the hosts in order: slots are filled, the rest is shared evenly by hosts without slots.
+
+        A host without a rank is left out. Raises PlanError where the ranks are more than the slots.
+
+        >>> [str(share) for share in Hosts(read_hosts(["a", "b"])).share_out(5)]
+        ['a (ranks 0, 1, 2)', 'b (ranks 3, 4)']
+        """
+        fixed = sum(host.slots or 0 for host in self.hosts)
+        others = sum(host.slots is None for host in self.hosts)
+        if n > fixed and not others:
+            raise PlanError(
+                f"{n} ranks do not fit: {self.whose} {self} have {fixed} slots together. "
+                "Give more slots or hosts, or start fewer ranks."
+            )
+        counts = _counts([host.slots for host in self.hosts], n, divmod(max(0, n - fixed), max(1, others)))
+        ends = accumulate(counts)
+        return tuple(
+            Share(host.name, range(end - count, end))
+            for host, count, end in zip(self.hosts, counts, ends, strict=True)
+            if count
+        )
+
+
+def _counts(slots: Sequence[int | None], n: int, evenly: tuple[int, int]) -> list[int]:
+    """Ranks of each host; those without slots get `evenly[0]`, and the first `evenly[1]` of them one more."""
+    left, more, counts = n, evenly[1], []
+    for each in slots:
+        if each is None:
+            counts.append(evenly[0] + (more > 0))
+            more -= 1
+        else:
+            counts.append(min(left, each))
+            left -= counts[-1]
+    return counts

@@ -1,0 +1,75 @@
+"""A process that ends the cluster when the notebook lets go of it, or dies in whatever way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock, Thread
+
+from mpi4dl_nb.launch import ending
+
+__all__ = ["Leash"]
+
+
+class Leash:
+    """Holds the processes of a cluster, and paths that are removed after them.
+
+    It survives the notebook by a moment. If it is killed itself, another one takes its place.
+    """
+
+    def __init__(self, name: str, paths: Sequence[Path]) -> None:
+        self._command = [sys.executable, "-P", ending.__file__, name, str(os.getpid()), *map(str, paths)]
+        self._held: list[int] = []
+        self._lock, self._given_up = Lock(), False
+        self._begin()
+        Thread(target=self._keep, name="mpi4dl_nb leash", daemon=True).start()
+
+    def _begin(self) -> None:
+        silent = subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=silent, stderr=silent,
+            start_new_session=True,  # an interrupt of the notebook is not for it
+        )  # fmt: skip
+        self._tell(self._held)
+
+    def _tell(self, pids: Sequence[int]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # killed: the next one is told
+            self._process.stdin.write(b"".join(b"%d\n" % pid for pid in pids))
+            self._process.stdin.flush()
+
+    def _keep(self) -> None:
+        """Wait for its end, and replace it where a signal was its end."""
+        while self._process.wait() < 0:
+            with self._lock:
+                if self._given_up:
+                    return
+                self._close()
+                self._begin()
+
+    def _close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that holds them now."""
+        return self._process.pid
+
+    def hold(self, pid: int) -> None:
+        """One process more: when it ends, by itself or not, all of the cluster does."""
+        with self._lock:
+            self._held.append(pid)
+            self._tell([pid])
+
+    def let_go(self, within_s: float) -> None:
+        """End the cluster; back when that is done. Raises subprocess.TimeoutExpired."""
+        with self._lock:
+            self._given_up = True
+        self._close()
+        while self._process.wait(within_s) < 0:  # killed, in the middle of it or before
+            self._begin()
+            self._close()

@@ -1,0 +1,28 @@
+"""Runs the coroutines of ipyparallel: in a notebook the loop of the kernel is busy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from functools import cache
+from threading import Thread
+from typing import Any
+
+__all__ = ["in_loop"]
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, name="mpi4dl_nb launcher", daemon=True).start()
+    return loop
+
+
+def in_loop(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine to its end."""
+    future = asyncio.run_coroutine_threadsafe(work, _loop())
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        future.cancel()
+        raise

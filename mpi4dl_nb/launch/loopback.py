@@ -1,0 +1,66 @@
+"""Ranks as threads of this process: no MPI, nothing to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from threading import Thread
+
+import torch
+
+from engines import host
+from engines.comm.device import threads_per_rank
+from engines.comm.loopback import loopback
+from mpi4dl_nb.launch.reports import Ended, Still
+
+__all__ = ["LoopbackRanks"]
+
+
+class LoopbackRanks:
+    """Every rank a thread of this process: no MPI, nothing to start."""
+
+    def __init__(self, n: int) -> None:
+        self._hosts = [host.Host(world) for world in loopback(n)]
+        self._threads = threads_per_rank(n)
+
+    def submit(self, rank: int, common: bytes, own: bytes) -> Future[bytes]:
+        """A thread of its own: a rank that never returns must not keep Python from ending."""
+        future: Future[bytes] = Future()
+
+        def work() -> None:
+            torch.set_num_threads(self._threads)
+            try:
+                future.set_result(host.execute(self._hosts[rank], common, own))
+            except BaseException as error:
+                future.set_exception(error)
+
+        Thread(target=work, name=f"rank {rank}", daemon=True).start()
+        return future
+
+    def interrupt(self) -> None:
+        """Release those that wait; a thread that computes can't be stopped."""
+        self._hosts[0].world.fail()
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        """Nor can it be ended: whoever starts afresh leaves it alone."""
+        self.interrupt()
+
+    def lost(self) -> Mapping[int, Ended]:
+        """Threads do not die alone."""
+        return {}
+
+    def cut_off(self) -> frozenset[str]:
+        """There is no other host."""
+        return frozenset()
+
+    def still(self) -> Mapping[int, Still]:
+        """Those that have not gone on for a while."""
+        now = {rank: host.board.read() for rank, host in enumerate(self._hosts)}
+        return {rank: Still(at) for rank, at in now.items() if at is not None}
+
+    def leave_out(self, ranks: Iterable[int]) -> None:
+        """There are none to be left out."""
+
+    def stop(self) -> None:
+        """Let go of those that wait."""
+        self.interrupt()

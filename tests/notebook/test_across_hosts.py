@@ -1,0 +1,81 @@
+"""A training across two hosts that are network namespaces of this machine; one loses its network.
+
+`python -m tests.hosts` does more of it. It needs root, `ip` and `sshd`, and is left out where there can be none.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from engines.errors import RankError
+from mpi4dl_nb import Cluster, Plan, Training
+from tests.hosts import left_behind
+from tests.namespaces import namespaces, why_not
+
+N, SHAPE = 2, (2, 3, 12, 12)
+PLAN = Plan(split_size=1, num_spatial_parts=2, slice_method="vertical", precision="float64")
+NAMED = r"Rank 1: its host node2 \(rank 1\) has not answered for \d\.\d s: it is down, or its network is\. Call heal"
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    if why := why_not():
+        pytest.skip(why)
+    with namespaces(2) as hosts:
+        yield hosts
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+def test_an_unknown_host_key_is_told(hosts):
+    known = hosts.home / "known_hosts"
+    keys = known.read_text()
+    try:
+        known.write_text("")
+        with pytest.raises(RankError, match="The host node1 can't be used: its host key is unknown here"):
+            Cluster(N, hosts=hosts.names).start()
+    finally:
+        known.write_text(keys)
+
+
+def test_a_host_without_our_key_is_told(hosts):
+    key = hosts.home / "key.pub"
+    shutil.move(key, key.with_suffix(".away"))
+    try:
+        with pytest.raises(RankError, match="The host node1 can't be used: ssh does not log in there"):
+            Cluster(N, hosts=hosts.names).start()
+    finally:
+        shutil.move(key.with_suffix(".away"), key)
+
+
+def test_a_training_runs_across_hosts_and_goes_on_without_the_one_that_is_cut_off(hosts):
+    def place(host):
+        return socket.gethostname(), int(os.environ["OMPI_COMM_WORLD_LOCAL_RANK"])
+
+    with Cluster(N, hosts=hosts.names) as cluster:
+        assert sorted(cluster.call(place)) == [("node1", 0), ("node2", 0)]
+        assert Training(net(), PLAN, cluster, SHAPE).verify()["ok"]
+
+        hosts.link("node2", up=False)
+        start_s = time.monotonic()
+        with pytest.raises(RankError, match=NAMED) as told:
+            cluster.call(lambda host: host.world.gather(None))
+        assert time.monotonic() - start_s < 10
+        assert told.value.rank == 1
+
+        cluster.heal()
+        assert sorted(cluster.call(place)) == [("node1", 0), ("node1", 1)]
+    assert not left_behind(hosts, ["node1"], 10.0)

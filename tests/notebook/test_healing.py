@@ -1,0 +1,315 @@
+"""`fit(on_failure=...)`: ranks fail, die and hang in the midst of a training; its losses and weights stay the same."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engines.checkpoint.interrupts import StoppedError
+from engines.errors import LossError, PlanError, RankError
+from engines.host import Host
+from engines.images.synthetic import SyntheticImages
+from engines.models.unet import UNet
+from engines.plan import Plan
+from engines.report import Healed, Told
+from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.healing import plan_for
+from mpi4dl_nb.training import Training
+from mpi4dl_nb.watching import Gathered
+from tests.faulty import SHAPE, Fault, Heard, batches, inject, model
+
+PLAN = Plan(split_size=2, spatial_size=1, num_spatial_parts=2, slice_method="vertical", parts=2, precision="float64")
+DATA = batches(4, seed=3)
+
+
+@pytest.fixture(scope="module", params=["loopback", "mpi"])
+def shared(request):
+    with Cluster(3, backend=request.param, hang_after_s=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared):
+    """Alive, and of three ranks again."""
+    return shared.resize(3)
+
+
+over_mpi = pytest.mark.parametrize("shared", ["mpi"], indirect=True)
+over_loopback = pytest.mark.parametrize("shared", ["loopback"], indirect=True)
+
+
+def training(cluster: Cluster) -> Training:
+    return Training(model(), PLAN, cluster, SHAPE)
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """Losses and weights of two epochs without a fault."""
+    with Cluster(3, backend="loopback") as cluster:
+        found = training(cluster)
+        return found.fit(DATA, epochs=2, progress=False).losses, found.state_dict()
+
+
+def hurt(found: Training, kind: str, tmp_path: Path, steps: int = 6, rank: int = 1, at: int = 7) -> None:
+    """After so many steps, at an instruction, a rank comes to harm."""
+    at += steps * len(found.programs[rank].steps)
+    found.cluster.call(inject, found.name, Fault(kind, rank, at, tmp_path / "note"))
+
+
+def check(found: Training, losses: Any, undisturbed: Any) -> None:
+    wanted_losses, wanted = undisturbed
+    assert list(losses) == pytest.approx(list(wanted_losses), rel=1e-12)
+    state = found.state_dict()
+    for name, tensor in wanted.items():
+        assert torch.allclose(state[name].double(), tensor.double(), rtol=1e-12, atol=1e-15), name
+
+
+def test_a_failure_is_healed_in_place(cluster, undisturbed, tmp_path):
+    found, heard, log = training(cluster), Heard(), tmp_path / "log.jsonl"
+    hurt(found, "raise", tmp_path)
+    history = found.fit(
+        DATA, epochs=2, progress=False, save=tmp_path / "saved", on_failure="heal", monitor=heard, log=log
+    )
+    check(found, history.losses, undisturbed)
+    assert [epoch.steps for epoch in history.epochs] == [4, 4]
+    (healed,) = heard.healed
+    assert "no step is lost" in healed.text
+    assert "Rank 1: ValueError: a fault" in healed.text
+    assert heard.losses == list(history.losses)
+    assert [json.loads(line)["steps"] for line in log.read_text().splitlines()] == [4, 4]
+
+
+@over_mpi
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+def test_dead_ranks_are_started_anew(cluster, undisturbed, tmp_path, kind):
+    """Saved after steps 3 and 6, and hurt in the eighth: one step is done again."""
+    found, heard, log = training(cluster), Heard(), tmp_path / "log.jsonl"
+    hurt(found, kind, tmp_path, steps=7)
+    history = found.fit(
+        DATA, epochs=2, progress=False, save=tmp_path / "saved", save_every=3, on_failure="heal", monitor=heard, log=log
+    )
+    check(found, history.losses, undisturbed)
+    assert [epoch.steps for epoch in history.epochs] == [4, 4]
+    (healed,) = heard.healed
+    assert "1 step done again" in healed.text
+    assert healed.text.count("Rank 1") == 1
+    assert "stage 0, tile 1" in healed.text
+    assert heard.steps == len(DATA) * 2 + 1
+    assert [json.loads(line)["steps"] for line in log.read_text().splitlines()] == [4, 4]
+
+
+@over_mpi
+def test_the_others_go_on_under_another_plan(cluster, undisturbed, tmp_path):
+    found, heard = training(cluster), Heard()
+    hurt(found, "kill", tmp_path)
+    held_out = SyntheticImages(3, SHAPE[2:], 4, seed=1)
+    history = found.fit(
+        DATA, epochs=2, progress=False, save=tmp_path / "s", on_failure="shrink", monitor=heard, held_out=held_out
+    )
+    assert all(epoch.held_out is not None for epoch in history.epochs)
+    check(found, history.losses, undisturbed)
+    assert cluster.n == found.plan.ranks == 2
+    assert found.plan.micro_batches == PLAN.micro_batches
+    assert "2 steps done again" in heard.healed[0].text
+
+
+@over_mpi
+def test_images_that_ranks_read_go_on_where_they_were(cluster, tmp_path):
+    """In the midst of an epoch, with held-out images judged after each."""
+    images = SyntheticImages(9, (16, 24), 3, seed=1)
+    plan = Plan(split_size=1, num_spatial_parts=3, slice_method="1x3", precision="float64")
+
+    def fitted(folder: Path, faulty: bool) -> tuple[Any, dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        found = Training(UNet(num_classes=3, width=4, depth=1), plan, cluster, (2, 3, 16, 24))
+        if faulty:
+            hurt(found, "kill", tmp_path, steps=6)
+        history = found.fit(
+            images, epochs=2, progress=False, held_out=images, seed=4, save=folder, save_every=5, on_failure="heal"
+        )
+        return history, found.state_dict()
+
+    history, state = fitted(tmp_path / "faulty", faulty=True)
+    wanted, weights = fitted(tmp_path / "whole", faulty=False)
+    assert history.losses == wanted.losses
+    assert [(epoch.steps, epoch.loss, epoch.held_out.loss) for epoch in history.epochs] == [
+        (epoch.steps, epoch.loss, epoch.held_out.loss) for epoch in wanted.epochs
+    ]
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
+
+
+@over_loopback
+def test_what_comes_twice_in_the_same_place_is_raised(cluster, tmp_path):
+    def break_down(host: Host, name: str) -> None:
+        worker = host.trainings[name].worker
+        step = worker.step
+
+        def broken() -> Any:
+            if worker.steps == 3 and host.world.rank == 2:
+                raise ValueError("always")
+            return step()
+
+        worker.step = broken
+
+    found, heard = training(cluster), Heard()
+    cluster.call(break_down, found.name)
+    with pytest.raises(RankError, match="Rank 2: ValueError: always") as caught:
+        found.fit(DATA, progress=False, save=tmp_path, on_failure="heal", monitor=heard)
+    assert len(heard.healed) == 1
+    assert "rank 2 after 2 steps, rank 2 after 2 steps" in caught.value.__notes__[-1]
+
+
+@over_loopback
+def test_a_loss_that_is_no_number_is_not_healed(cluster, tmp_path):
+    found, heard = training(cluster), Heard()
+    images, labels = DATA[0]
+    with pytest.raises(LossError):
+        found.fit([(images * float("nan"), labels)], progress=False, save=tmp_path, on_failure="heal", monitor=heard)
+    assert not heard.healed
+    assert found.save(tmp_path).exists()  # a step that has failed is no obstacle
+
+
+@over_loopback
+def test_how_to_heal_is_checked(cluster, tmp_path):
+    found = training(cluster)
+    with pytest.raises(PlanError, match="must be one of 'raise', 'heal', 'shrink'"):
+        found.fit(DATA, on_failure="ignore", save=tmp_path)
+    with pytest.raises(PlanError, match="save=FOLDER"):
+        found.fit(DATA, on_failure="heal")
+
+
+@over_loopback
+def test_ranks_that_failed_while_they_changed_their_weights_do_not_go_on(cluster, tmp_path):
+    found = training(cluster)
+    saved = found.save(tmp_path / "saved")
+    hurt(found, "raise", tmp_path, steps=0, rank=1, at=len(found.programs[1].steps) - 1)
+    with pytest.raises(RankError, match="a fault"):
+        found.step(*DATA[0])
+    for use in (lambda: found.step(*DATA[0]), found.state_dict, lambda: found.save(tmp_path)):
+        with pytest.raises(PlanError, match=r"has done so 1 times. Load a checkpoint"):
+            use()
+    found.load(saved)
+    found.step(*DATA[0])
+
+
+@over_loopback
+@pytest.mark.parametrize("sync_batchnorm", [True, False])
+def test_a_failure_in_the_midst_of_an_update_is_healed_from_a_checkpoint(cluster, tmp_path, sync_batchnorm):
+    """Some have moved their statistics, or their weights, and some have not."""
+
+    def fitted(faulty: bool) -> tuple[Any, dict[str, torch.Tensor], Heard]:
+        found, heard = Training(model(), replace(PLAN, sync_batchnorm=sync_batchnorm), cluster, SHAPE), Heard()
+        if faulty:
+            hurt(found, "raise", tmp_path, steps=2, at=len(found.programs[1].steps) - 1)
+        history = found.fit(
+            DATA, progress=False, save=tmp_path / f"{faulty}", save_every=1, on_failure="heal", monitor=heard
+        )
+        return history.losses, found.state_dict(), heard
+
+    losses, state, heard = fitted(faulty=True)
+    wanted_losses, wanted, _ = fitted(faulty=False)
+    assert losses == wanted_losses
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    assert len(heard.healed) == 1
+
+
+@over_mpi
+def test_a_training_is_loaded_where_the_ranks_have_lost_it(cluster, undisturbed, tmp_path):
+    found = training(cluster)
+    found.fit(DATA, progress=False, save=tmp_path)
+    cluster.restart()
+    with pytest.raises(PlanError, match=r"Call load\(\) with a checkpoint"):
+        found.step(*DATA[0])
+    assert found.load(tmp_path) == 4
+    rest = [found.step(*batch) for batch in DATA]
+    check(found, [*undisturbed[0][:4], *rest], undisturbed)
+
+
+def test_a_step_that_takes_long_is_given_up_by_an_interrupt(cluster, undisturbed, tmp_path):
+    """A rank dallies in the third step: what was before it is saved, and goes on as if nothing had been."""
+
+    def dally(host: Host, name: str) -> None:
+        worker = host.trainings[name].worker
+        step, left = worker.step, [2 * len(worker.program.steps) + 5]
+
+        def slow() -> Any:
+            left[0] -= 1
+            until_s = time.monotonic() + (1.5 if host.world.rank == 1 and left[0] == 0 else 0)
+            while time.monotonic() < until_s:
+                time.sleep(0.01)
+            return step()
+
+        worker.step = slow
+
+    found, heard = training(cluster), Heard()
+    cluster.call(dally, found.name)
+    threading.Thread(target=press, args=(heard, 2), daemon=True).start()
+    with pytest.raises(StoppedError, match="Stopped by SIGINT after 2 steps") as caught:
+        found.fit(DATA, epochs=2, progress=False, save=tmp_path, monitor=heard)
+    assert str(tmp_path) in str(caught.value)
+    found.load(tmp_path)
+    rest = [found.step(*batch) for batch in (DATA * 2)[2:]]
+    check(found, [*heard.losses, *rest], undisturbed)
+
+
+def test_an_interrupt_behind_the_update_saves_no_half_of_a_step(cluster, undisturbed, tmp_path):
+    """All ranks have changed their weights in the third step, but nobody knows of it yet: as if it had not been."""
+
+    def dally(host: Host, name: str) -> None:
+        worker = host.trainings[name].worker
+        step, left = worker.step, [3 * len(worker.program.steps)]
+
+        def slow() -> Any:
+            done = step()
+            left[0] -= 1
+            until_s = time.monotonic() + (1.5 if left[0] == 0 else 0)
+            while time.monotonic() < until_s:
+                time.sleep(0.01)
+            return done
+
+        worker.step = slow
+
+    found, heard = training(cluster), Heard()
+    cluster.call(dally, found.name)
+    threading.Thread(target=press, args=(heard, 2), daemon=True).start()
+    with pytest.raises(StoppedError) as caught:
+        found.fit(DATA, epochs=2, progress=False, save=tmp_path, save_every=1, monitor=heard)
+    assert str(tmp_path) in str(caught.value)
+    done = found.load(tmp_path)
+    rest = [found.step(*batch) for batch in (DATA * 2)[done:]]
+    check(found, [*heard.losses[:done], *rest], undisturbed)
+
+
+def press(heard: Heard, steps: int) -> None:
+    """The stop button, a moment after so many steps."""
+    while heard.steps < steps:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+@over_loopback
+def test_fewer_ranks_compute_the_same(cluster):
+    plan = plan_for(training(cluster), 2)
+    assert (plan.ranks, plan.micro_batches, plan.precision) == (2, 2, "float64")
+    random.seed(0)
+    both_ways = Training(model(), Plan(split_size=3, spatial_size=0, bidirectional=True), cluster, SHAPE)
+    with pytest.raises(PlanError, match="No plan for 1 ranks has 2 batches and 2 micro-batches"):
+        plan_for(both_ways, 1)
+
+
+def test_what_is_done_again_is_shown_once():
+    gathered = Gathered(PLAN)
+    for loss in (3.0, 2.0, 1.0):
+        gathered.add(Told(0, 0, 2, 0.1, loss, None), ())
+    gathered.add(Healed("healed", 1, 0), ())
+    assert gathered.progress("runs", running=True).losses == (3.0,)

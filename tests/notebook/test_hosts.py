@@ -1,0 +1,409 @@
+"""Several hosts, as far as this machine can show them: what is written of them, batch systems, hosts that fail.
+
+Hosts that fail are programs in the place of ssh, which say what ssh says; or processes of this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from engines.errors import PlanError, RankError
+from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.launch import outpost, outposts
+from mpi4dl_nb.launch.across import Across, CutOff
+from mpi4dl_nb.launch.allocation import allocation, chosen_hosts, expand
+from mpi4dl_nb.launch.environment import mpiexec
+from mpi4dl_nb.launch.hosts import Hosts, read_hosts
+from mpi4dl_nb.launch.outposts import BOOT, Outposts
+from mpi4dl_nb.launch.reports import Ended
+
+FAR = "192.0.2.1"  # belongs to nobody: what reaches it is the program that stands for ssh
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
+
+
+def shared(n: int, *hosts: str) -> list[list[int]]:
+    return [list(share.ranks) for share in Hosts(read_hosts(hosts)).share_out(n)]
+
+
+# ---- what is written of hosts
+
+
+@pytest.mark.parametrize(
+    ("n", "hosts", "ranks"),
+    [
+        (5, ["a", "b"], [[0, 1, 2], [3, 4]]),
+        (5, ["a:2", "b:9"], [[0, 1], [2, 3, 4]]),
+        (5, ["a", "b:3"], [[0, 1], [2, 3, 4]]),
+        (2, ["a:2", "b:2"], [[0, 1]]),
+        (2, ["a", "b", "c"], [[0], [1]]),
+        (1, ["me@a.b-c_d"], [[0]]),
+    ],
+)
+def test_ranks_go_to_the_hosts_in_their_order(n, hosts, ranks):
+    assert shared(n, *hosts) == ranks
+
+
+def test_hosts_may_be_a_dict_or_a_hostfile(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# ours\nnode1 slots=2\n\nnode2:3  # two GPUs\nnode3 slots = 1 max_slots=4\nnode4\n")
+    assert list(map(str, read_hosts(file))) == ["node1:2", "node2:3", "node3:1", "node4"]
+    assert list(map(str, read_hosts({"node1": 2, "node2": None}))) == ["node1:2", "node2"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [
+        ([], "names no host"),
+        (["a:0"], "'a' has slots '0'"),
+        (["a:-1"], "'a' has slots '-1'"),
+        (["a:many"], "'a' has slots 'many'"),
+        ({"a": True}, "'a' has slots True"),
+        ({"a": 1.5}, "'a' has slots 1.5"),
+        (["a", "b", "a"], "names 'a' 2 times"),
+        (["-oProxyCommand=evil"], "no name that ssh could take"),
+        (["a b"], "must be a name"),
+        (["$(evil)"], "no name that ssh could take"),
+        ([3], "must be a name"),
+        (7, "must be a list"),
+        ("/no/such/file", "no hostfile that can be read"),
+        (["a:1", "b:2"], "4 ranks do not fit: hosts a:1, b:2 have 3 slots"),
+        (["no-such-host.invalid"], "'no-such-host.invalid' has no address"),
+    ],
+)
+def test_hosts_that_make_no_sense_are_refused_before_anything_starts(monkeypatch, hosts, said):
+    monkeypatch.setattr(outposts, "Outpost", None)
+    with pytest.raises(PlanError, match=said.replace("$", r"\$")):
+        Cluster(4, hosts=hosts).start()
+
+
+def test_threads_are_on_one_host():
+    with pytest.raises(PlanError, match="needs backend='mpi'"):
+        Cluster(2, backend="loopback", hosts=["a"])
+
+
+# ---- batch systems
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [
+        ("node[001-003,7],gpu1", ["node001", "node002", "node003", "node7", "gpu1"]),
+        ("a", ["a"]),
+        ("a,b,a", ["a", "b"]),
+        ("n[8-11]", ["n8", "n9", "n10", "n11"]),
+        ("r[1-2]n[08-09]-ib,x.y", ["r1n08-ib", "r1n09-ib", "r2n08-ib", "r2n09-ib", "x.y"]),
+    ],
+)
+def test_short_lists_of_slurm_are_written_out(nodes, names):
+    assert expand(nodes) == names
+
+
+@pytest.mark.parametrize("nodes", ["", "a,,b", "a[1", "a1]", "a[3-1]", "a[]", "a[x]", "a[1-2]]", "a[1,[2]]"])
+def test_lists_that_make_no_sense_are_refused(nodes):
+    with pytest.raises(PlanError, match=r"hosts=\[\.\.\.\]"):
+        expand(nodes)
+
+
+@pytest.mark.parametrize(
+    ("told", "hosts"),
+    [
+        (SLURM, "n1:2, n2:2"),
+        ({**SLURM, "SLURM_TASKS_PER_NODE": "3,1"}, "n1:3, n2:1"),
+        ({"SLURM_NODELIST": "a,b,c", "SLURM_JOB_CPUS_PER_NODE": "72(x2),36"}, "a:72, b:72, c:36"),
+        ({"SLURM_JOB_NODELIST": "a,b"}, "a:1, b:1"),
+    ],
+)
+def test_a_slurm_job_has_hosts_and_slots(told, hosts):
+    assert str(Hosts(allocation(told).hosts)) == hosts
+
+
+@pytest.mark.parametrize("tasks", ["2", "2(x3)", "two", "2(x2"])
+def test_slots_that_do_not_fit_the_hosts_of_the_job_are_told(tasks):
+    with pytest.raises(PlanError, match="SLURM_TASKS_PER_NODE="):
+        allocation({**SLURM, "SLURM_TASKS_PER_NODE": tasks})
+
+
+def test_a_pbs_job_has_a_line_for_each_slot(tmp_path):
+    file = tmp_path / "nodes"
+    file.write_text("n1\nn1\nn2\nn1\n")
+    job = allocation({"PBS_NODEFILE": str(file), "PBS_JOBID": "9.server"})
+    assert (job.system, job.job, str(Hosts(job.hosts))) == ("PBS", "9.server", "n1:3, n2:1")
+    with pytest.raises(PlanError, match="PBS_NODEFILE"):
+        allocation({"PBS_NODEFILE": str(tmp_path / "none")})
+
+
+def test_a_cluster_takes_the_hosts_of_its_job(monkeypatch):
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    assert str(Cluster(4).hosts) == "n1:2, n2:2"
+    with pytest.raises(PlanError, match="5 ranks do not fit: the hosts of Slurm job 7, n1:2, n2:2 have 4 slots"):
+        Cluster(5).start()
+    assert str(Cluster(4, hosts=["other"]).hosts) == "other"
+    assert Cluster(4, backend="loopback").hosts is None
+
+
+def test_a_job_of_one_host_and_no_job_are_this_machine(monkeypatch):
+    assert chosen_hosts(None, several=True) is None
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "1")
+    assert chosen_hosts(None, several=True) is None
+
+
+def test_slurm_itself_starts_the_ranks_where_it_can(monkeypatch, tmp_path):
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not chosen_hosts(None, several=True).srun
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\n")
+    srun.chmod(0o755)
+    assert chosen_hosts(None, several=True).srun
+    assert not chosen_hosts(["n1", "n2"], several=True).srun
+
+
+# ---- hosts that can't be used
+
+
+@pytest.fixture
+def ssh(monkeypatch, tmp_path):
+    """`ssh(script)`: what runs in the place of ssh; the command for the host is its `$command`."""
+
+    def stands_for(script: str) -> None:
+        file = tmp_path / "ssh"
+        asks = 'case "$*" in *-G*) exit 1;; esac\nfor command; do :; done\n'
+        file.write_text(f"#!/bin/sh\n{asks}{script}\n")
+        file.chmod(0o755)
+        monkeypatch.setenv("MPI4DL_NB_SSH", shlex.quote(str(file)))
+
+    return stands_for
+
+
+@pytest.mark.parametrize(
+    ("says", "meaning"),
+    [
+        ("Host key verification failed.", f"its host key is unknown here.*accept it: ssh {FAR}"),
+        ("WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!\nHost key verification failed.", f"ssh-keygen -R {FAR}"),
+        (f"me@{FAR}: Permission denied (publickey).", f"without a password.*ssh-copy-id {FAR}"),
+        (f"ssh: connect to host {FAR} port 22: Connection refused", "no ssh server listens"),
+        (f"ssh: connect to host {FAR} port 22: Connection timed out", "can't be reached"),
+        (f"ssh: connect to host {FAR} port 22: No route to host", "can't be reached"),
+        ("sh: 1: exec: /opt/python: not found", "there is no .*python.* Install mpi4dl_nb there"),
+        ("kex_exchange_identification: gone", "has ended with code 255 .kex_exchange_identification: gone"),
+    ],
+)
+def test_what_ssh_says_is_told_with_what_to_do(ssh, says, meaning):
+    ssh(f"echo {shlex.quote(says)} >&2\nexit 255")
+    start_s = time.monotonic()
+    with pytest.raises(RankError, match=rf"(?s)The host {FAR} can't be used: .*{meaning}"):
+        Cluster(2, hosts=[FAR]).start()
+    assert time.monotonic() - start_s < 5
+
+
+def test_a_host_that_does_not_answer_is_not_waited_for_for_ever(ssh, monkeypatch):
+    monkeypatch.setattr(outposts, "_TELL_S", 1.0)
+    ssh("exec sleep 60")
+    with pytest.raises(RankError, match=f"The host {FAR} can't be used: it has not answered within 1 s"):
+        Cluster(2, hosts=[FAR]).start()
+
+
+def test_a_host_without_this_python_is_told(ssh):
+    ssh(f'exec sh -c "$(echo "$command" | sed \'s#{sys.executable}#/no/such/python#\')"')
+    with pytest.raises(RankError, match=f"there is no {sys.executable}. Install mpi4dl_nb there"):
+        Cluster(2, hosts=[FAR]).start()
+
+
+def test_a_host_with_other_code_is_told(ssh, tmp_path):
+    """Python looks first where it was started."""
+    (tmp_path / "engines").mkdir()
+    (tmp_path / "engines" / "__init__.py").write_text("# older")
+    ssh(f'cd {tmp_path} && exec sh -c "$command"')
+    with pytest.raises(RankError, match=rf"{FAR} is not like this one: it has code of mpi4dl_nb \w+ \(here: \w+\)"):
+        Cluster(2, hosts=[FAR]).start()
+
+
+@pytest.mark.parametrize("name", ["MPI", "mpi4py", "torch", "Python"])
+def test_other_versions_are_told(name):
+    own = outpost.versions(mpiexec())
+    told = {"versions": {**own, name: "0.1"}, "has_folder": True}
+    outposts.check_alike("far", {"versions": own, "has_folder": True}, own, "/here")
+    with pytest.raises(RankError, match=rf"The host far is not like this one: it has {name} 0.1 \(here: .*\). Install"):
+        outposts.check_alike("far", told, own, "/here")
+    told["versions"].pop(name)
+    with pytest.raises(RankError, match=f"{name} not at all"):
+        outposts.check_alike("far", told, own, "/here")
+
+
+def test_a_host_without_the_folder_is_told():
+    own = outpost.versions(mpiexec())
+    with pytest.raises(RankError, match="The host far has no folder /work/mine, where this notebook works"):
+        outposts.check_alike("far", {"versions": own, "has_folder": False}, own, "/work/mine")
+
+
+# ---- outposts
+
+
+@pytest.fixture
+def post(tmp_path):
+    """One on this machine, and what it tells."""
+    posts = Outposts({"here": [sys.executable, "-c", BOOT]}, str(tmp_path))
+    told = posts.tell({"here": "127.0.0.1"}, {"here": 1}, str(Path.cwd()), mpiexec())["here"]
+    yield posts, told
+    posts.close()
+
+
+def test_an_outpost_tells_of_its_host(post):
+    _, told = post
+    assert told["host"] == socket.gethostname()
+    assert told["cores"] >= 1
+    assert told["network"] == "127.0.0.0/8"
+    assert told["versions"]["MPI"].startswith("mpiexec (Open MPI)")
+
+
+def test_keys_are_for_their_owner_only_and_go_with_the_cluster(post):
+    posts, _ = post
+    home = Path(posts.folders("here")[0])
+    with socket.create_server(("127.0.0.1", 0)) as controller:
+        posts.arm({"security/key": "secret"}, controller.getsockname())
+    file = home / "security" / "key"
+    assert file.read_text() == "secret"
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (home, file.parent, file)] == [0o700, 0o700, 0o600]
+    assert "secret" not in Path(f"/proc/{posts.posts['here'].process.pid}/cmdline").read_text()
+    memory = Path(posts.folders("here")[1])
+    assert stat.S_IMODE(memory.stat().st_mode) == 0o700
+    posts.close()
+    assert not home.exists()
+    assert not memory.exists()
+
+
+def test_a_controller_that_is_out_of_reach_is_told(post):
+    posts, _ = post
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()[1]
+    with pytest.raises(RankError, match=rf"here can't connect to this machine at 127.0.0.1, port {port}: .*refused"):
+        posts.arm({}, ("127.0.0.1", port))
+
+
+def test_a_host_that_falls_silent_is_noticed_and_one_that_comes_back_too(post, monkeypatch):
+    monkeypatch.setattr(outposts, "SILENT_S", 1.0)
+    posts, _ = post
+    process = posts.posts["here"].process
+    time.sleep(1.5)
+    assert not posts.silent()
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.8)
+    assert 1.0 < posts.silent()["here"] < 3.0
+    process.send_signal(signal.SIGCONT)
+    time.sleep(1.0)
+    assert not posts.silent()
+    process.kill()
+    process.wait()
+    assert "here" in posts.silent()
+    for folder in posts.folders("here"):  # it can't do so itself any more
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_what_is_left_on_a_host_ends_when_nobody_beats_any_more(post):
+    posts, _ = post
+    environment = {**os.environ, "IPP_PROFILE_DIR": posts.folders("here")[0]}
+    with subprocess.Popen(["sleep", "60"], env=environment) as left:
+        posts.close()
+        assert left.wait(5) == -signal.SIGKILL
+
+
+# ---- what mpiexec is told
+
+
+def test_each_host_has_its_own_share_of_cores_and_its_own_folder(monkeypatch):
+    monkeypatch.delenv("OMPI_MCA_btl_tcp_if_include", raising=False)
+    across = Across.of(3, Hosts(read_hosts(["127.0.0.1:2", "127.0.0.2:1"])))
+
+    class Told:
+        def folders(self, host):
+            return {"127.0.0.1": ("/tmp/one", "/dev/shm/one"), "127.0.0.2": ("/tmp/two", "/tmp/two")}[host]
+
+    networks = {"127.0.0.1": "10.1.0.0/16", "127.0.0.2": "10.2.0.0/16"}
+    across._posts = Told()
+    across._told = {host: {"cores": 8, "network": network} for host, network in networks.items()}
+    words = " ".join(across.flags(["python", "engine"], "id"))
+    one, two = words.split(" : ")
+    assert "-n 2 -H 127.0.0.1:2" in one
+    assert "OMP_NUM_THREADS=4" in one
+    assert "IPP_PROFILE_DIR=/tmp/one" in one
+    assert "OMPI_MCA_btl_sm_backing_directory=/dev/shm/one" in one
+    assert "-n 1 -H 127.0.0.2:1" in two
+    assert "OMP_NUM_THREADS=8" in two
+    assert two.endswith("python engine")
+    assert "btl_tcp_if_include 10.1.0.0/16,10.2.0.0/16" in one
+    monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "ib0")
+    assert "btl_tcp_if_include" not in " ".join(across.flags([], "id"))
+
+
+# ---- a host that is lost
+
+
+class _Cut:
+    """Ranks of which those on the host b are cut off."""
+
+    def cut_off(self):
+        return frozenset({"b"})
+
+    def lost(self):
+        return {2: CutOff(None, host="b (rank 2)", silent_s=4.2), 0: Ended(-9)}
+
+    def stop(self):
+        pass
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """`cut(*hosts)` is a cluster of 3 ranks; what it starts anew is told as (ranks, hosts)."""
+    started = []
+    monkeypatch.setattr(Cluster, "_launched", lambda self: started.append((self.n, str(self.hosts))) or _Cut())
+
+    def made(*hosts: str) -> tuple[Cluster, list[tuple[int, str]]]:
+        cluster = Cluster(3, hosts=hosts).start()
+        started.clear()
+        return cluster, started
+
+    return made
+
+
+def test_ranks_of_a_lost_host_go_to_the_others(cut):
+    cluster, started = cut("a", "b")
+    cluster.heal()
+    assert started == [(3, "a")]
+
+
+def test_or_away(cut):
+    cluster, started = cut("a:2", "b:1")
+    cluster.heal(fewer=True)
+    assert (started, cluster.n) == ([(2, "a:2")], 2)
+
+
+def test_if_they_do_not_fit_there_nothing_has_changed(cut):
+    cluster, started = cut("a:2", "b:1")
+    with pytest.raises(PlanError, match="3 ranks do not fit: hosts a:2 have 2 slots together"):
+        cluster.heal()
+    assert (started, cluster.n, str(cluster.hosts)) == ([], 3, "a:2, b:1")
+
+
+def test_no_host_is_left(cut):
+    cluster, started = cut("b")
+    with pytest.raises(RankError, match="None of hosts b answers"):
+        cluster.heal()
+    assert started == []
+
+
+def test_a_cluster_shows_its_hosts():
+    assert "node1:2, node2" in Cluster(3, hosts=["node1:2", "node2"])._repr_html_()

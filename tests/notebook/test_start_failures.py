@@ -1,0 +1,120 @@
+"""A cluster that cannot start says why, and how it is mended, within seconds; the causes: tests/start_failures.py.
+
+`python -m tests.start_failures` provokes the slow one too: processes that are each alone in a world of size 1.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+
+import psutil
+import pytest
+
+from engines.errors import RankError
+from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.launch import library, mpi
+from mpi4dl_nb.launch.causes import cause, excerpt
+from mpi4dl_nb.launch.ending import is_at_work
+from mpi4dl_nb.launch.environment import mpiexec
+from tests.start_failures import CASES, failure
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.slow])
+def test_a_start_that_fails_says_why_at_once_and_leaves_nothing(name, tmp_path, capfd, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    before = family()
+    seconds, said = failure(name, tmp_path)
+    assert re.search(CASES[name].says, said), said
+    assert seconds < CASES[name].within_s
+    printed = capfd.readouterr().err
+    assert printed == "" or (name == "silent_mpiexec" and "Of 2 ranks 0 have reported; still waiting" in printed)
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert family() == before
+
+
+def family() -> set[psutil.Process]:
+    return set(filter(is_at_work, psutil.Process().children(recursive=True)))
+
+
+def test_after_a_failed_start_the_cluster_is_not_started(tmp_path, monkeypatch):
+    CASES["no_mpiexec"].provoke(monkeypatch, tmp_path)
+    cluster = Cluster(2)
+    with pytest.raises(RankError, match="no mpiexec"):
+        cluster.start()
+    with pytest.raises(RankError, match="not started"):
+        cluster.call(lambda host: None)
+
+
+def test_the_mpi_here_goes_on_after_a_failure():
+    assert library.library(mpiexec()).flags == ("--with-ft", "ulfm")
+
+
+@pytest.fixture
+def without_ulfm(monkeypatch):
+    """As an Open MPI that was built without it."""
+    real = library._mpi4py
+    monkeypatch.setattr(library, "_mpi4py", lambda python: (*real(python)[:4], False))
+    library._asked.cache_clear()
+    library._warn.cache_clear()
+    yield
+    library._asked.cache_clear()
+
+
+def test_without_ulfm_that_is_said_once_and_a_failure_ends_the_set(without_ulfm):
+    def fails(host):
+        if host.world.rank == 1:
+            raise ValueError("no such pixel")
+        host.world.gather(None)
+
+    cluster = Cluster(2)
+    try:
+        with pytest.warns(RuntimeWarning, match=r"no fault tolerance \(ULFM\): after a failure .* all ranks"):
+            cluster.start()
+        assert cluster.call(lambda host: host.world.gather(host.world.rank)) == [[0, 1]] * 2
+        with pytest.raises(RankError, match="Rank 1: ValueError: no such pixel"):
+            cluster.call(fails)
+        with pytest.raises(RankError, match=r"Call heal\(\)"):
+            cluster.call(lambda host: None)
+        assert library.library(mpiexec()).flags == ()  # and no second warning, which would be an error here
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.parametrize(
+    ("said", "means"),
+    [
+        ("OSError: [Errno 28] No space left on device", "A file system is full."),
+        ("zmq.error.ZMQError: Too many open files", "No more files may be opened."),
+        ("RuntimeError: can't start new thread", "no more processes, threads or memory"),
+        ("No network interfaces were found for out-of-band communications", "no network interface"),
+        ("ModuleNotFoundError: No module named 'torch'", "The Python of the ranks has no torch."),
+        ("error while loading shared libraries: libpmix.so.2: cannot open shared object file", "A library is missing."),
+        ("[mpiexec@vm] match_arg: unrecognized argument with-ft", "does not know an option"),
+        ("all is well", ""),
+    ],
+)
+def test_known_causes_are_told_in_words(said, means):
+    assert means in cause(said)
+    assert bool(cause(said)) == bool(means)
+
+
+def test_what_was_said_is_shown_from_the_cause_on():
+    lines = ["noise", "-----", "No space left on device", *map(str, range(30))]
+    assert excerpt("\n".join(lines)).splitlines()[:3] == ["They said:", "No space left on device", "0"]
+    assert excerpt("\n".join(map(str, range(30)))).splitlines()[-1] == "29"
+    assert excerpt(" \n---\n") == ""
+
+
+def test_little_shared_memory_is_left_alone(monkeypatch, tmp_path):
+    """As in a container, where Docker gives 64 MB: more ranks than fit would die of SIGBUS."""
+    from mpi4dl_nb.launch import place
+
+    monkeypatch.setattr(place, "_SEGMENT_BYTES", 1 << 60)
+    made = place.Place.make(2)
+    try:
+        assert made.memory == made.home
+    finally:
+        made.home.rmdir()
+    assert mpi.Place is place.Place

