@@ -45,13 +45,17 @@ def main(arguments: Sequence[str]) -> int:
         from engines.table_command import table_command
 
         return table_command(rest)
+    if name == "published":
+        from engines.published_command import published_command
+
+        return published_command(rest)
     from engines.comm.mpi import MpiWorld
 
     world = MpiWorld()
     if world.rank:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (one voice, whatever is printed by the user's model too)
     if name not in _COMMANDS:
-        _tell(world, f"Unknown command {name!r}. Commands: {', '.join(_COMMANDS)}, table, gpu-check.")
+        _tell(world, f"Unknown command {name!r}. Commands: {', '.join(_COMMANDS)}, table, published, gpu-check.")
         world.leave(2)
     try:
         world.leave(0 if _COMMANDS[name](world, rest) else 1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from engines.errors import PlanError
 from engines.plan import Plan
@@ -56,6 +57,7 @@ class Layout:
     pipes: tuple[Pipe, ...]
 
     @classmethod
+    @lru_cache(maxsize=16)
     def of(cls, plan: Plan) -> Layout:
         """The layout that a plan asks for."""
         size, directions = plan.replica_ranks, range(1 + plan.bidirectional)
@@ -79,6 +81,11 @@ class Layout:
         return len(self.roles)
 
     @cached_property
+    def directions(self) -> int:
+        """In how many directions the model is laid over the ranks of a replica."""
+        return len({pipe.direction for pipe in self.pipes})
+
+    @cached_property
     def roles(self) -> tuple[tuple[Role, ...], ...]:
         """The roles of each rank, in rank order."""
         found: dict[int, list[Role]] = {}
@@ -88,9 +95,34 @@ class Layout:
                     found.setdefault(rank, []).append(Role(index, tile, pipe.direction, pipe.replica))
         return tuple(tuple(found[rank]) for rank in sorted(found))
 
+    def words(self, rank: int) -> str:
+        """What a rank is, to be read.
+
+        >>> Layout.of(Plan(split_size=2, spatial_size=1)).words(2)
+        'stage 0, tile 2'
+        """
+        several = len({pipe.replica for pipe in self.pipes}) > 1
+        return "; ".join(
+            f"stage {role.stage}, tile {role.tile}{', mirrored' * role.direction}"
+            + (f", replica {role.replica}" if several else "")
+            for role in self.roles[rank]
+        )
+
+    def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
+        """All ranks that hold one of these stages in any copy of the model, ascending."""
+        key = tuple(stages)
+        if key not in self._groups:
+            found = {rank for stage in key for pipe in self.pipes for rank in pipe.stages[stage].ranks}
+            self._groups[key] = tuple(sorted(found))
+        return self._groups[key]
+
+    @cached_property
+    def _groups(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        return {}
+
     def pipe(self, role: Role) -> Pipe:
         """The copy of the model that a role is of."""
-        return next(pipe for pipe in self.pipes if (pipe.replica, pipe.direction) == (role.replica, role.direction))
+        return self.pipes[role.replica * self.directions + role.direction]
 
 
 def _stages(plan: Plan) -> list[StageRanks]:
@@ -112,16 +144,20 @@ def _placed(stage: StageRanks, size: int, replica: int, direction: int) -> Stage
     return StageRanks(stage.grid, tuple(replica * size + rank for rank in ranks), stage.shares)
 
 
-def threads_of(plan: Plan, rank: int, cores: int) -> int:
+def threads_of(plan: Plan, rank: int, cores: int, here: int | None = None) -> int:
     """The cores of a host shared among ranks that work at once: those of a stage, or all where batches come in parts.
 
-    >>> threads_of(Plan(split_size=1, num_spatial_parts=4096**2), rank=0, cores=2)
+    Where the host has only some of the ranks, it is at most so many that are `here`.
+
+    >>> threads_of(Plan(split_size=1, num_spatial_parts=64**2), rank=0, cores=2)
     1
+    >>> threads_of(Plan(split_size=1, num_spatial_parts=4), rank=0, cores=8, here=2)
+    4
     """
     layout = Layout.of(plan)
     (role, *_) = layout.roles[rank]
     together = plan.ranks if plan.micro_batches > 1 else len(layout.stages[role.stage].ranks)
-    return max(1, cores // together)
+    return max(1, cores // min(together, here or together))
 
 
 def check_fits(plan: Plan, engines: int) -> None:

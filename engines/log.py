@@ -72,7 +72,7 @@ class EpochLog:
             raise PlanError(
                 f"The log {self.path} cannot be written: {error.strerror}. Name a file in a folder of yours."
             ) from error
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise PlanError(
                 f"{self.path} is there already, and is no log of a training ({type(error).__name__}: {error}). "
                 "Name another file."

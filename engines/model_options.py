@@ -134,7 +134,7 @@ _SHORT: dict[str, Callable[[argparse.Namespace], Named]] = {
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"--model-args {text!r} is not JSON ({error}).") from error
 
 

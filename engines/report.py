@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from engines.metrics import Counts, Scores, added
 
-__all__ = ["Epoch", "LeftOut", "Told", "summary"]
+__all__ = ["Epoch", "Event", "Healed", "LeftOut", "Told", "summary"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,15 @@ class LeftOut:
     """A bad image that all ranks leave out from now on: which one, and why."""
 
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Healed:
+    """Something has gone wrong, and all goes on: with `steps` steps done, and `epochs` epochs."""
+
+    text: str
+    steps: int
+    epochs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +115,10 @@ class Epoch:
         parts += [f"{self.images_per_s:.2f} images/s", f"{self.data_wait:.0%} of the time waiting for images"]
         parts += [f"{self.left_out} bad images left out"] if self.left_out else []
         return f"Epoch {self.epoch} Global loss: {self.loss:.6f}, {', '.join(parts)}"
+
+
+Event = LeftOut | Told | Epoch | Healed
+"""What whoever watches a training is told, as it happens."""
 
 
 def _judged(prefix: str, loss: float | None, counts: Counts) -> dict[str, float | None]:

@@ -32,6 +32,7 @@ class Traces:
     labels: TensorSpec | None = None
     device: str = "auto"
     _graphs: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
+    _traces: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.image_shape) != 4 or any(size < 1 for size in self.image_shape):
@@ -68,7 +69,12 @@ class Traces:
         return replace(whole, share=self._trace(plan, shared(images, plan), shared(answers, plan)))
 
     def _trace(self, plan: Plan, images: TensorSpec, answers: TensorSpec) -> ModelGraph:
-        return trace(self.model, self.loss, images, answers, plan.precision, autocast_type(self.device))
+        """A share of a micro-batch is traced as a micro-batch of that size is."""
+        key = images, answers, plan.precision
+        if key not in self._traces:
+            made = trace(self.model, self.loss, images, answers, plan.precision, autocast_type(self.device))
+            self._traces[key] = made
+        return self._traces[key]
 
 
 def micro_batch(name: str, batch: TensorSpec, plan: Plan) -> TensorSpec:

@@ -19,6 +19,7 @@ from engines.metrics import Counts, Scores, added, count
 from engines.program.worker import Inputs
 from engines.report import Epoch, LeftOut, Told
 from engines.training import RankTraining, Recipe, StepReport
+from engines.whereabouts import here
 
 __all__ = [
     "Course",
@@ -79,6 +80,7 @@ class RankCourse:
         Raises ImageError, on every rank, where an image cannot be read; LossError where the loss is not a number.
         """
         try:
+            here().at(b"reads the images of the next step")
             served = self.feed.next()
             if served is None:
                 return None
@@ -92,7 +94,7 @@ class RankCourse:
     @property
     def updates(self) -> int:
         """How often this rank has changed its weights."""
-        return self.training.worker.steps - 1
+        return self.training.updates
 
     def close(self) -> None:
         """End the workers."""
@@ -172,16 +174,19 @@ class Ranks:
         return None if heard is None else told(self.course.world.gather(heard))
 
 
-def run(course: Course, epochs: int = 1) -> Iterator[LeftOut | Told | Epoch]:
+def run(
+    course: Course, epochs: int = 1, begun: Sequence[Told] = (), is_over: bool = False
+) -> Iterator[LeftOut | Told | Epoch]:
     """Each step when it is done, before it the bad images that it left out, and each epoch behind its steps.
 
-    An epoch that has begun already counts as one. Whoever goes through this may save the training between two of
+    An epoch that has begun already counts as one; `begun` are its steps that are to be told with it, and `is_over`
+    where these are all. Whoever goes through this may save the training between two of
     them, or leave.
     """
     said, judged = len(course.bad), set[str]()
-    for _ in range(epochs):
-        steps: list[Told] = []
-        more = True
+    for number in range(epochs):
+        steps = list(begun) if number == 0 else []
+        more = number > 0 or not is_over
         while more:
             step = course.step()
             yield from map(LeftOut, course.bad[said:])

@@ -40,6 +40,7 @@ def train_parser() -> argparse.ArgumentParser:
         default=Path("train"),
         help="a .csv table of medical images, a folder with CLASS/IMAGE or CLASS/SLIDE/IMAGE in it, or CIFAR-10",
     )
+    flags.add_argument("--within", type=Path, metavar="FOLDER", help="where a table's files must be; else beside it")
     _add_image_flags(flags)
     flags.add_argument("--validate-path", type=Path, help="images of the same kind that are not trained on")
     flags.add_argument(
@@ -145,7 +146,8 @@ def _medical(chosen: argparse.Namespace, size: Size, images_per_step: int) -> La
     check = chosen.on_bad_image == "raise"
     if chosen.datapath.suffix.lower() == ".csv":
         classes = None if chosen.mask_threshold is not None else chosen.num_classes
-        return table_images(chosen.datapath, wanted, chosen.fit, chosen.names, classes, chosen.mask_threshold, check)
+        threshold, within = chosen.mask_threshold, chosen.within
+        return table_images(chosen.datapath, wanted, chosen.fit, chosen.names, classes, threshold, check, within)
     images = folder_images(chosen.datapath, wanted, chosen.fit, chosen.names)
     if check:
         images.check()

@@ -21,6 +21,7 @@ from engines.layer.names import OWNERS, StateNames, state_names
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
 from engines.program.instructions import Phase
+from engines.program.places import said
 from engines.program.program import Feed, Program
 from engines.program.timeline import Event
 from engines.program.update import SCALE, Scheduler, UpdateRules
@@ -212,6 +213,7 @@ class RankTraining:
             program, world, self.weights, self.buffers, optimiser, self.device, recipe.seed, recipe.rules,
             keeps_graphs=not recipe.plan.checkpoint_activations,
         )  # fmt: skip
+        self.worker.words = said(recipe.graph, recipe.plan, program)
 
     @property
     def trained(self) -> list[Tensor]:
@@ -237,6 +239,16 @@ class RankTraining:
     def report(self) -> StepReport:
         """What is told of the step, as far as it has come."""
         return StepReport(self.worker.losses, tuple(self.worker.events), held_bytes(self.device))
+
+    def give_up(self) -> None:
+        """Forget the step that has failed, if one has; `updates` tells whether it has come to the weights."""
+        if not self.worker.done:
+            self.worker.restart({})
+
+    @property
+    def updates(self) -> int:
+        """How often the weights have changed."""
+        return self.worker.steps - 1
 
     def start(self, inputs: Inputs) -> None:
         """Go to the start of a step, gradients forgotten."""

@@ -53,14 +53,16 @@ def brecahad(folder: Path, tables: Path, size: tuple[int, int] = SIZE, seed: int
     """18 pictures with masks of nuclei to train on, and 6 to judge by, parted by picture."""
     table = tables / "brecahad.csv"
     masks_table(folder / "brecahad" / "images", folder / "brecahad" / "masks", table)
-    return table_images(table, size, threshold=127, fit="crop").split(0.25, seed)
+    return table_images(table, size, threshold=127, fit="crop", within=folder).split(0.25, seed)
 
 
 def bccd(folder: Path, tables: Path, size_px: int = CROP) -> Sides:
     """Crops of blood cells of 3 kinds, one of a kind and picture, from the official lists `trainval` and `test`."""
     for chosen in ("trainval", "test"):
         boxes_table(folder / "bccd" / "BCCD", chosen, tables / f"{chosen}.csv", CROP, most=1)
-    train, judge = (table_images(tables / f"{chosen}.csv", (size_px, size_px)) for chosen in ("trainval", "test"))
+    train, judge = (
+        table_images(tables / f"{chosen}.csv", (size_px, size_px), within=folder) for chosen in ("trainval", "test")
+    )
     assert train.names == judge.names
     return train, judge
 

@@ -15,6 +15,7 @@ from engines.layer.graph import TensorSpec
 from engines.layer.trace import trace_alone
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
+from engines.program.places import said
 from engines.program.program import Feed, Program
 from engines.program.worker import Inputs, Worker
 from engines.spatial.additions import Additions
@@ -60,6 +61,7 @@ class RankPrediction:
             {name: tensors[name] for name in names} for names in (self.program.weights, self.program.buffers)
         )
         self.worker = Worker(self.program, world, weights, buffers, device=self.device, seed=recipe.seed)
+        self.worker.words = said(recipe.graph, recipe.plan, self.program)
 
     def _tensors(self, wanted: Sequence[str]) -> Mapping[str, Tensor]:
         held_in = self.recipe.graph.inputs["images"].dtype

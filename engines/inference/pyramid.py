@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from engines.inference.region import Region
 from engines.inference.sink import Shape
 from engines.spatial.tiles import Span, Tile
+from engines.whereabouts import here
 
 __all__ = ["PyramidSink", "pyramid_of"]
 
@@ -155,6 +156,7 @@ def _levels_below(height: int, width: int) -> int:
 
 def _blocks(shape: Shape, rows_px: int, cols_px: int) -> Iterator[Tile]:
     for y0, x0 in product(range(0, shape[0], rows_px), range(0, shape[1], cols_px)):
+        here().at(b"writes a pyramid")  # one rank does, the others wait for it
         yield Tile(Span(y0, min(y0 + rows_px, shape[0])), Span(x0, min(x0 + cols_px, shape[1])))
 
 

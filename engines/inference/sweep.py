@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engines.comm.device import choose_device, cores, keep_memory_tight, process_bytes
+from engines.comm.device import choose_device, keep_memory_tight, process_bytes, ranks_here, threads_per_rank
 from engines.comm.together import together
 from engines.comm.total import all_reduce
 from engines.comm.world import World
@@ -78,7 +78,7 @@ class Sweep:
         held: Mapping[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
         recipe.additions.adopt()
-        torch.set_num_threads(max(1, cores() // world.size))
+        torch.set_num_threads(threads_per_rank(ranks_here(world.size)))
         self.world, self.graph, self.ask = world, recipe.graph, ask
         self.device = choose_device(recipe.device, world.rank)
         self.state = self._own(recipe, held)

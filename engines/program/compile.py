@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -55,12 +56,11 @@ class Compiler:
     @cached_property
     def _trained_by(self) -> dict[str, tuple[int, ...]]:
         """The ranks that hold each trained weight, in any stage of any copy of the model."""
-        stages = range(self.plan.split_size)
-        return {
-            name: self._ranks_of(stage for stage in stages if name in self.lowering.reads[stage])
-            for name in self.graph.weights
-            if name in self.graph.trainable
-        }
+        stages: dict[str, list[int]] = defaultdict(list)
+        for stage, reads in enumerate(self.lowering.reads):
+            for name in reads:
+                stages[name].append(stage)
+        return {name: self.layout.ranks_of(stages[name]) for name in self.graph.weights if name in self.graph.trainable}
 
     @cached_property
     def sums(self) -> tuple[SumGradients, ...]:
@@ -169,7 +169,7 @@ class Compiler:
             )
             yield Agree("agree", tuple(range(self.layout.size)), counted)
         statistics = tuple(
-            replace(entry, mean_over=self._ranks_of([stage])) if entry.mean_over else entry
+            replace(entry, mean_over=self.layout.ranks_of([stage])) if entry.mean_over else entry
             for stage in sorted(stages)
             for entry in builders[stage].statistics
         )
@@ -186,9 +186,4 @@ class Compiler:
         first = {role.direction for role in roles if role.stage == stage and role.tile == 0}
         tells = sorted({item.micro_batch for item in work if item.stage == stage and item.direction in first})
         count = self.plan.micro_batches * sum(builder.values[name].spec.bytes for name in moments)
-        yield ShareStatistics(f"statistics{stage}", moments, tuple(tells), count, self._ranks_of([stage]))
-
-    def _ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
-        """All ranks that hold one of these stages in any copy of the model, ascending."""
-        pipes = self.layout.pipes
-        return tuple(sorted({rank for stage in stages for pipe in pipes for rank in pipe.stages[stage].ranks}))
+        yield ShareStatistics(f"statistics{stage}", moments, tuple(tells), count, self.layout.ranks_of([stage]))

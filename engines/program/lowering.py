@@ -133,7 +133,7 @@ class Lowering:
 
     def _check_tags(self) -> None:
         """Raises PlanError where messages would share tags, or need more than transports have."""
-        blocks, directions = 1 + 2 * len(self.spans), len({pipe.direction for pipe in self.layout.pipes})
+        blocks, directions = 1 + 2 * len(self.spans), self.layout.directions
         if 2 + 2 * directions * len(self.crossings) > STAGE_TAGS // 2 or blocks * STAGE_TAGS > 1 << 23:
             raise PlanError(
                 f"split_size={len(self.spans)} with {len(self.crossings)} values read in later stages needs more tags "

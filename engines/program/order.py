@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engines.program.instructions import Agree, AllReduce, Exchange, Half, Phase, ShareStatistics, SumGradients, Update
 from engines.program.program import Program, Step
 
-__all__ = ["Order", "Places"]
+__all__ = ["Order", "Places", "partners"]
 
 Places = tuple[int, ...]
 """For each rank, how many of its steps are done."""
@@ -102,6 +102,11 @@ def _numbered(meetings: Iterable[_Meeting]) -> list[_Meeting]:
         found.append(_Meeting((meeting.key, number), meeting.waits_for, (asks, number)))
         seen[meeting.key] += 1
     return found
+
+
+def partners(program: Program, step: Step) -> tuple[int, ...]:
+    """The other ranks whose messages, or readiness for one, a rank may have to wait for in this step of its program."""
+    return tuple(sorted(_meeting(step, frozenset()).waits_for - {program.rank}))
 
 
 def _meeting(step: Step, everyone: frozenset[int]) -> _Meeting:

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 
 from engines.layer.graph import ModelGraph
 from engines.layer.stages import layers
+from engines.layout import Layout
 from engines.pipeline.work import Kind, Work
+from engines.plan import Plan
 from engines.program.instructions import Compute, Linear, Phase
+from engines.program.order import partners
 from engines.program.program import Program, Step
 
-__all__ = ["UNITS", "Place", "block_end", "places"]
+__all__ = ["UNITS", "Place", "block_end", "places", "said"]
 
 UNITS = ("instruction", "layer", "micro-batch", "phase")
 """What can be done at once, from the least to the most."""
@@ -51,6 +54,17 @@ class Place:
         phase = self.step.phase
         return phase.value if phase in (Phase.FORWARD, Phase.UPDATE) else Phase.BACKWARD.value
 
+    @property
+    def where(self) -> str:
+        """In the model; where it is of no layer the instruction's own name."""
+        return self.module or self.layer or self.step.instruction.name
+
+    @property
+    def words(self) -> str:
+        """`forward compute · micro-batch 0 · blocks.0.conv1`."""
+        way = "" if self.kind == "update" else f"{self.way} "
+        return f"{way}{self.kind} · " + (f"micro-batch {self.step.micro_batch} · " if self.work else "") + self.where
+
     def block(self, unit: str) -> object:
         """Equal for steps that belong together: of a layer, of a micro-batch in a stage, of a phase."""
         return {
@@ -77,6 +91,17 @@ def places(graph: ModelGraph, program: Program) -> tuple[Place, ...]:
         work = Work(kind, program.directions[step.micro_batch], stage, step.micro_batch)
         found.append(Place(step, work, layer, modules))
     return tuple(found)
+
+
+def said(graph: ModelGraph, plan: Plan, program: Program) -> list[bytes]:
+    """Of each step of a program, in words: who does it, what it is, and with which other ranks."""
+    role, count = Layout.of(plan).words(program.rank), len(program.steps)
+    found = []
+    for number, place in enumerate(places(graph, program), 1):
+        others = ", ".join(map(str, partners(program, place.step)))
+        together = f", with {others}" if others else ""
+        found.append(f"{role}: {place.words}{together} (instruction {number} of {count})".encode())
+    return found
 
 
 def block_end(found: tuple[Place, ...], start: int, unit: str) -> int:

@@ -55,6 +55,11 @@ class Use:
     waiting: float
 
     @property
+    def other(self) -> float:
+        """The rest: between two instructions."""
+        return max(0.0, 1 - self.work - self.communication - self.waiting)
+
+    @property
     def idle(self) -> float:
         """Waiting, or between two instructions."""
         return max(0.0, 1 - self.work - self.communication)

@@ -34,6 +34,7 @@ from engines.program.statistics import Moments
 from engines.program.timeline import Event
 from engines.program.update import Descent, GradientSum, UpdateRules, update_buffers
 from engines.spatial.draws import step_seed
+from engines.whereabouts import here
 
 __all__ = ["Inputs", "Worker"]
 
@@ -44,7 +45,8 @@ Inputs = Mapping[int, Mapping[str, Tensor]]
 class Worker:
     """One rank's tensors, and its place in its program.
 
-    `weights` and `buffers` are the rank's own, by name. `keeps_graphs` as in `Tools`.
+    `weights` and `buffers` are the rank's own, by name. `keeps_graphs` as in `Tools`. `words` say of each step what it
+    is, for whoever asks where the rank is.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Worker:
         self.device = device or torch.device("cpu")
         self.events: list[Event] = []
         self.seed, self.steps = seed, 1
+        self.words = [step.instruction.name.encode() for step in program.steps]
         self._outbox = Outbox()
         self._sums: dict[str, GradientSum] = {}
         self.tools = self._made_ready(keeps_graphs)
@@ -128,6 +131,7 @@ class Worker:
     def step(self) -> Step:
         """Do one instruction and go on to the next."""
         step = self.program.steps[self.position]
+        here().at(self.words[self.position], self.steps)
         start_s, before_s = time.perf_counter(), waited_s()
         sent = self._do(step)
         event = Event.of(self.program.rank, step, start_s, time.perf_counter(), sent, waited_s() - before_s)
@@ -200,9 +204,9 @@ class Worker:
         return under_way.sent_bytes
 
     def _update(self, update: Update) -> int:
+        self.steps += 1  # from here on the state is another, or between two: a rank that fails now has half a step
         sent = update_buffers(self.buffers, update, self._moments, self.world)
         for lane in self.lanes.values():
             lane.end()
-        self.steps += 1  # a step that no rank has ended counts on none: all go on drawing alike
         self.descent.step(self.descent.told(self.weights) if self._agreed is None else self._agreed)
         return sent

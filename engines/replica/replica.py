@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.device import choose_device, cores
+from engines.comm.device import choose_device, ranks_here, threads_per_rank
 from engines.comm.subworld import SubWorld
 from engines.comm.world import World
 from engines.program.compile import compile_plan
@@ -46,7 +46,7 @@ class Replica:
         self.world = SubWorld(world, range(self.number * size, (self.number + 1) * size))
         device, seed = str(choose_device(recipe.device, world.rank)), recipe.seed + self.number
         self.training = RankTraining(self.world, replace(recipe, device=device, seed=seed))
-        self.training.threads = max(1, cores() // world.size)
+        self.training.threads = threads_per_rank(ranks_here(world.size))
         self.diary = RankDiary(self.number)
         self._start_s = time.perf_counter()
 

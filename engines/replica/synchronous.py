@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from engines.comm.device import cores
+from engines.comm.device import ranks_here, threads_per_rank
 from engines.comm.subworld import SubWorld
 from engines.comm.world import World
 from engines.replica.asynchrony import Asynchrony
@@ -25,7 +25,7 @@ class Together:
         plan = replace(recipe.plan, data_parallel=asynchrony.replicas)
         self.asynchrony, self.feed = asynchrony, feed
         self.training = RankTraining(SubWorld(world, range(plan.ranks)), replace(recipe, plan=plan))
-        self.training.threads = max(1, cores() // world.size)
+        self.training.threads = threads_per_rank(ranks_here(world.size))
         self.tells = world.rank == 0
         self.diary = RankDiary(world.rank // recipe.plan.ranks)
 
