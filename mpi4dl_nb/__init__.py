@@ -8,14 +8,22 @@ from engines.images.folder import folder_images
 from engines.images.picture import open_image
 from engines.images.tables import table_images
 from engines.plan import Plan
+from engines.predict.capabilities import capabilities
+from engines.predict.limits import largest_image
+from engines.predict.scaling import scaling
+from engines.predict.sizes import Sizes
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.draw.asynchrony import show_asynchrony
+from mpi4dl_nb.draw.capabilities import show_capabilities
+from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.draw.ranks import show_ranks
+from mpi4dl_nb.draw.scaling import show_limits, show_scaling
 from mpi4dl_nb.draw.schedule import show_schedule
 from mpi4dl_nb.draw.slicing import show_slicing
 from mpi4dl_nb.draw.stepper import show_step
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.traffic import show_traffic
+from mpi4dl_nb.foresight import forecast
 from mpi4dl_nb.training import Training
 from mpi4dl_nb.tuning import tune
 from mpi4dl_nb.widgets.configurator import Configurator
@@ -30,16 +38,25 @@ __all__ = [
     "Configurator",
     "Monitor",
     "Plan",
+    "Sizes",
     "Slicer",
     "Stepper",
     "Training",
     "Tuner",
+    "capabilities",
     "folder_images",
+    "forecast",
+    "largest_image",
     "open_image",
     "optimiser_state",
+    "scaling",
     "scheduler_state",
     "show_asynchrony",
+    "show_capabilities",
+    "show_limits",
+    "show_memory",
     "show_ranks",
+    "show_scaling",
     "show_schedule",
     "show_slicing",
     "show_step",

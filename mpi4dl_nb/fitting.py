@@ -1,55 +1,35 @@
-"""`Training.fit`: the course of a training that a notebook drives, on images that ranks read or on batches it sends."""
+"""`Training.fit`: a training that a notebook drives, watched, saved, and healed where that is wanted."""
 
 from __future__ import annotations
 
 import signal
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tqdm.auto import tqdm
 
-from engines.checkpoint.interrupts import Interrupts
+from engines.checkpoint.interrupts import Interrupts, StoppedError
 from engines.checkpoint.keeper import Keeper
 from engines.checkpoint.writer import check_writable
-from engines.errors import ImageError, PlanError, RankError
-from engines.images.feed import Feeding
-from engines.images.labelled import LabelledImages
-from engines.layer.graph import ModelGraph, TensorSpec
+from engines.errors import RankError
 from engines.log import EpochLog
-from engines.metrics import Scores
-from engines.report import Epoch, LeftOut, Told
-from engines.train import Heard, RankCourse, run, told
-from engines.training import RankTraining, StepReport
+from engines.report import Epoch, Event, Healed, LeftOut, Told
+from engines.train import run
+from mpi4dl_nb.courses import BatchCourse, ImageCourse
+from mpi4dl_nb.healing import Healing, Mark, is_whole
 
 if TYPE_CHECKING:
-    from engines.host import Host
     from mpi4dl_nb.training import Training
 
-__all__ = [
-    "Bar",
-    "Batch",
-    "BatchCourse",
-    "History",
-    "ImageCourse",
-    "Saving",
-    "Watcher",
-    "check_classes",
-    "continued",
-    "end",
-    "fit",
-    "held",
-    "is_images",
-]
+__all__ = ["History", "Saving", "Watcher", "fit"]
 
-Batch = tuple[Any, Any]
-Evaluate = Callable[[], Scores | None]
+_LAST_S = 0.4  # after an interrupt the step under way has this long to come to its end
 
 
 @dataclass(frozen=True)
@@ -74,7 +54,7 @@ class Watcher(Protocol):
     def begin(self, training: Training, total: int | None) -> None:
         """It begins, with so many steps to do."""
 
-    def heard(self, event: LeftOut | Told | Epoch) -> None:
+    def heard(self, event: Event) -> None:
         """What has just happened; of a step, `training.reports` tell more."""
 
     @property
@@ -83,11 +63,6 @@ class Watcher(Protocol):
 
     def end(self, outcome: History | BaseException) -> None:
         """It is over."""
-
-
-def is_images(data: object) -> bool:
-    """Whether ranks can read it by themselves, image by image."""
-    return all(hasattr(data, name) for name in ("classes", "__len__", "name", "shape", "part", "label", "mask"))
 
 
 @dataclass(frozen=True)
@@ -113,277 +88,153 @@ def fit(
     log: str | PathLike[str] | None,
     saving: Saving,
     watchers: Sequence[Watcher],
+    healing: Healing | None = None,
 ) -> History:
     """Go through a course, until its end or until a watcher stops it; the watchers are told all of it.
 
-    An interrupt ends it between two steps, saved if it is saved at all; a second one at once.
+    An interrupt ends it between two steps, saved if it is saved at all. A step that takes long is given up, and what
+    was before it is saved; a second interrupt does that at once.
     """
-    seen = _Seen()
-    interrupts = Interrupts((signal.SIGINT,))
-    with (
-        closing(course),
-        _watched(watchers, course.training, course.total(epochs), seen),
-        nullcontext() if log is None else EpochLog(log) as book,
-        interrupts as asked,
-    ):
-        keeper = saving.keeper(course.training, asked)
-        for event in run(course, epochs):
-            seen.add(event)
-            if book is not None and isinstance(event, Epoch):
-                book.add(event.record)
-            for watcher in watchers:
-                watcher.heard(event)
-            _look_after(event, keeper, asked)
-            if seen.stop(watchers):
-                break
-        if keeper:
-            keeper.after_all()
-            seen.saved = keeper.path
-        seen.left_out = course.bad
-    return seen.history
+    with ExitStack() as stack:
+        stack.enter_context(closing(course))
+        fitting = _Fitting(course, epochs, watchers, healing)
+        stack.enter_context(fitting.watched())
+        fitting.book = None if log is None else stack.enter_context(EpochLog(log))
+        fitting.asked = stack.enter_context(Interrupts((signal.SIGINT,)))
+        fitting.keeper = saving.keeper(course.training, fitting.asked)
+        fitting.go()
+    return fitting.history
 
 
 @dataclass
-class _Seen:
-    """What becomes a History."""
+class _Fitting:
+    """A fit under way: what it has seen becomes a History."""
 
+    course: BatchCourse | ImageCourse
+    epochs: int
+    watchers: Sequence[Watcher]
+    healing: Healing | None
+    asked: Interrupts = field(default_factory=Interrupts)
+    book: EpochLog | None = None
+    keeper: Keeper | None = None
     losses: list[float] = field(default_factory=list)
+    begun: list[Told] = field(default_factory=list)
     ended: list[Epoch] = field(default_factory=list)
-    left_out: Sequence[str] = ()
     images: int = 0
-    start_s: float = field(default_factory=time.perf_counter)
+    logged: int = -1
     stopped: bool = False
-    saved: Path | None = None
+    start_s: float = field(default_factory=time.perf_counter)
 
-    def add(self, event: LeftOut | Told | Epoch) -> None:
-        if isinstance(event, Told):
-            self.losses.append(event.loss)
-            self.images += event.images
-        if isinstance(event, Epoch):
-            self.ended.append(event)
+    def go(self) -> None:
+        """To the end."""
+        if self.healing:
+            self.healing.saved(self._mark, self.keeper.save_now())
+        mark = self._mark
+        while not self._goes_on(mark):
+            mark = self.healing.mark
 
-    def stop(self, watchers: Sequence[Watcher]) -> bool:
-        self.stopped = any(watcher.stops for watcher in watchers)
-        return self.stopped
+    def _goes_on(self, mark: Mark) -> bool:
+        """Go on from there; whether that came to an end, and not to a failure that is healed now."""
+        try:
+            for event in self._events(mark):
+                self._hear(event)
+                self._look_after(event)
+                if self.stopped:
+                    break
+            if self.keeper:
+                self.keeper.after_all()
+            return True
+        except RankError as error:
+            if self.healing is None or self.asked():
+                raise
+            self._hear(self.healing.heal(error, self.course, self._mark))
+            return False
+        except KeyboardInterrupt:
+            if not self.asked():
+                raise
+        self._stop()  # not told together with how the step was given up
+        return True
+
+    def _stop(self) -> None:
+        """The end was asked for. Raises StoppedError, saved, or KeyboardInterrupt where nothing is to be saved."""
+        if self.keeper and is_whole(self.course.training):
+            self.keeper.after_step()
+        if self.keeper and self.keeper.path:
+            last = f"The last checkpoint is {self.keeper.path}: go on from there."
+            raise StoppedError(f"Stopped while ranks changed their weights. {last}", self.asked())
+        raise KeyboardInterrupt
+
+    def _events(self, mark: Mark) -> Iterator[Event]:
+        """All that is left. Only what the ranks do for it is given up when time is up, and no checkpoint."""
+        cluster, events = self.course.training.cluster, self._run(mark)
+        while True:
+            with cluster.hurried(lambda: self.asked.late(_LAST_S)):
+                event = next(events, None)
+            if event is None:
+                return
+            yield event
+
+    def _run(self, mark: Mark) -> Iterator[LeftOut | Told | Epoch]:
+        return run(self.course, self.epochs - mark.epochs, mark.begun, mark.is_over)
+
+    def _hear(self, event: Event) -> None:
+        match event:
+            case Told():
+                self.losses.append(event.loss)
+                self.begun.append(event)
+                self.images += event.images
+            case Epoch():
+                if self.book is not None and event.epoch > self.logged:
+                    self.book.add(event.record)
+                self.logged = max(self.logged, event.epoch)
+                self.ended.append(event)
+                self.begun.clear()
+            case Healed():
+                mark = self.healing.mark
+                del self.losses[mark.steps :], self.ended[mark.epochs :]
+                self.begun[:] = mark.begun
+        for watcher in self.watchers:
+            watcher.heard(event)
+        self.stopped = any(watcher.stops for watcher in self.watchers)
+
+    def _look_after(self, event: Event) -> None:
+        """Save if it is time. Raises StoppedError, saved, or KeyboardInterrupt, if the training is to end."""
+        keeper = self.keeper
+        if keeper and isinstance(event, Told):
+            keeper.after_step()
+        if keeper and isinstance(event, Epoch):
+            keeper.after_epoch()
+        if self.asked():
+            self._stop()
+        if self.healing and keeper.saved_step == self.course.training.steps:
+            self.healing.saved(self._mark, keeper.path)
+
+    @property
+    def _mark(self) -> Mark:
+        course = self.course
+        return Mark(
+            len(self.losses), len(self.ended), tuple(self.begun), course.place, bool(self.begun) and course.is_over
+        )
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Tell the watchers of the beginning, and whatever happens of the end."""
+        outcome: BaseException | None = None
+        total = self.course.total(self.epochs)
+        for watcher in self.watchers:
+            watcher.begin(self.course.training, total)
+        try:
+            yield
+        except BaseException as error:
+            outcome = error
+            raise
+        finally:
+            for watcher in self.watchers:
+                watcher.end(outcome or self.history)
 
     @property
     def history(self) -> History:
+        """Of all so far."""
         rate = self.images / (time.perf_counter() - self.start_s)
-        return History(tuple(self.losses), rate, tuple(self.ended), tuple(self.left_out), self.stopped, self.saved)
-
-
-@contextmanager
-def _watched(watchers: Sequence[Watcher], training: Training, total: int | None, seen: _Seen) -> Iterator[None]:
-    """Tell the watchers of the beginning, and whatever happens of the end."""
-    outcome: BaseException | None = None
-    for watcher in watchers:
-        watcher.begin(training, total)
-    try:
-        yield
-    except BaseException as error:
-        outcome = error
-        raise
-    finally:
-        for watcher in watchers:
-            watcher.end(outcome or seen.history)
-
-
-def _look_after(event: LeftOut | Told | Epoch, keeper: Keeper | None, asked: Callable[[], int]) -> None:
-    """Save if it is time. Raises StoppedError, saved, or KeyboardInterrupt, if the training is to end."""
-    if keeper and (isinstance(event, Told) or asked()):
-        keeper.after_step()
-    if keeper and isinstance(event, Epoch):
-        keeper.after_epoch()
-    if asked():
-        raise KeyboardInterrupt
-
-
-class Bar:
-    """A bar that shows loss and images per second, and a line for each epoch; not `shown`, it tells of bad images."""
-
-    stops = False
-
-    def __init__(self, shown: bool) -> None:
-        self.shown, self.images = shown, 0
-
-    def begin(self, training: Training, total: int | None) -> None:
-        """An empty bar."""
-        self.bar, self.start_s = tqdm(total=total, unit="step", disable=not self.shown), time.perf_counter()
-
-    def heard(self, event: LeftOut | Told | Epoch) -> None:
-        """One step more, or a line."""
-        match event:
-            case LeftOut():
-                tqdm.write(f"Left out from now on: {event.text}")
-            case Told():
-                self.images += event.images
-                rate = self.images / (time.perf_counter() - self.start_s)
-                self.bar.set_postfix_str(f"loss {event.loss:.4f}, {rate:.2f} images/s")
-                self.bar.update()
-            case Epoch() if self.shown:
-                tqdm.write(str(event))
-
-    def end(self, outcome: History | BaseException) -> None:
-        """It stays as it is."""
-        self.bar.close()
-
-
-# ---- batches that the notebook sends
-
-
-class BatchCourse:
-    """Goes through batches, as often as it is asked to. `evaluate` as in `Course`."""
-
-    bad: Sequence[str] = ()
-
-    def __init__(self, training: Training, data: Iterable[Batch], evaluate: Evaluate) -> None:
-        self.training, self.evaluate = training, evaluate
-        self.data = list(data) if isinstance(data, Iterator) else data
-        self.epoch = self.number = 0
-        self.batches = iter(self.data)
-
-    @property
-    def steps(self) -> int | None:
-        """Of one epoch, as far as that is known."""
-        return len(self.data) if isinstance(self.data, Sized) else None
-
-    def total(self, epochs: int) -> int | None:
-        """The steps of so many epochs, as far as that is known."""
-        return None if self.steps is None else epochs * self.steps
-
-    def step(self) -> Told | None:
-        """One step on the next batch; waiting for it is waiting for data."""
-        start_s = time.perf_counter()
-        batch = next(self.batches, None)
-        wait_s = time.perf_counter() - start_s
-        if batch is None:
-            self.epoch, self.number, self.batches = self.epoch + 1, 0, iter(self.data)
-            return None
-        heard = self.training.take(*batch)
-        self.number += 1
-        return told([replace(rank, epoch=self.epoch, step=self.number - 1, wait_s=wait_s) for rank in heard])
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-# ---- images that the ranks read
-
-
-class ImageCourse:
-    """Has every rank read its own part of `images`, step by step. `evaluate` as in `Course`.
-
-    It begins where `state` says. After each step the training's `feed_state` says where the next one begins.
-    """
-
-    def __init__(
-        self,
-        training: Training,
-        images: LabelledImages,
-        feeding: Feeding,
-        state: Mapping[str, Any] | None,
-        evaluate: Evaluate,
-    ) -> None:
-        specs = training.recipe.step_specs
-        check_classes(images, training.recipe.graph)
-        self.training, self.evaluate, self.bad = training, evaluate, ()
-        whole = len(images) // specs["images"].shape[0]
-        self.steps = min(whole, feeding.steps or whole)
-        self.done = state["step"] if state else 0  # of the epoch that has begun
-        self.updates = training.cluster.call(_begin, training.name, specs, images, feeding, state)[0]
-
-    def total(self, epochs: int) -> int:
-        """The steps of so many epochs, of which the first may have begun."""
-        return epochs * self.steps - self.done
-
-    def step(self) -> Told | None:
-        """One step on all ranks."""
-        answers = self.training.cluster.call(_go_on, self.training.name)
-        self.bad, self.training.feed_state, self.updates = answers[0].bad, answers[0].state, answers[0].updates
-        heard = [answer.heard for answer in answers if answer.heard is not None]
-        if not heard:
-            return None
-        self.training.heard([answer.report for answer in answers])
-        return told(heard)
-
-    def close(self) -> None:
-        """Have the ranks' workers end. Where ranks have died, theirs have too."""
-        with suppress(RankError):
-            updates = self.training.cluster.call(end, self.training.name)
-            if set(updates) != {self.updates}:
-                warnings.warn(
-                    f"The training was stopped while ranks changed their weights: {updates.count(self.updates)} of "
-                    f"{len(updates)} have not done so. Load a checkpoint, or make a new Training.",
-                    stacklevel=2,
-                )
-
-
-def check_classes(images: LabelledImages, graph: ModelGraph) -> None:
-    """What ranks would fail over. Raises ImageError."""
-    answers = graph.specs[graph.prediction].shape
-    if len(answers) > 1 and 1 < answers[1] < images.classes:
-        raise ImageError(
-            f"The images have {images.classes} classes, but the model answers for {answers[1]}. "
-            "Change the model's num_classes."
-        )
-
-
-def continued(state: Mapping[str, Any] | None, images: LabelledImages, seed: int | None) -> Mapping[str, Any] | None:
-    """Where a training goes on: in the middle of an epoch, or with the next one; None where it begins anew.
-
-    Raises ImageError where an epoch of other images, or of another seed, has not come to its end.
-    """
-    if state is None or (state["images"] == len(images) and seed in (None, state["seed"])):
-        return state
-    if state["step"] == 0:
-        return None
-    raise ImageError(
-        f"The last epoch ended early, at step {state['step']} through {state['images']} images in the order of seed "
-        f"{state['seed']}: these are {len(images)} images, seed {seed}. Give it the same, or go_on=False to begin anew."
-    )
-
-
-def held(host: Host, name: str) -> RankTraining:
-    """The training of that name on a rank. Raises PlanError where there is none."""
-    if name not in host.trainings:
-        raise PlanError("The ranks hold this training no more: it was closed, or they were restarted. Make a new one.")
-    return host.trainings[name]
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What a rank says of a step: `heard` is None where the epoch is over."""
-
-    heard: Heard | None
-    report: StepReport | None
-    state: Mapping[str, Any]
-    bad: tuple[str, ...]
-    updates: int
-
-
-def _begin(
-    host: Host,
-    name: str,
-    specs: Mapping[str, TensorSpec],
-    images: LabelledImages,
-    feeding: Feeding,
-    state: Mapping[str, Any] | None,
-) -> int:
-    end(host, name)
-    course = host.courses[name] = RankCourse(host.world, held(host, name), specs, images, feeding)
-    if state is not None:
-        course.feed.resume(state)
-    return course.updates
-
-
-def _go_on(host: Host, name: str) -> _Answer:
-    course = host.courses[name]
-    heard = course.step()
-    return _Answer(heard, course.report, course.feed.state(), tuple(course.feed.bad), course.updates)
-
-
-def end(host: Host, name: str) -> int:
-    """End the workers of a training, if it has any; how often it has changed its weights."""
-    if (course := host.courses.pop(name, None)) is not None:
-        course.close()
-    return course.updates if course else 0
+        saved = self.keeper and self.keeper.path
+        return History(tuple(self.losses), rate, tuple(self.ended), tuple(self.course.bad), self.stopped, saved)

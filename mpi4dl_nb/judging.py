@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engines.errors import RankError
@@ -12,7 +13,7 @@ from engines.images.labelled import LabelledImages
 from engines.layer.graph import TensorSpec
 from engines.metrics import Scores
 from engines.training import Recipe
-from mpi4dl_nb.fitting import check_classes, held
+from mpi4dl_nb.courses import check_classes, held
 
 if TYPE_CHECKING:
     from engines.host import Host
@@ -28,8 +29,15 @@ class Judge:
         check_classes(images, training.recipe.graph)
         self.held_out = HeldOut(training.model, training.loss, training.recipe, images, on_bad_image)
         self.training, self.name = training, f"{training.name}.held_out"
-        labels = training.recipe.step_specs["labels"]
-        training.cluster.call(_begin, training.name, self.name, self.held_out.forward, labels, images)
+        self._images = images
+        self.begin()
+
+    def begin(self) -> None:
+        """Have the ranks make ready for it, anew where they have forgotten, or where the plan is another now."""
+        if self.held_out.recipe is not self.training.recipe:
+            self.held_out = replace(self.held_out, recipe=self.training.recipe)
+        training, labels = self.training, self.training.recipe.step_specs["labels"]
+        training.cluster.call(_begin, training.name, self.name, self.held_out.forward, labels, self._images)
 
     def scores(self, tensors: Callable[[], Sequence[Mapping[str, object]]]) -> Scores | None:
         """Of all images; `tensors` tells what the ranks have, where the loss has some."""

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 
 from engines.layer.graph import ModelGraph
 from engines.plan import Plan
-from engines.predict.load import Load, load_of, with_memory
+from engines.predict.forecast import Forecast, forecast
+from engines.predict.load import Load, load_of, with_memory, with_time
+from engines.predict.machine import Machine
 from engines.program.compile import compile_plan
 from engines.program.program import Program
 from engines.traces import Traces
@@ -22,17 +24,32 @@ KEPT = 24  # plans; a program of a large model is some megabytes
 
 @dataclass(frozen=True)
 class Compiled:
-    """A plan that fits the model: the program of each rank, and what the rank has to carry."""
+    """A plan that fits the model: the program of each rank, and what the rank has to carry.
+
+    `forecast` is of a step on the `machine`, None where there is none that it could be predicted for.
+    """
 
     plan: Plan
     graph: ModelGraph
     programs: tuple[Program, ...]
     loads: tuple[Load, ...]
+    machine: Machine | None = None
+    forecast: Forecast | None = None
 
     @property
-    def is_counted(self) -> bool:
+    def is_weighed(self) -> bool:
         """Whether the memory of each rank is known too."""
         return all(load.peak_bytes is not None for load in self.loads)
+
+    @property
+    def untimed(self) -> Compiled:
+        """Without the times on any machine."""
+        bare = (replace(load, busy_s=None, wait_s=None) for load in self.loads)
+        return replace(self, loads=tuple(bare), machine=None, forecast=None)
+
+    def is_counted(self, machine: Machine | None) -> bool:
+        """Whether memory is known, and the time on this machine, if there is one."""
+        return self.is_weighed and self.machine is machine
 
 
 class Planning:
@@ -52,23 +69,26 @@ class Planning:
         self._keep(found)
         return found
 
-    def counted(self, plan: Plan, is_asked: Callable[[], bool] = lambda: True) -> Compiled | None:
-        """With the memory of each rank; None where that is not asked for any more."""
+    def counted(
+        self, plan: Plan, machine: Machine | None = None, is_asked: Callable[[], bool] = lambda: True
+    ) -> Compiled | None:
+        """With the memory of each rank, and its time on a machine; None where that is not asked for any more.
+
+        Raises TraceError or PlanError where it cannot be counted; memory that could be is known then.
+        """
         found = self.compiled(plan)
-        if found.is_counted:
+        if found.is_counted(machine):
             return found
-        loads = []
-        for load, program in self._pairs(found):
+        loads = list(found.loads)
+        for number, program in enumerate(() if found.is_weighed else found.programs):
             if not is_asked():
                 return None
-            loads.append(with_memory(load, program, found.graph, plan))
+            loads[number] = with_memory(loads[number], program, found.graph, plan)
         found = replace(found, loads=tuple(loads))
         self._keep(found)
+        found = _timed(found, machine)
+        self._keep(found)
         return found
-
-    @staticmethod
-    def _pairs(found: Compiled) -> Iterator[tuple[Load, Program]]:
-        return zip(found.loads, found.programs, strict=True)
 
     def _compile(self, plan: Plan) -> Compiled:
         graph = self.traces.graph(plan)
@@ -79,6 +99,14 @@ class Planning:
         self._found[found.plan] = found
         for old in list(self._found)[:-KEPT]:
             self._found.pop(old, None)
+
+
+def _timed(found: Compiled, machine: Machine | None) -> Compiled:
+    """With the times on a machine in the place of those on another."""
+    if machine is None:
+        return found.untimed
+    made = forecast(found.graph, found.plan, machine)
+    return replace(found, loads=tuple(with_time(found.loads, made)), machine=machine, forecast=made)
 
 
 @contextmanager

@@ -122,7 +122,8 @@ class View:
         found: dict[tuple[str, bool, int], list[Panel]] = {}
         for panel in self.panels:
             if panel.seen is not None:
-                stage = self.event.ranks[panel.rank].did.work.stage
+                did = self.event.ranks[panel.rank].did
+                stage = did.work.stage if did is not None else -1  # the images, before anything was done
                 found.setdefault((panel.extent.name, panel.gradient, stage), []).append(panel)
         return tuple(Group(tuple(panels)) for panels in found.values())
 

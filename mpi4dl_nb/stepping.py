@@ -16,35 +16,22 @@ from engines.host import while_walking
 from engines.layout import Layout
 from engines.pipeline.work import Schedule
 from engines.program.compile import Compiler
-from engines.program.extents import Extent, Extents, joined
+from engines.program.extents import Extents
 from engines.program.order import Order, Places
 from engines.program.places import UNITS, Place, block_end, places
 from engines.program.worker import Inputs
 from engines.train import told
 from engines.training import cut_inputs
-from engines.walk import Landed, Look, RankWalk, Seen, Standing
-from mpi4dl_nb.fitting import held
-from mpi4dl_nb.step_events import (
-    Panel,
-    RankEvent,
-    StepEvent,
-    Transfer,
-    View,
-    schedule_of,
-    time_of,
-    transfers,
-)
+from engines.walk import RankWalk, Standing
+from mpi4dl_nb.courses import held
+from mpi4dl_nb.looking import BOUND_PX, Looking
+from mpi4dl_nb.step_events import RankEvent, StepEvent, View, schedule_of, time_of, transfers
 
 if TYPE_CHECKING:
     from engines.host import Host
     from mpi4dl_nb.training import Training
 
-__all__ = ["BOUND_PX", "SHOWN", "Stepping"]
-
-BOUND_PX = 160
-"""No side of what is sent to be drawn is longer."""
-
-SHOWN = ("made", "activation", "gradient")
+__all__ = ["Stepping"]
 
 
 class Stepping:
@@ -68,19 +55,18 @@ class Stepping:
         self._begin()
 
     @cached_property
-    def compiler(self) -> Compiler:
-        """What made the ranks' programs."""
+    def schedule(self) -> Schedule:
+        """The order of work of the step."""
+        return schedule_of(self._compiler)
+
+    @cached_property
+    def _compiler(self) -> Compiler:
         return Compiler(self.training.recipe.graph, self.training.plan)
 
     @cached_property
-    def extents(self) -> Extents:
-        """Which part of which value each rank holds."""
-        return Extents(self.compiler, self.training.programs)
-
-    @cached_property
-    def schedule(self) -> Schedule:
-        """The order of work of the step."""
-        return schedule_of(self.compiler)
+    def _looking(self) -> Looking:
+        extents = Extents(self._compiler, self.training.programs)
+        return Looking(extents, self.steps, self.schedule, self._call)
 
     @cached_property
     def _roles(self) -> list[str]:
@@ -221,39 +207,11 @@ class Stepping:
     def view(self, channel: int = 0, image: int = 0, show: str = "made", bound_px: int = BOUND_PX) -> View:
         """One channel of one image of what each rank worked on last, and what its last messages did.
 
-        `show` is the `activation` or the `gradient` of that, or what was `made`: gradients in backward. No side of
-        what ranks send has more than `bound_px` pixels: means are taken.
+        `show` is the `activation` or the `gradient` of that, or what was `made`: gradients in backward. A rank that has
+        done nothing yet shows its part of the images. No side of what ranks send has more than `bound_px` pixels:
+        means are taken.
         """
-        if show not in SHOWN:
-            raise PlanError(f"show={show!r} is unknown. Choose one of {', '.join(SHOWN)}.")
-        asked = [self._asked(rank.rank, rank.did, show) for rank in self.event.ranks]
-        answers = self._call("look", [(self._look(*each, channel, image, bound_px),) for each in asked])
-        panels = tuple(
-            Panel(rank, extent, gradient, seen, _why(extent, gradient, seen))
-            for rank, ((extent, gradient, _), (seen, _)) in enumerate(zip(asked, answers, strict=True))
-        )
-        return View(
-            self.event, panels, tuple(self._landings([landed for _, landed in answers])), channel, image, self.schedule
-        )
-
-    def _asked(self, rank: int, did: Place | None, show: str) -> tuple[Extent | None, bool, int]:
-        if did is None or did.work is None:
-            return None, False, 0
-        gradient = did.way == "backward" if show == "made" else show == "gradient"
-        return self.extents.shown(rank, did), gradient, did.work.micro_batch
-
-    def _look(
-        self, extent: Extent | None, gradient: bool, number: int, channel: int, image: int, bound_px: int
-    ) -> Look | None:
-        if extent is None:
-            return None
-        mine = image - extent.images.start if extent.images is not None else image
-        return Look(extent.name, number, gradient, extent.axes, mine, channel, bound_px)
-
-    def _landings(self, landed: Sequence[Sequence[Landed]]) -> Iterator[tuple[Transfer, Landed]]:
-        for transfer in self.event.transfers:
-            found = [each for each in landed[transfer.target] if each.move == transfer.move]
-            yield transfer, found[0] if found else Landed(transfer.move, None, None, None)
+        return self._looking.view(self.event, show, channel, image, bound_px)
 
     def tensor(self, name: str, gradient: bool = False, micro_batch: int = 0) -> Tensor:
         """A whole value of a micro-batch, put together from all ranks, or its gradient as far as it has gathered.
@@ -261,20 +219,7 @@ class Stepping:
         `name` is a module's, or a value's such as `images`. Raises PlanError where no rank holds it now: going forward
         what was made and is still needed is there, going back what has not been consumed.
         """
-        found = list(self.extents.find(micro_batch, name))
-        asked = {rank: extent.name for rank, extent in found}
-        ranks = range(self.training.plan.ranks)
-        tensors = self._call("tensor", [(asked.get(rank), micro_batch, gradient) for rank in ranks])
-        there = [(extent, tensors[rank]) for rank, extent in found if tensors[rank] is not None]
-        what = "the gradient of " * gradient + repr(name)
-        if not there or (not gradient and len(there) < len(found)):
-            raise PlanError(
-                f"Not all ranks hold {what} of micro-batch {micro_batch} now: it is not made yet, is gone "
-                "already, or is never kept, being used up where it is made. Go on, or restart; layers keep their ends."
-            )
-        if found[0][1].axes is None and found[0][1].images is None and not gradient:
-            return there[0][1]  # all hold the same
-        return joined(there, adds=gradient)
+        return self._looking.tensor(name, gradient, micro_batch)
 
     # ---- how
 
@@ -331,14 +276,6 @@ class Stepping:
 
 def _lies_in(module: str, layer: str) -> bool:
     return f"{module}.".startswith(f"{layer}.")
-
-
-def _why(extent: Extent | None, gradient: bool, seen: Seen | None) -> str:
-    if seen is not None:
-        return ""
-    if extent is None:
-        return "nothing to show here"
-    return f"no {'gradient' if gradient else 'activation'} of {extent.name} here now"
 
 
 # ---- on a rank

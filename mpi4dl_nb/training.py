@@ -35,23 +35,16 @@ from engines.program.compile import compile_plan
 from engines.program.timeline import Timeline
 from engines.program.update import Scheduler
 from engines.program.worker import Inputs
+from engines.traces import Traces
 from engines.train import Heard, stepped, told
 from engines.training import Loss, Optimiser, RankTraining, Recipe, StepReport, cut_inputs, prepare, sgd
+from mpi4dl_nb.bar import Bar
+from mpi4dl_nb.courses import Batch, BatchCourse, ImageCourse, continued, end, held, is_images
+from mpi4dl_nb.draw.figure import Drawing
+from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.facts import StepTimeline, facts
-from mpi4dl_nb.fitting import (
-    Bar,
-    Batch,
-    BatchCourse,
-    History,
-    ImageCourse,
-    Saving,
-    Watcher,
-    continued,
-    end,
-    fit,
-    held,
-    is_images,
-)
+from mpi4dl_nb.fitting import History, Saving, Watcher, fit
+from mpi4dl_nb.healing import HOW, Healing
 from mpi4dl_nb.judging import Judge
 from mpi4dl_nb.names import public_names
 from mpi4dl_nb.prediction import drop, is_batch, predict_batch, predict_picture
@@ -94,9 +87,11 @@ class Training:
         check_fits(plan, cluster.n)
         self.model, self.plan, self.cluster = model, plan, cluster
         self.loss = loss or nn.CrossEntropyLoss()
+        self.traces = Traces(model, image_shape, self.loss, labels, device)
         self._prepare: Callable[[Plan], Recipe] = lambda plan: prepare(
-            model, plan, image_shape, self.loss, optimiser, labels, device, clip_norm, scheduler
-        )
+            model, plan, image_shape, self.loss, optimiser, labels, device, clip_norm, scheduler,
+            self.traces.graph(plan),
+        )  # fmt: skip
         self.recipe = self._prepare(plan)
         self.programs = compile_plan(self.recipe.graph, plan)
         self.name = uuid.uuid4().hex
@@ -105,14 +100,19 @@ class Training:
         self.reports: list[StepReport] = []
         self.monitor: Watcher | None = None  # what shows `fit` as it goes
         self.feed_state: Mapping[str, Any] | None = None  # where `fit` goes on in the images
-        cluster.call(_create, self.name, per_rank=[(self.recipe.of_rank(program),) for program in self.programs])
+        self._create()
+
+    def _create(self) -> None:
+        own = [(self.recipe.of_rank(program),) for program in self.programs]
+        self.cluster.call(_create, self.name, per_rank=own)
 
     def step(self, images: Any, labels: Any) -> float:
         """One training step on a batch; the loss before it.
 
         `images` is (N, C, H, W), `labels` class numbers; each rank is sent its own pixels only.
         Raises ImageError for a wrong shape or label, LossError for a loss that is not finite, and
-        RankError where a rank fails; no weight has changed then.
+        RankError where a rank fails; no weight has changed then, unless it failed while it changed them, of which the
+        next step tells.
         """
         return told(self.take(images, labels)).loss
 
@@ -120,7 +120,7 @@ class Training:
         """One training step on a batch, as `step` does; what each rank knows of it."""
         whole = self._checked(images, labels)
         parts = [(cut_inputs(program, whole),) for program in self.programs]
-        answers = self.cluster.call(_step, self.name, len(whole["images"]), per_rank=parts)
+        answers = self.cluster.call(_step, self.name, len(whole["images"]), self.steps, per_rank=parts)
         self.heard([report for report, _ in answers])
         return [heard for _, heard in answers]
 
@@ -152,6 +152,7 @@ class Training:
         save_every: int | None = None,
         keep: int = KEEP,
         monitor: Watcher | None = None,
+        on_failure: str = "raise",
     ) -> History:
         """Train for `epochs` epochs, with a bar that shows loss and images per second, and a line for each epoch.
 
@@ -163,15 +164,25 @@ class Training:
         (`on_bad_image="skip"`). After a break it goes on where it was, in the middle of an epoch too, unless
         `go_on=False`; an epoch that has begun counts as one.
 
-        An interrupt ends it when the step under way is done, a second one at once; what it has learned is kept.
+        An interrupt ends it when the step under way is done, or given up where that takes long; what it has learned is
+        kept. A second one gives it up at once.
 
         `held_out` images are judged after each epoch. `log` is a .csv, .json or .jsonl file, which gets a record for
         each epoch; where TensorBoard is installed, so does the folder `NAME.tensorboard`.
 
         Checkpoints go into the folder `save` after every `save_every` steps, or after each epoch, of which the last
         `keep` stay; an interrupt is then raised as StoppedError, once all is saved.
+
+        Where a rank fails, dies or hangs, `on_failure="heal"` starts dead ones anew and goes on by itself, from the
+        last checkpoint if what they held is lost; `"shrink"` goes on without them, under the fastest plan for those
+        that are left which computes the same. From a checkpoint batches must come in the same order again. What fails
+        twice on the same rank in the same step is raised, and so is the third failure without a step more than before.
         Raises ImageError, on all ranks, where an image cannot be read, LossError, RankError or PlanError.
         """
+        if on_failure not in HOW:
+            raise PlanError(f"on_failure={on_failure!r} must be one of {', '.join(map(repr, HOW))}.")
+        if on_failure != "raise" and save is None:
+            raise PlanError(f"on_failure={on_failure!r} goes on from checkpoints. Say where they go: save=FOLDER.")
         feeding, saving = Feeding(seed or 0, steps, workers, on_bad_image), Saving(save, save_every, keep)
         state = continued(self.feed_state, data, seed) if go_on and is_images(data) else None
         monitor = monitor or self.monitor
@@ -179,11 +190,13 @@ class Training:
         with nullcontext() if held_out is None else closing(Judge(self, held_out, on_bad_image)) as judge:
 
             def evaluate() -> Scores | None:
-                return judge and judge.scores(lambda: self.cluster.call(_tensors, self.name))
+                return judge and judge.scores(lambda: self.cluster.call(_tensors, self.name, self.steps))
 
+            renew = judge.begin if judge else lambda: None
+            healing = None if on_failure == "raise" else Healing(self, on_failure == "shrink", renew)
             if not is_images(data):
-                return fit(BatchCourse(self, data, evaluate), epochs, log, saving, watchers)
-            return fit(ImageCourse(self, data, feeding, state, evaluate), epochs, log, saving, watchers)
+                return fit(BatchCourse(self, data, evaluate), epochs, log, saving, watchers, healing)
+            return fit(ImageCourse(self, data, feeding, state, evaluate), epochs, log, saving, watchers, healing)
 
     def verify(
         self, data: Iterable[Batch] | None = None, seed: int = 0, precision: str = "float64"
@@ -236,6 +249,14 @@ class Training:
         states = optimiser_states(self.recipe.optimiser)
         return forecast(self.recipe.graph, self.plan, self.cluster.calibrate(), states)
 
+    def memory(self, rank: int | None = None) -> Drawing:
+        """What each rank holds in a step by kind, predicted; and when that is most on one (None: the fullest) `rank`.
+
+        A rank's limit is drawn where the cluster was calibrated. Raises PlanError where there is no such rank.
+        """
+        states, machine = optimiser_states(self.recipe.optimiser), self.cluster.machine
+        return show_memory(self.plan, self.recipe.graph, machine=machine, rank=rank, optimiser_states=states)
+
     def timeline(self) -> StepTimeline:
         """What each rank did when in the last step, shown as a chart. Raises PlanError before the first one."""
         if not self.reports:
@@ -244,11 +265,11 @@ class Training:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights and buffers by the plain model's names, for `model.load_state_dict`."""
-        return plain_state(self.recipe, self.cluster.call(_tensors, self.name))
+        return plain_state(self.recipe, self.cluster.call(_tensors, self.name, self.steps))
 
     def loss_state_dict(self) -> dict[str, Tensor]:
         """Those of a loss that is a module, for `loss.load_state_dict`; empty where it has none."""
-        return plain_state(self.recipe, self.cluster.call(_tensors, self.name), "loss")
+        return plain_state(self.recipe, self.cluster.call(_tensors, self.name, self.steps), "loss")
 
     def save(self, folder: str | PathLike[str], keep: int = KEEP) -> Path:
         """Write a checkpoint into `folder`, of which it keeps the last `keep`; where it is.
@@ -256,14 +277,22 @@ class Training:
         The weights are in `model.safetensors` there, for `model.load_state_dict(safetensors.torch.load_file(...))`.
         Raises CheckpointError; the training can go on then, and the checkpoints before are as they were.
         """
-        return self.cluster.call(_save, self.name, Path(folder).absolute(), self.feed_state, keep)[0]
+        return self.cluster.call(_save, self.name, Path(folder).absolute(), self.feed_state, keep, self.steps)[0]
 
-    def load(self, path: str | PathLike[str]) -> int:
+    def load(self, path: str | PathLike[str], plan: Plan | None = None) -> int:
         """Go on from a checkpoint, or from the newest of a folder of them, saved under any plan; the steps it had done.
 
-        `fit` goes on where it was in its images. Raises CheckpointError before any rank has changed.
+        `fit` goes on where it was in its images. So does a training that ranks have lost, since one has died: after
+        `cluster.heal()`, or after `cluster.heal(fewer=True)` under another `plan` that has as many ranks as are left.
+        Raises CheckpointError before any rank has changed, and PlanError.
         """
-        found = check(Path(path).absolute(), self.recipe)
+        plan = plan or self.plan
+        check_fits(plan, self.cluster.n)
+        recipe = self.recipe if plan == self.plan else self._prepare(plan)
+        found = check(Path(path).absolute(), recipe)
+        if recipe is not self.recipe or not all(self.cluster.call(_holds, self.name)):
+            self.plan, self.recipe, self.programs = plan, recipe, compile_plan(recipe.graph, plan)
+            self._create()
         self.cluster.call(_load, self.name, found.path)
         self.feed_state, self.steps = found.feed, found.step
         return found.step
@@ -322,8 +351,12 @@ def _create(host: Host, name: str, recipe: Recipe) -> None:
     host.trainings[name] = RankTraining(host.world, recipe)
 
 
-def _step(host: Host, name: str, images: int, inputs: Inputs) -> tuple[StepReport, Heard]:
-    return stepped(held(host, name), inputs, images)
+def _holds(host: Host, name: str) -> bool:
+    return name in host.trainings
+
+
+def _step(host: Host, name: str, images: int, steps: int, inputs: Inputs) -> tuple[StepReport, Heard]:
+    return stepped(held(host, name, steps), inputs, images)
 
 
 def _record(host: Host, recipe: Recipe, parts: list[Inputs]) -> Record:
@@ -331,12 +364,14 @@ def _record(host: Host, recipe: Recipe, parts: list[Inputs]) -> Record:
 
 
 @while_walking
-def _tensors(host: Host, name: str) -> dict[str, dict[str, Tensor]]:
-    return held(host, name).tensors()
+def _tensors(host: Host, name: str, steps: int) -> dict[str, dict[str, Tensor]]:
+    return held(host, name, steps).tensors()
 
 
-def _save(host: Host, name: str, folder: Path, feed: Any, keep: int) -> Path:
-    return save(held(host, name), folder, feed, keep)
+def _save(host: Host, name: str, folder: Path, feed: Any, keep: int, steps: int) -> Path:
+    training = held(host, name, steps)
+    training.give_up()
+    return save(training, folder, feed, keep)
 
 
 def _load(host: Host, name: str, path: Path) -> None:

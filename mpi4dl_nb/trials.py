@@ -33,7 +33,7 @@ def nobody(done: int, of: int) -> None:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds of each step that was taken (the first one, which warms up, left out), and bytes of tensors by rank."""
+    """Seconds of each step that counts, and bytes of tensors by rank."""
 
     seconds: tuple[float, ...]
     peak_bytes: tuple[int, ...]
@@ -59,10 +59,12 @@ class Trial:
     @property
     def measured(self) -> Measurement | None:
         """None where it failed."""
-        return None if self.failure else Measurement(tuple(self._seconds[1:]), self.peak_bytes)
+        return None if self.failure else Measurement(tuple(self._seconds), self.peak_bytes)
 
-    def step(self, last: bool = False) -> None:
-        """One training step on all ranks; the first one makes the training, the `last` one counts bytes instead."""
+    def turn(self, last: bool = False) -> None:
+        """Two training steps on all ranks: the first brings back into caches what others have pushed out, the second
+        counts. The first turn makes the training, the `last` one counts bytes instead.
+        """
         if self.failure:
             return
         try:
@@ -71,6 +73,7 @@ class Trial:
             if last:
                 self.peak_bytes = tuple(self.cluster.call(_bytes, self.name, per_rank=self._inputs))
             else:
+                self.cluster.call(_timed, self.name, per_rank=self._inputs)
                 self._seconds.append(max(self.cluster.call(_timed, self.name, per_rank=self._inputs)))
         except Mpi4dlError as error:
             self.failure = str(error)
@@ -84,15 +87,15 @@ class Trial:
 
 
 def run_in_turns(trials: Sequence[Trial], steps: int, seen: Seen = nobody) -> None:
-    """A step of each, again and again, so that all meet the same disturbances; in the end nothing is left of them.
+    """A turn of each, again and again, so that all meet the same disturbances; in the end nothing is left of them.
 
-    Each takes `steps` steps that count, one before to warm up, and one behind that counts bytes.
+    Each takes `steps` turns that are timed, and one that counts bytes.
     """
-    rounds = steps + 2
+    rounds = steps + 1
     try:
         for turn in range(rounds):
             for index, trial in enumerate(trials):
-                trial.step(last=turn == rounds - 1)
+                trial.turn(last=turn == rounds - 1)
                 seen(turn * len(trials) + index + 1, rounds * len(trials))
     finally:
         for trial in trials:

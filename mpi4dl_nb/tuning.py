@@ -14,16 +14,17 @@ from tqdm.auto import tqdm
 from engines.errors import PlanError
 from engines.layer.graph import ModelGraph, TensorSpec
 from engines.plan import Plan
-from engines.predict.forecast import Forecast
+from engines.predict.explain import Explanation, explain
+from engines.predict.forecast import Forecast, pace
 from engines.predict.machine import Machine
-from engines.predict.search import Found, search
+from engines.predict.search import search
 from engines.training import Loss, Optimiser, Recipe, prepare, sgd, traced
 from mpi4dl_nb.trials import Measurement, Seen, Trial, nobody, run_in_turns
 
 if TYPE_CHECKING:
     from mpi4dl_nb.cluster import Cluster
 
-__all__ = ["Candidate", "Tuned", "Tuning", "bar", "exchanged", "optimiser_states", "ordered", "tune"]
+__all__ = ["Candidate", "Findings", "Tuned", "Tuning", "bar", "exchanged", "optimiser_states", "ordered", "tune"]
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,21 @@ class Candidate:
         """Of the fullest rank as measured, None where it was not."""
         return max(self.measured.peak_bytes) if self.measured else None
 
+    def pace(self, neutral_batch: int | None) -> float:
+        """Images per second that count, as measured; 0 where nothing was."""
+        return pace(self.forecast.images, self.measured.median_s, neutral_batch) if self.measured else 0.0
+
 
 @dataclass(frozen=True)
 class Tuned:
     """All candidates, best first: the measured ones by what was measured, behind them the others by prediction.
 
-    `refused` are plans that cannot run, and why.
+    `refused` are plans that cannot run, and why; `explanation` says what was predicted of each kind of parallelism.
     """
 
     candidates: tuple[Candidate, ...]
     machine: Machine
+    explanation: Explanation
     refused: tuple[tuple[Plan, str], ...] = ()
 
     @property
@@ -88,7 +94,16 @@ class Tuned:
     def _repr_html_(self) -> str:
         from mpi4dl_nb.draw.tuning import table_html
 
-        return table_html(self.candidates)
+        return table_html(self.candidates) + self.explanation._repr_html_()
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All plans that fit, the fastest first, why these, and those that cannot run."""
+
+    candidates: tuple[Candidate, ...]
+    explanation: Explanation
+    refused: tuple[tuple[Plan, str], ...]
 
 
 @dataclass
@@ -112,18 +127,21 @@ class Tuning:
             self._graphs[key] = traced(self.model, plan, self.image_shape, loss, self.labels, self.device)
         return self._graphs[key]
 
-    def find(self, rank_bytes: int | None = None, seen: Seen = nobody) -> tuple[tuple[Candidate, ...], Found]:
-        """All plans for the cluster's ranks, predicted, the fastest first; and those that cannot run or do not fit.
+    def find(self, rank_bytes: int | None = None, seen: Seen = nobody, neutral_batch: int | None = None) -> Findings:
+        """All plans for the cluster's ranks, predicted.
 
         `rank_bytes`: what a rank may use, an equal share of the machine's memory if it is None.
         Raises PlanError where no plan can run.
         """
         machine = self.cluster.calibrate()
-        if rank_bytes is None and machine.memory_bytes:
-            rank_bytes = machine.memory_bytes // self.cluster.n
+        if rank_bytes is None:
+            rank_bytes = machine.rank_bytes(self.cluster.n)
         states = optimiser_states(self.optimiser)
-        found = search(self.cluster.n, self.image_shape[0], self.graph_of, machine, rank_bytes, states, seen)
-        return tuple(Candidate(each) for each in found.fitting), found
+        found = search(
+            self.cluster.n, self.image_shape[0], self.graph_of, machine, rank_bytes, states, seen,
+            neutral_batch=neutral_batch,
+        )  # fmt: skip
+        return Findings(tuple(map(Candidate, found.fitting)), explain(found, rank_bytes), found.refused)
 
     def measure(self, candidates: Sequence[Candidate], steps: int = 3, seen: Seen = nobody) -> list[Candidate]:
         """The same ones, trained for some steps on the ranks. A plan that fails is told with its failure."""
@@ -153,25 +171,31 @@ def tune(
     steps: int = 3,
     rank_bytes: int | None = None,
     progress: bool = True,
+    neutral_batch: int | None = None,
 ) -> Tuned:
     """The plan that trains most images per second on all ranks of the cluster.
 
     Every plan that makes sense for them is predicted on the machine as calibrated; of those that fit into `rank_bytes`
     of each rank (None: its share of the machine's memory), the `top` ones are trained for `steps` steps of random
-    images, in turns.
-    The rest as in `Training`. `.plan` is the best, and the result shows itself as a table.
+    images, in turns. Where updates of more than `neutral_batch` images would cost accuracy, what counts is the time for
+    so many: a plan whose step has more gains nothing by it, one with fewer takes several steps for an update.
+    The rest as in `Training`. `.plan` is the best, and `.explanation` says in words what was predicted of each kind of
+    parallelism; the result shows itself as a table, with these words.
     Raises PlanError where no plan can run or fits, TraceError, or RankError where the ranks are lost.
     """
     if top < 0 or steps < 1:
         raise PlanError(f"top={top} plans are to be measured for steps={steps}: use 0 or more plans, 1 or more steps.")
+    if neutral_batch is not None and neutral_batch < 1:
+        raise PlanError(f"neutral_batch={neutral_batch} must be 1 image or more, or None where any number is right.")
     tuning = Tuning(model, image_shape, cluster, loss, optimiser, labels, device)
     with bar("plans predicted", progress) as seen:
-        candidates, found = tuning.find(rank_bytes, seen)
+        found = tuning.find(rank_bytes, seen, neutral_batch)
     measured: list[Candidate] = []
     if top:
         with bar("steps measured", progress) as seen:
-            measured = tuning.measure(candidates[:top], steps, seen)
-    return Tuned(ordered([*measured, *candidates[top:]]), cluster.calibrate(), found.refused)
+            measured = tuning.measure(found.candidates[:top], steps, seen)
+    candidates = ordered([*measured, *found.candidates[top:]], neutral_batch)
+    return Tuned(candidates, cluster.calibrate(), found.explanation, found.refused)
 
 
 @contextmanager
@@ -186,11 +210,11 @@ def bar(unit: str, progress: bool = True) -> Iterator[Seen]:
         yield seen
 
 
-def ordered(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+def ordered(candidates: Iterable[Candidate], neutral_batch: int | None = None) -> tuple[Candidate, ...]:
     """The measured ones by what was measured, then the others by prediction; those that failed last."""
 
     def rank(each: Candidate) -> tuple[bool, float, float]:
-        return bool(each.failure), -(each.images_per_s or 0.0), -each.predicted_images_per_s
+        return bool(each.failure), -each.pace(neutral_batch), -each.forecast.pace(neutral_batch)
 
     return tuple(sorted(candidates, key=rank))
 

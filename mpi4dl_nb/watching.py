@@ -10,7 +10,7 @@ from threading import Lock
 
 from engines.comm.device import cores
 from engines.plan import Plan
-from engines.report import Epoch, LeftOut, Told
+from engines.report import Epoch, Event, Healed, LeftOut, Told
 from engines.training import StepReport
 
 __all__ = ["Gathered", "Pace", "Progress"]
@@ -61,7 +61,7 @@ class Gathered:
         self._start_s = self._now_s = time.perf_counter()
         self._first_s = 0.0  # when the first step was over
 
-    def add(self, event: LeftOut | Told | Epoch, reports: Sequence[StepReport]) -> None:
+    def add(self, event: Event, reports: Sequence[StepReport]) -> None:
         """One event more. What lies between an epoch and the next step is no time of that step."""
         before_s, now_s = self._now_s, time.perf_counter()
         with self._lock:
@@ -77,6 +77,8 @@ class Gathered:
                     self.ends.append(len(self.losses))
                 case LeftOut():
                     self.left_out += 1
+                case Healed(steps=steps, epochs=epochs):
+                    del self.losses[steps:], self.speeds[steps:], self.epochs[epochs:], self.ends[epochs:]
 
     def progress(self, state: str, running: bool) -> Progress:
         """All of it, as it is now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -12,9 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from PIL import Image
 
+from engines.spoken import spoken_bytes
 from mpi4dl_nb.draw.lettered import QuickCanvas
 
-__all__ = ["BLUE", "CASING", "INK", "ORANGE", "Drawing", "alt_text", "spoken_bytes", "spoken_size"]
+__all__ = ["BLUE", "CASING", "INK", "ORANGE", "Drawing", "alt_text", "spoken_bytes", "spoken_ranks", "spoken_size"]
 
 ORANGE, BLUE, INK = "#d95f02", "#0057b8", "#1a1a1a"  # read on pink and brown tissue, and by the colour-blind
 CASING = [withStroke(linewidth=4, foreground="white")]
@@ -63,24 +65,24 @@ def alt_text(figure: Figure) -> str:
     return getattr(figure, "alt", "")
 
 
-def spoken_bytes(count: int) -> str:
-    """
-    >>> spoken_bytes(12), spoken_bytes(3072)
-    ('12 bytes', '3.0 KB')
-    """
-    if count < 1024:
-        return f"{count} bytes"
-    size, unit = float(count), "bytes"
-    for unit in ("KB", "MB", "GB", "TB"):  # noqa: B007
-        size /= 1024
-        if size < 1000:
-            break
-    return f"{size:.1f} {unit}"
-
-
 def spoken_size(shape: tuple[int, int]) -> str:
     """
     >>> spoken_size((256, 1))
     '256 × 1'
     """
     return f"{shape[0]} × {shape[1]}"
+
+
+def spoken_ranks(ranks: Sequence[int]) -> str:
+    """
+    >>> spoken_ranks([0, 1, 2, 4]), spoken_ranks([3])
+    ('ranks 0 to 2, 4', 'rank 3')
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    told = [", ".join(map(str, run)) if len(run) < 3 else f"{run[0]} to {run[-1]}" for run in runs]
+    return f"rank{'s'[: len(ranks) > 1]} {', '.join(told)}"

@@ -8,8 +8,9 @@ from itertools import groupby
 from matplotlib.axes import Axes
 
 from engines.predict.load import Load
+from engines.spoken import spoken_bytes, spoken_seconds
 from mpi4dl_nb.draw.bars import Look
-from mpi4dl_nb.draw.figure import INK, spoken_bytes
+from mpi4dl_nb.draw.figure import INK
 from mpi4dl_nb.draw.sheet import Box, fill, write
 
 __all__ = ["COUNTING", "NOT_COUNTED", "Loads", "draw_loads", "grouped", "height_of", "spoken_ranks", "told_loads"]
@@ -20,12 +21,14 @@ Loads = Mapping[Load, tuple[int, ...]]
 LEFT_IN, ROW_IN, BAR_IN = 0.15, 0.27, 0.18
 MOST_ROWS, MOST_LETTERS = 16, 22
 COUNTING, NOT_COUNTED = "counting ...", "not counted"
-KINDS = (
-    (Look("weights and buffers", "#56b4e9", ""), 1.75, 1.1),
-    (Look("activations kept for backward", "#e69f00", "//"), 4.2, 1.1),
-    (Look("sent in a training step", "#009e73", "xx"), 7.6, 1.2),
+LOOKS = (
+    Look("weights and buffers", "#56b4e9", ""),
+    Look("activations kept for backward", "#e69f00", "//"),
+    Look("sent in a training step", "#009e73", "xx"),
+    Look("own work in a step, predicted", "#bfbfbf", "\\\\"),
 )
-"""The look of each column, where its bars begin, and how long the longest one is."""
+PLACES = {3: ((1.75, 1.1), (4.2, 1.1), (7.6, 1.2)), 4: ((1.6, 0.6), (3.25, 0.6), (5.9, 0.6), (8.45, 0.6))}
+"""By how many columns there are: where the bars of each begin, and how long the longest one is."""
 
 
 def grouped(loads: Sequence[Load]) -> Loads:
@@ -43,9 +46,10 @@ def height_of(loads: Loads) -> float:
 
 
 def draw_loads(axes: Axes, loads: Loads, top: float, missing: str) -> None:
-    """A row for all ranks that carry the same: three bars, each with its number, or `missing`."""
+    """A row for all ranks that carry the same: three bars, or four with times, each with its number, or `missing`."""
     groups = list(loads.items())
-    for column, (look, left, longest) in enumerate(KINDS if groups else ()):
+    columns = 4 if any(load.busy_s is not None for load in loads) else 3
+    for column, (look, (left, longest)) in enumerate(zip(LOOKS, PLACES[columns], strict=False) if groups else ()):
         write(axes, left, top, look.name, 9, weight="bold")
         largest = max(_sizes(load)[column] for load in loads) or 1
         boxes: list[Box] = []
@@ -63,7 +67,7 @@ def draw_loads(axes: Axes, loads: Loads, top: float, missing: str) -> None:
 def told_loads(loads: Loads, missing: str) -> Iterable[str]:
     """The same in words."""
     for load, ranks in loads.items():
-        parts = zip((look.name for look, _, _ in KINDS), _said(load, missing), strict=True)
+        parts = zip((look.name for look in LOOKS), _said(load, missing), strict=False)
         yield f"{spoken_ranks(ranks)}: {', '.join(f'{name} {said}' for name, said in parts)}"
 
 
@@ -86,16 +90,19 @@ def _middle(top: float, row: int) -> float:
     return top + ROW_IN * (row + 1)
 
 
-def _sizes(load: Load) -> tuple[int, int, int]:
-    return load.weight_bytes, load.kept_bytes or 0, load.sent.bytes
+def _sizes(load: Load) -> tuple[float, ...]:
+    return load.weight_bytes, load.kept_bytes or 0, load.sent.bytes, load.busy_s or 0.0
 
 
-def _said(load: Load, missing: str) -> tuple[str, str, str]:
+def _said(load: Load, missing: str) -> tuple[str, ...]:
     kept = missing
     if load.kept_bytes is not None and load.peak_bytes is not None:
         kept = f"{spoken_bytes(load.kept_bytes)} ({spoken_bytes(load.peak_bytes)} in all)"
     sent = f"{load.sent.messages:,} messages, {spoken_bytes(load.sent.bytes)}" if load.sent.messages else "nothing"
-    return spoken_bytes(load.weight_bytes), kept, sent
+    time = ()
+    if load.busy_s is not None and load.wait_s is not None:
+        time = (f"{spoken_seconds(load.busy_s, 2)}, waits {spoken_seconds(load.wait_s, 2)}",)
+    return spoken_bytes(load.weight_bytes), kept, sent, *time
 
 
 def _short(text: str) -> str:

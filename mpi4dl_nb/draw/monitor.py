@@ -17,13 +17,14 @@ from mpi4dl_nb.draw.bars import Look, draw_rows
 from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, Drawing, spoken_bytes
 from mpi4dl_nb.watching import Progress
 
-__all__ = ["COMMUNICATES", "WAITS", "WORKS", "held_bytes", "rank_names", "show_progress", "uses"]
+__all__ = ["COMMUNICATES", "OTHER", "WAITS", "WORKS", "held_bytes", "rank_names", "show_progress", "uses"]
 
 WORKS = Look("works", "#56b4e9", "")
 COMMUNICATES = Look("communicates", "#f0e442", "xxx")
 WAITS = Look("waits for others", "#ffffff", "...")
+OTHER = Look("other: between instructions", "#c8c8c8", "")
 MEMORY = Look("memory", "#cccccc", "//")
-LOOKS = (WORKS, COMMUNICATES, WAITS)
+LOOKS = (WORKS, COMMUNICATES, WAITS, OTHER)
 
 WIDTH, TOP_IN, HEAD_IN, GAP_IN, FOOT_IN, ROW_IN = 11.0, 2.1, 0.35, 0.8, 0.5, 0.32
 COLUMNS = ((0.15, 0.36), (0.59, 0.33))  # left side and width, as parts of the figure's
@@ -61,8 +62,15 @@ def show_progress(progress: Progress) -> Drawing:
     _draw_uses(use, names, used)
     held = held_bytes(progress)
     _draw_memory(memory, held)
+    figure.text(0.99, 0.14 / high, _as_of(progress), ha="right", va="bottom", fontsize=9, color=INK)
     figure.alt = _alt(progress, names, used, held)
     return figure
+
+
+def _as_of(progress: Progress) -> str:
+    """The figure is drawn less often than the numbers beside it: it says what it is of."""
+    done = len(progress.losses)
+    return f"after step {done}" if done else ""
 
 
 def rank_names(plan: Plan) -> list[str]:
@@ -151,7 +159,7 @@ def _draw_uses(axes: Axes, names: Sequence[str], used: Mapping[int, Use]) -> Non
     bars: dict[Look, list[tuple[int, float, float]]] = {look: [] for look in LOOKS}
     for rank, use in used.items():
         start = 0.0
-        for look, share in zip(LOOKS, (use.work, use.communication, use.waiting), strict=True):
+        for look, share in zip(LOOKS, (use.work, use.communication, use.waiting, use.other), strict=True):
             bars[look].append((rank, start, start + share))
             if share >= LABELLED:
                 axes.text(start + share / 2, rank, f"{100 * share:.0f}", **NUMBER)
@@ -159,7 +167,9 @@ def _draw_uses(axes: Axes, names: Sequence[str], used: Mapping[int, Use]) -> Non
     for look, places in bars.items():
         draw_rows(axes, look, places, BAR_TOP, BAR_HIGH)
     patches = [Patch(facecolor=look.colour, hatch=look.hatch, edgecolor=INK, label=look.name) for look in LOOKS]
-    axes.figure.legend(handles=patches, loc="lower left", bbox_to_anchor=(0.12, 0), ncols=3, frameon=False, fontsize=9)
+    axes.figure.legend(
+        handles=patches, loc="lower left", bbox_to_anchor=(0.12, 0), ncols=len(LOOKS), frameon=False, fontsize=9
+    )
 
 
 def _draw_memory(axes: Axes, held: Mapping[str, int]) -> None:

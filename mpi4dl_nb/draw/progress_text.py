@@ -80,13 +80,14 @@ def _ranks(progress: Progress) -> str:
     used, held = uses(progress), held_bytes(progress)
     together = next(iter(held.values()), 0) if progress.one_process else None
     rows = [
-        (rank_names(progress.plan)[rank], *(f"{share:.0%}" for share in (use.work, use.communication, use.waiting)),
+        (rank_names(progress.plan)[rank],
+         *(f"{share:.0%}" for share in (use.work, use.communication, use.waiting, use.other)),
          "" if together is not None else spoken_bytes(held[f"rank {rank}"]))
         for rank, use in used.items()
     ]  # fmt: skip
-    rows += [("all ranks: one process", "", "", "", spoken_bytes(together))] if together else []
+    rows += [("all ranks: one process", "", "", "", "", spoken_bytes(together))] if together else []
     rows = rows if len(rows) <= RANKS else []
-    return _table("Ranks in the last step", ("rank", "works", "communicates", "waits", "memory"), rows)
+    return _table("Ranks in the last step", ("rank", "works", "communicates", "waits", "other", "memory"), rows)
 
 
 def _epochs(epochs: Sequence[Epoch]) -> str:

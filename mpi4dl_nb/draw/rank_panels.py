@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from engines.spatial.tiles import Span, Tile
-from mpi4dl_nb.draw.figure import INK, ORANGE, spoken_size
+from mpi4dl_nb.draw.figure import INK, ORANGE, spoken_ranks, spoken_size
 from mpi4dl_nb.draw.tilemap import HALO
 from mpi4dl_nb.step_events import Group, Panel, View
 
@@ -21,7 +21,8 @@ Box = tuple[float, float, float, float]
 
 MAPS = {False: "cividis", True: "PuOr"}
 MOST = 12  # panels; more would be too small to be seen
-BAR_SHARE, HEAD_IN, GAP_IN = 0.2, 0.5, 0.42
+BAR_SHARE, BAR_IN, GAP_IN = 0.2, 0.9, 0.42
+UNSHAPED = 1.4  # width to height of a panel without pixels
 
 
 def draw_panels(figure: Figure, view: View, box: Box, focus: int) -> None:
@@ -29,8 +30,8 @@ def draw_panels(figure: Figure, view: View, box: Box, focus: int) -> None:
     groups = view.groups
     left, bottom, width, height = box
     if not groups:
-        why = "\n".join(f"rank {panel.rank}: {panel.why}" for panel in view.panels[:MOST])
-        figure.text(left, bottom + height / 2, why, fontsize=9, color=INK, va="center")
+        words = {"fontsize": 10, "color": INK, "ha": "center", "va": "center", "linespacing": 1.5}
+        figure.text(left + width / 2, bottom + height / 2, "\n".join(_reasons(view)), **words)
         return
     counts = [len(_columns(group)) + BAR_SHARE * 2 for group in groups]
     start = left
@@ -46,8 +47,9 @@ def _draw_group(figure: Figure, view: View, group: Group, box: Box, focus: int) 
     rows, columns = _rows(group), _columns(group)
     figure.text(left, bottom + height, spoken_group(view, group, "\n"), fontsize=9, color=INK, va="bottom")
     gap_x, gap_y = GAP_IN / wide_in, GAP_IN / high_in
-    cell_w = (width - 0.9 / wide_in) / len(columns)
     cell_h = (height - 0.05 / high_in) / len(rows)
+    room_in = (width * wide_in - BAR_IN) / len(columns)
+    cell_w = min(room_in, (cell_h * high_in - GAP_IN) * _widest(group) + GAP_IN) / wide_in
     drawn = None
     for panel in group.panels[:MOST]:
         row, column = _place(group, panel)
@@ -55,8 +57,34 @@ def _draw_group(figure: Figure, view: View, group: Group, box: Box, focus: int) 
         axes = figure.add_axes((*corner, cell_w - gap_x, cell_h - gap_y))
         drawn = _draw_panel(axes, group, panel)
         _mark(axes, view, panel, focus)
-    bar = figure.add_axes((left + width - 0.85 / wide_in, bottom + 0.1 * height, 0.12 / wide_in, 0.8 * height))
-    figure.colorbar(drawn, cax=bar).ax.tick_params(labelsize=8)
+    beside = left + len(columns) * cell_w + 0.05 / wide_in
+    bar = figure.add_axes((beside, bottom + 0.1 * height, 0.12 / wide_in, 0.8 * height))
+    ticks = figure.colorbar(drawn, cax=bar).ax
+    ticks.tick_params(labelsize=8)
+    ticks.yaxis.get_offset_text().set(fontsize=8, ha="left")
+
+
+def _widest(group: Group) -> float:
+    """How wide a panel wants to be, as a part of its height: beyond that it would stand in empty space."""
+    held = [panel.extent.held for panel in group.panels if _is_square(panel.extent.held)]
+    return max((tile.shape[1] / tile.shape[0] for tile in held), default=UNSHAPED)
+
+
+def _is_square(held: Tile | None) -> bool:
+    """Whether pixels are drawn as squares: strips of few pixels, and what has none, fill their panel."""
+    return held is not None and max(held.shape) < 8 * min(held.shape)
+
+
+def _reasons(view: View) -> Iterator[str]:
+    """Why no rank shows anything, each reason once."""
+    if view.event.done:
+        yield "The weights have moved. There are no images to show now: a restart begins another step."
+        return
+    found: dict[str, list[int]] = {}
+    for panel in view.panels:
+        found.setdefault(panel.why, []).append(panel.rank)
+    for why, ranks in found.items():
+        yield f"{spoken_ranks(ranks)}: {why}"
 
 
 def spoken_group(view: View, group: Group, end: str = ", ") -> str:
@@ -106,7 +134,7 @@ def _draw_panel(axes: Axes, group: Group, panel: Panel) -> object:
     tile = held or Tile.whole(*pixels.shape)
     cols, rows = tile.cols, tile.rows
     norm = Normalize(low, high if high > low else low + 1)
-    aspect = "equal" if held and max(held.shape) < 8 * min(held.shape) else "auto"
+    aspect = "equal" if _is_square(held) else "auto"
     image = axes.imshow(
         pixels, extent=(cols.start, cols.stop, rows.stop, rows.start), cmap=MAPS[group.gradient], norm=norm,
         interpolation="nearest", aspect=aspect,

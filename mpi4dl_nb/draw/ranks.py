@@ -13,10 +13,14 @@ from engines.errors import PlanError
 from engines.layer.graph import ModelGraph
 from engines.layout import Layout, Pipe, StageRanks
 from engines.plan import Plan
-from engines.predict.load import Load, loads_of
+from engines.predict.forecast import forecast
+from engines.predict.given import given
+from engines.predict.load import Load, loads_of, with_time
+from engines.predict.machine import Machine
 from engines.program.compile import compile_plan
 from engines.traces import Loss, Traces
 from mpi4dl_nb.draw.figure import INK, Drawing
+from mpi4dl_nb.draw.foreseen import foreseen_words
 from mpi4dl_nb.draw.loads import NOT_COUNTED, draw_loads, grouped, height_of, spoken_ranks, told_loads
 from mpi4dl_nb.draw.sheet import Box, draw_arrows, fill, fit, new_sheet, write
 
@@ -41,12 +45,13 @@ def show_ranks(
     model: nn.Module | ModelGraph | None = None,
     image_shape: Sequence[int] | None = None,
     loss: Loss | None = None,
+    machine: Machine | str | None = None,
 ) -> Drawing:
     """Replica, direction, stage and tile of every rank; with a model, also what each rank has to carry.
 
     `image_shape` is (N, C, H, W) of a batch. A model is traced at that size, which takes seconds; its graph
-    (`training.recipe.graph`) is not. All numbers are counted from the ranks' programs. Raises PlanError, TraceError or
-    ImageError.
+    (`training.recipe.graph`) is not. With a `machine` (such as `cluster.calibrate()`, or a name) also the time of each
+    rank. All numbers are counted from the ranks' programs. Raises PlanError, TraceError or ImageError.
     """
     if model is None:
         return draw_ranks(plan)
@@ -54,16 +59,25 @@ def show_ranks(
         if image_shape is None:
             raise PlanError("show_ranks needs the image_shape (N, C, H, W) of a batch, to trace the model with it.")
         model = Traces(model, image_shape, loss or nn.CrossEntropyLoss()).graph(plan)
-    return draw_ranks(plan, loads_of(compile_plan(model, plan), model, plan))
+    loads = loads_of(compile_plan(model, plan), model, plan)
+    if machine is None:
+        return draw_ranks(plan, loads)
+    machine = given(machine)
+    found = forecast(model, plan, machine)
+    return draw_ranks(plan, with_time(loads, found), foreseen=foreseen_words(found, machine))
 
 
-def draw_ranks(plan: Plan, loads: Sequence[Load] = (), missing: str = NOT_COUNTED) -> Drawing:
-    """What `show_ranks` shows, of loads that are known, in rank order; of memory that is not, `missing` is said."""
+def draw_ranks(plan: Plan, loads: Sequence[Load] = (), missing: str = NOT_COUNTED, foreseen: str = "") -> Drawing:
+    """What `show_ranks` shows, of loads that are known, in rank order; of memory that is not, `missing` is said.
+
+    `foreseen` is what is predicted of a step, in a line below.
+    """
     layout, groups = Layout.of(plan), grouped(loads)
     sheet = _Places.of(layout)
     more = layout.pipes[len(sheet.pipes) :]
     below = sheet.top_of(len(sheet.pipes)) + (0.35 if more else 0.1)
-    figure, axes = new_sheet(WIDTH_IN, below + height_of(groups) + MARGIN_IN)
+    bottom = below + height_of(groups)
+    figure, axes = new_sheet(WIDTH_IN, bottom + (0.32 if foreseen else 0) + MARGIN_IN)
     forms = [plan.summary, f"{plan.split_size} stages; {plan.ranks} ranks"]
     fit(axes, MARGIN_IN, 0.26, forms, WIDTH_IN - 2 * MARGIN_IN, 11, ha="left", weight="bold")
     for index, pipe in enumerate(sheet.pipes):
@@ -73,7 +87,10 @@ def draw_ranks(plan: Plan, loads: Sequence[Load] = (), missing: str = NOT_COUNTE
         alike = f"... and {len(more)} more copies, on {spoken_ranks(_ranks(more))}"
         write(axes, MARGIN_IN, below - 0.2, alike, 9)
     draw_loads(axes, groups, below + 0.1, missing)
+    if foreseen:
+        write(axes, MARGIN_IN, bottom + 0.22, foreseen, 9, weight="bold")
     figure.alt = f"{plan.summary}. {'; '.join([*map(_told_copy, layout.pipes), *told_loads(groups, missing)])}."
+    figure.alt += f" {foreseen}" * bool(foreseen)
     return figure
 
 

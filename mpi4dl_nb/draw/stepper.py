@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from engines.pipeline.work import Schedule
 from engines.program.places import Place
 from mpi4dl_nb.draw.bars import MANY, Look
-from mpi4dl_nb.draw.figure import INK, ORANGE, Drawing, spoken_bytes
+from mpi4dl_nb.draw.figure import INK, ORANGE, Drawing, spoken_bytes, spoken_ranks
 from mpi4dl_nb.draw.landings import draw_landing, told_landing
 from mpi4dl_nb.draw.rank_panels import draw_panels, told_panels
 from mpi4dl_nb.draw.schedule import draw_slots, letter_slots
@@ -29,14 +29,14 @@ COLUMNS = (
     (0.0, "rank"),
     (0.165, "did last (F0: forward, B0: back, of micro-batch 0)"),
     (0.505, "does next"),
-    (0.855, "values | process"),
+    (0.84, "memory: values | process"),
 )
-FITS = (24, 46, 51)
+FITS = (24, 46, 49)
 """Characters that fit into a column."""
 
 NOTHING, DONE = "nothing yet", "nothing: done"
 
-ROW_IN, HEAD_IN, PANELS_IN = 0.25, 0.62, 3.4
+ROW_IN, HEAD_IN, PANELS_IN = 0.25, 0.62, 4.0
 
 
 def show_step(stepping: Stepping, channel: int = 0, image: int = 0, show: str = "made", message: int = 0) -> Drawing:
@@ -104,20 +104,13 @@ def spoken_event(event: StepEvent) -> str:
 
 
 def _moved(ranks: Sequence[RankEvent]) -> str:
-    who = [str(rank.rank) for rank in ranks if rank.moved]
-    return f"rank{'s'[: len(who) > 1]} {', '.join(who)} went on" if who else "no rank went on"
+    who = [rank.rank for rank in ranks if rank.moved]
+    return f"{spoken_ranks(who)} went on" if who else "no rank went on"
 
 
 def spoken_place(place: Place | None, at_end: str) -> str:
     """`forward compute · micro-batch 0 · blocks.0.conv1`."""
-    if place is None:
-        return at_end
-    way = "" if place.kind == "update" else f"{place.way} "
-    return f"{way}{place.kind} · " + (f"micro-batch {place.step.micro_batch} · " if place.work else "") + _where(place)
-
-
-def _where(place: Place) -> str:
-    return place.module or place.layer or place.step.instruction.name
+    return at_end if place is None else place.words
 
 
 def _short_place(schedule: Schedule, place: Place | None, at_end: str) -> str:
@@ -125,18 +118,11 @@ def _short_place(schedule: Schedule, place: Place | None, at_end: str) -> str:
     if place is None:
         return at_end
     work = f"{schedule.name_of(place.work)} " if place.work else ""
-    return f"{work}{place.kind} · {_where(place)}"
+    return f"{work}{place.kind}" + f" · {place.where}" * (place.where != place.kind)
 
 
 def _next(rank: RankEvent, text: str) -> str:
-    waits = f"waits for {'ranks' if len(rank.waits_for) > 1 else 'rank'} {_spans(rank.waits_for)}: "
-    return f"{waits}{text}" if rank.waits_for else text
-
-
-def _spans(numbers: Sequence[int]) -> str:
-    """`0 to 3`, or `0, 2`."""
-    dense = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]} to {numbers[-1]}" if dense else ", ".join(map(str, numbers))
+    return f"waits for {spoken_ranks(rank.waits_for)}: {text}" if rank.waits_for else text
 
 
 def _memory(rank: RankEvent) -> str:

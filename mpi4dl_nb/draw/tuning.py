@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
 
 from engines.errors import PlanError
 from engines.plan import Plan
+from engines.predict.kinds import grids_of, name_of
+from engines.spoken import spoken_bytes, spoken_rate
 from mpi4dl_nb.draw.bars import Look, draw_legend
-from mpi4dl_nb.draw.figure import INK, Drawing, spoken_bytes
+from mpi4dl_nb.draw.figure import INK, Drawing
 
 if TYPE_CHECKING:
     from mpi4dl_nb.tuning import Candidate
 
-__all__ = ["COLUMNS", "cells", "name_of", "show_tuning", "table_html"]
+__all__ = ["COLUMNS", "cells", "show_tuning", "spoken_measured", "table_html"]
 
 PREDICTED = Look("predicted", "#56b4e9", "")
 MEASURED = Look("measured", "#e69f00", "//")
@@ -24,31 +26,13 @@ SHOWN = 10
 """Rows of the figure: the rest is in the table."""
 
 COLUMNS = (
-    "no.", "plan", "stages", "grid of tiles", "schedule", "parts", "images/s predicted", "images/s measured",
-    "MB of a rank predicted", "MB of a rank measured",
+    ("no.",), ("plan",), ("stages",), ("grid",), ("schedule",), ("parts",),
+    ("images/s", "predicted", "measured"), ("memory of the fullest rank", "predicted", "measured"),
 )  # fmt: skip
-
-
-def name_of(plan: Plan) -> str:
-    """A plan in a few words, unlike any other that is searched for the same ranks.
-
-    >>> name_of(Plan(split_size=2, spatial_size=1)), name_of(Plan(split_size=1, spatial_size=0, data_parallel=4))
-    ('2x2 tiles + 1 stage', '4 replicas')
-    """
-    words = [f"{_grid(plan)} tiles"] if plan.spatial_size else []
-    behind = plan.split_size - plan.spatial_size
-    if behind and (plan.spatial_size or behind > 1):
-        words.append(f"{behind} stage{'s'[: behind > 1]}")
-    words += [f"{plan.local_dp} ranks share"] if plan.local_dp > 1 else []
-    words += [f"{plan.parts} parts, {plan.schedule}"] if plan.parts > 1 else []
-    words += ["both ways"] if plan.bidirectional else []
-    words += ["fused halos"] if plan.halo_d2 else []
-    words += [f"{plan.data_parallel} replicas"] if plan.data_parallel > 1 else []
-    return " + ".join(words) or "1 rank"
-
-
-def _grid(plan: Plan) -> str:
-    return " ".join(str(grid) for grid in plan.grids[: plan.spatial_size]) or "–"
+"""Heads of the table, with those below them."""
+NUMBERS = 5
+"""The columns from this one on are numbers."""
+MB = 1 << 20
 
 
 def _order(plan: Plan) -> str:
@@ -57,29 +41,18 @@ def _order(plan: Plan) -> str:
 
 
 def cells(number: int, each: Candidate) -> tuple[str, ...]:
-    """The row of a candidate, one text for each of `COLUMNS`."""
+    """The row of a candidate, one text for each column."""
     plan = each.plan
-    measured = "failed" if each.failure else _said(each.images_per_s, _rate)
+    measured = "failed" if each.failure else _said(each.images_per_s, spoken_rate)
     return (
-        str(number), name_of(plan), str(plan.split_size), _grid(plan), _order(plan), str(plan.parts),
-        _rate(each.predicted_images_per_s), measured, _mb(each.predicted_bytes), _said(each.peak_bytes, _mb),
+        str(number), name_of(plan), str(plan.split_size), grids_of(plan), _order(plan), str(plan.parts),
+        spoken_rate(each.predicted_images_per_s), measured, spoken_bytes(each.predicted_bytes),
+        _said(each.peak_bytes, spoken_bytes),
     )  # fmt: skip
 
 
-def _said(value: float | None, say: Callable[[float], str]) -> str:
+def _said(value: Any, say: Callable[[Any], str]) -> str:
     return "–" if value is None else say(value)
-
-
-def _rate(value: float) -> str:
-    """
-    >>> _rate(2359.8), _rate(1.2345)
-    ('2,360', '1.23')
-    """
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def _mb(count: float) -> str:
-    return f"{count / 1e6:,.3g}" if count < 1e9 else f"{count / 1e6:,.0f}"
 
 
 def table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
@@ -88,17 +61,33 @@ def table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
     With `choose` each row begins with a radio button, whose value is the row's number from 0, and whose name for those
     who do not see the table is that word, the number and the plan.
     """
-    head = "".join(f'<th scope="col" style="{_CELL}">{name}</th>' for name in COLUMNS)
-    rows = "".join(_row(number, each, choose) for number, each in enumerate(candidates, 1))
     caption = f"{len(candidates)} plans, the best first: measured ones before those that are only predicted"
+    rows = "".join(_row(number, each, choose) for number, each in enumerate(candidates, 1))
     return (
         f'<table style="border-collapse: collapse; color: inherit">'
         f'<caption style="text-align: left">{caption}</caption>'
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        f"<thead>{_heads()}</thead><tbody>{rows}</tbody></table>"
     )
 
 
-_CELL = "text-align: left; padding: 2px 10px 2px 4px; border-bottom: 1px solid currentColor; line-height: 1.3"
+_LINE = "border-bottom: 1px solid currentColor"
+_CELL = f"padding: 2px 10px 2px 4px; {_LINE}; line-height: 1.3"
+_WORDS, _NUMBER = f"text-align: left; {_CELL}", f"text-align: right; white-space: nowrap; {_CELL}"
+
+
+def _heads() -> str:
+    """Two rows: some heads are of two columns."""
+    upper = lower = ""
+    for place, (name, *parts) in enumerate(COLUMNS):
+        style = f"{_NUMBER if place >= NUMBERS else _WORDS}; vertical-align: bottom"
+        if parts:
+            upper += f'<th scope="colgroup" colspan="{len(parts)}" style="{style}">{name}</th>'
+            for part in parts:
+                said = f'scope="col" aria-label="{name} {part}"'
+                lower += f'<th {said} style="{style}; font-weight: normal">{part}</th>'
+        else:
+            upper += f'<th scope="col" rowspan="2" style="{style}">{name}</th>'
+    return f"<tr>{upper}</tr><tr>{lower}</tr>"
 
 
 def _row(number: int, each: Candidate, choose: str) -> str:
@@ -107,9 +96,19 @@ def _row(number: int, each: Candidate, choose: str) -> str:
         said = escape(f"{choose} {number}: {name}")
         first = f'<input type="radio" value="{number - 1}" aria-label="{said}"> {first}'
     tip = f' title="{escape(each.failure)}"' if each.failure else ""
-    told = f'<td style="{_CELL}; white-space: nowrap">{first}</td><th scope="row" style="{_CELL}">{escape(name)}</th>'
-    told += "".join(f'<td style="{_CELL}">{escape(text)}</td>' for text in rest)
+    told = f'<td style="{_WORDS}; white-space: nowrap">{first}</td>'
+    told += f'<th scope="row" style="{_WORDS}; font-weight: normal">{escape(name)}</th>'
+    for place, text in enumerate(rest, start=2):
+        told += f'<td style="{_NUMBER if place >= NUMBERS else _WORDS}">{escape(text)}</td>'
     return f"<tr{tip}>{told}</tr>"
+
+
+def spoken_measured(measured: Sequence[Candidate]) -> str:
+    """What came of measuring these: how many, how far off predictions were, and why others failed."""
+    ratios = [f"{each.images_per_s / each.predicted_images_per_s:.2f}" for each in measured if each.images_per_s]
+    counted = f"{len(ratios)} of {len(measured)} plans measured, at {', '.join(ratios)} of their predicted images/s."
+    failed = (f"{name_of(each.plan)} failed: {each.failure}" for each in measured if each.failure)
+    return " ".join([*[counted] * bool(ratios), *failed])
 
 
 def show_tuning(candidates: Sequence[Candidate]) -> Drawing:
@@ -122,15 +121,16 @@ def show_tuning(candidates: Sequence[Candidate]) -> Drawing:
     shown = list(candidates[:SHOWN])
     figure = Drawing(figsize=(11, 1.6 + 0.52 * len(shown)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    _draw(left, shown, lambda each: each.predicted_images_per_s, lambda each: each.images_per_s, _rate)
+    _draw(left, shown, lambda each: each.predicted_images_per_s, lambda each: each.images_per_s, spoken_rate)
     _draw(
-        right, shown, lambda each: each.predicted_bytes / 1e6,
-        lambda each: None if each.peak_bytes is None else each.peak_bytes / 1e6, "{:,.3g}".format,
+        right, shown, lambda each: each.predicted_bytes / MB,
+        lambda each: None if each.peak_bytes is None else each.peak_bytes / MB,
+        lambda held: spoken_bytes(round(held * MB)),
     )  # fmt: skip
     names = [f"{number}. {name_of(each.plan)}" for number, each in enumerate(shown, 1)]
     left.set(xlabel="images per second", yticks=range(len(shown)), yticklabels=names, ylim=(len(shown) - 0.4, -0.6))
-    right.set(xlabel="MB of tensors of the fullest rank")
-    title = f"The best {len(shown)} of {len(candidates)} plans"
+    right.set(xlabel="memory of the fullest rank in MB, of its tensors")
+    title = f"The best {len(shown)} of {len(candidates)} plans for {shown[0].plan.ranks} ranks"
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     draw_legend(figure, [PREDICTED, MEASURED])
     told = [f"{name}: {_told(each)}" for name, each in zip(names, shown, strict=True)]
@@ -139,9 +139,9 @@ def show_tuning(candidates: Sequence[Candidate]) -> Drawing:
 
 
 def _told(each: Candidate) -> str:
-    words = [f"{_rate(each.predicted_images_per_s)} images/s and {spoken_bytes(each.predicted_bytes)} predicted"]
+    words = [f"{spoken_rate(each.predicted_images_per_s)} images/s and {spoken_bytes(each.predicted_bytes)} predicted"]
     if each.images_per_s is not None and each.peak_bytes is not None:
-        words.append(f"{_rate(each.images_per_s)} images/s and {spoken_bytes(each.peak_bytes)} measured")
+        words.append(f"{spoken_rate(each.images_per_s)} images/s and {spoken_bytes(each.peak_bytes)} measured")
     return ", ".join(words) + (", failed" if each.failure else "")
 
 

@@ -14,10 +14,10 @@ __all__ = ["at_most", "close_words", "cut_text", "has_values", "summary", "title
 
 
 def cut_text(picture: Picture, stage: StageRanks) -> str:
-    """`picture, 512 × 512 px, in 2x2 tiles on ranks 0 to 3`."""
+    """`picture, 512 × 512 px (rows × columns), in 2x2 tiles on ranks 0 to 3`."""
     first, last = stage.ranks[0], stage.ranks[-1]
     where = f"tiles on ranks {first} to {last}" if last > first else f"tile on rank {first}"
-    return f"{picture.name}, {spoken_size(picture.shape())} px, in {stage.grid} {where}"
+    return f"{picture.name}, {spoken_size(picture.shape())} px (rows × columns), in {stage.grid} {where}"
 
 
 def title_of(picture: Picture, point: HaloPoint) -> str:
@@ -45,13 +45,22 @@ def _borrowed_words(point: HaloPoint, rank: int) -> str:
     count, total = sum(move.tile.pixels for move in pieces), spoken_bytes(point.bytes(pieces))
     images, channels = point.spec.shape[:2]
     batch = f"{channels} channels" if images == 1 else f"{channels} channels of {images} images"
-    return f"It borrows {count} px more from {len(pieces)} ranks: {total} in {batch}"
+    return f"It borrows {count} px more from {_ranks(len(pieces))}: {total} in {batch}"
 
 
 def _computed_words(point: HaloPoint, rank: int) -> str:
     pieces = point.overlaps(rank)
     count = sum(move.tile.pixels for move in pieces)
-    return f"It computes {count} px more, which {len(pieces)} ranks own: nothing travels here, halos are fused"
+    owned = f"{_ranks(len(pieces))} own{'s' * (len(pieces) == 1)}"
+    return f"It computes {count} px more, which {owned}: nothing travels here, halos are fused"
+
+
+def _ranks(count: int) -> str:
+    """
+    >>> _ranks(1), _ranks(3)
+    ('1 rank', '3 ranks')
+    """
+    return f"{count} rank{'s' * (count != 1)}"
 
 
 def close_words(point: HaloPoint, rank: int, place: Tile) -> list[str]:

@@ -15,14 +15,19 @@ from engines.errors import Mpi4dlError, TraceError
 from engines.knobs import GROUPS, knob_of
 from engines.layer.graph import TensorSpec
 from engines.plan import Plan
+from engines.predict.forecast import Forecast
+from engines.predict.given import given
+from engines.predict.machine import Machine
+from engines.predict.machines import MACHINES
 from engines.program.program import Program
 from engines.traces import Loss, Traces
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.draw.foreseen import foreseen_words
 from mpi4dl_nb.draw.loads import COUNTING
 from mpi4dl_nb.draw.ranks import draw_ranks
 from mpi4dl_nb.later import IsAsked, Later
 from mpi4dl_nb.planning import Compiled, Planning, standing, undisturbed
-from mpi4dl_nb.widgets.controls import Trouble, button
+from mpi4dl_nb.widgets.controls import Trouble, button, choice
 from mpi4dl_nb.widgets.instrument import Instrument
 from mpi4dl_nb.widgets.knob import Knob
 
@@ -32,6 +37,8 @@ PATIENCE_S = 600.0  # for a trace of a very large model
 COUNT_AFTER_S = 0.3  # of rest: knobs that are turned quickly are not slowed by it
 COLUMNS = (("Stages", "Pipeline"), ("Tiles", "Numbers"), ("Directions and replicas",))
 COLUMN = {"width": "19em", "margin": "0 1.2em 0.6em 0"}
+OWN = "this cluster, as calibrated"
+NO_MACHINE = "For the time of a step: cluster.calibrate(), or choose a machine that is known."
 LAST = "The figure shows the last plan that works."
 
 
@@ -41,6 +48,8 @@ class Configurator(Instrument):
     `image_shape` is (N, C, H, W) of a batch; `loss`, `labels` and `device` are as for `Training`. `plan` is the last
     plan that works, for a cell to use, and `programs` what its ranks would do. Each knob is in `knobs` by its name. The
     button starts `cluster`, or one over MPI where none is given, with the ranks that the plan needs, or resizes it.
+    The time of each rank is predicted for the cluster as it was calibrated, or for the machine that is chosen:
+    `machine` is one of one's own, or the name of one that is known; `forecast` is that of the plan.
     """
 
     def __init__(
@@ -52,8 +61,14 @@ class Configurator(Instrument):
         loss: Loss | None = None,
         labels: TensorSpec | None = None,
         device: str = "auto",
+        machine: Machine | str | None = None,
     ) -> None:
         self.cluster = cluster
+        known = MACHINES | ({} if machine is None else {given(machine).name: given(machine)})
+        self.machines: Mapping[str, Machine | None] = {OWN: None} | known
+        chosen = OWN if machine is None else given(machine).name
+        self.machine = choice("machine", list(self.machines), chosen, "whose time is predicted")
+        self.machine.observe(lambda _: self._turned(""), "value")
         self.planning = Planning(Traces(model, tuple(image_shape), loss or nn.CrossEntropyLoss(), labels, device))
         plan = plan or Plan()
         self.knobs = {each.name: Knob(each.name, getattr(plan, each.name), self._turned) for each in fields(Plan)}
@@ -63,7 +78,8 @@ class Configurator(Instrument):
         self._turn, self._is_quiet = RLock(), False
         self._found: Compiled | None = None
         self._error: Mpi4dlError | None = None
-        super().__init__([_columns(self.knobs), ipywidgets.HBox([self.start, self.note]), self.rank_trouble])
+        line = ipywidgets.HBox([self.machine, self.start, self.note], layout={"flex_flow": "row wrap"})
+        super().__init__([_columns(self.knobs), line, self.rank_trouble])
         self.view.show(draw_ranks(plan))
         self._turned("")
 
@@ -86,6 +102,13 @@ class Configurator(Instrument):
         return self._settled().programs
 
     @property
+    def forecast(self) -> Forecast | None:
+        """What a step of that plan should cost on the machine; None where none is calibrated or chosen."""
+        self._settled()
+        self._counting.wait(PATIENCE_S)
+        return self._settled().forecast
+
+    @property
     def wrong(self) -> dict[str, str]:
         """What is wrong, by the knob that it is said beside; what is said beside none has an empty name."""
         told = {name: knob.trouble.text for name, knob in self.knobs.items()} | {"": self.trouble.text}
@@ -96,7 +119,7 @@ class Configurator(Instrument):
         return all(each.wait(within_s) for each in (self._tracing, self._counting, self._starting))
 
     def __dir__(self) -> list[str]:
-        return ["cluster", "figure", "knobs", "plan", "programs", "start", "wait", "wrong"]
+        return ["cluster", "figure", "forecast", "knobs", "machine", "plan", "programs", "start", "wait", "wrong"]
 
     def _settled(self) -> Compiled:
         self._tracing.wait(PATIENCE_S)
@@ -132,25 +155,37 @@ class Configurator(Instrument):
         """From now on this is the plan, unless something was wrong with it."""
         if error is not None:
             raise error
-        self._found = self.planning.compiled(plan)
+        found, machine = self.planning.compiled(plan), self._asked_machine
         self._counting.rest()
-        if not self._found.is_counted:
-            self._counting.do(lambda is_asked: self._count(plan, is_asked))
-        self.view.show(draw_ranks(plan, self._found.loads, COUNTING))
+        self._found = found if found.is_counted(machine) else found.untimed
+        if not found.is_counted(machine):
+            self._counting.do(lambda is_asked: self._count(plan, machine, is_asked))
+        self.view.show(draw_ranks(plan, self._found.loads, COUNTING, self._foreseen() if self._found is found else ""))
         self._tell_state()
 
-    def _count(self, plan: Plan, is_asked: IsAsked) -> None:
-        """Add the memory of each rank to the figure; where it cannot be counted, the figure says so."""
+    @property
+    def _asked_machine(self) -> Machine | None:
+        """The chosen one, or the cluster as it was calibrated."""
+        return self.machines[self.machine.value] or (self.cluster.machine if self.cluster else None)
+
+    def _count(self, plan: Plan, machine: Machine | None, is_asked: IsAsked) -> None:
+        """Add the memory and the time of each rank to the figure; what cannot be counted is said there."""
         if not self._counting.pause(COUNT_AFTER_S, is_asked):
             return
+        why = ""
         try:
-            found = self.planning.counted(plan, is_asked)
-        except Mpi4dlError:
-            found = self.planning.compiled(plan)
+            found = self.planning.counted(plan, machine, is_asked)
+        except Mpi4dlError as error:
+            found, why = self.planning.compiled(plan).untimed, str(error)
         with self._turn:
             if found and is_asked():
                 self._found = found
-                self.view.show(draw_ranks(plan, found.loads))
+                self.view.show(draw_ranks(plan, found.loads, foreseen=why or self._foreseen()))
+
+    def _foreseen(self) -> str:
+        """What is predicted of a step, or what to do so that something is."""
+        found = self._found
+        return foreseen_words(found.forecast, found.machine) if found.forecast else NO_MACHINE
 
     @contextmanager
     def _judging(self, touched: str) -> Iterator[None]:

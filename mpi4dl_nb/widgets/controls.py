@@ -58,7 +58,7 @@ class Slider(ipywidgets.HBox):
     def __init__(self, label: str, value: int, low: int, high: int, tip: str = "") -> None:
         self._slider = RangeBar(value, min=low, max=high, label=label, tip=tip or label)
         self._box = number(label, value, low, high, tip)
-        super().__init__([self._box, self._slider])
+        super().__init__([self._box, self._slider], layout={"align_items": "center"})
         self.value = value
         ipywidgets.link((self, "value"), (self._slider, "value"))
         ipywidgets.link((self, "value"), (self._box, "value"))

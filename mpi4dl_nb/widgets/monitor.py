@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from threading import Event, Thread
+import threading
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import ipywidgets
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
-from engines.report import Epoch, LeftOut, Told
+from engines.report import Event
 from mpi4dl_nb.draw.monitor import show_progress
 from mpi4dl_nb.draw.progress_text import progress_html, spoken_outcome
 from mpi4dl_nb.fitting import History
@@ -42,7 +43,7 @@ class Monitor(Instrument):
         self.numbers = ipywidgets.HTML()
         self.stop = LiveButton(STOP, self._stop, HINT, icon="stop")
         self.stops = False
-        self._over, self._drawer = Event(), Thread()
+        self._over, self._drawer = threading.Event(), Thread()
         self._gathered: Gathered | None = None
         self._state, self._running, self._on_page = "not begun", False, False
         super().__init__([ipywidgets.HBox([self.stop, ipywidgets.Label(HINT)]), self.numbers])
@@ -77,8 +78,9 @@ class Monitor(Instrument):
         self._drawer = Thread(target=self._draw_until_over, name="monitor", daemon=True)
         self._drawer.start()
 
-    def heard(self, event: LeftOut | Told | Epoch) -> None:
+    def heard(self, event: Event) -> None:
         """Taken note of; drawn later."""
+        self._gathered.plan = self._training.plan  # another one, where it goes on with fewer ranks
         self._gathered.add(event, self._training.reports)
 
     def end(self, outcome: History | BaseException) -> None:

@@ -16,7 +16,7 @@ from engines.layer.graph import ModelGraph
 from engines.plan import Plan
 from engines.training import Recipe
 from mpi4dl_nb.draw.halos import HaloPoint, traced
-from mpi4dl_nb.draw.layers import Layers, bare_point, fused, spatial_stages, stage_ranks
+from mpi4dl_nb.draw.layers import Layers, bare_point, fused, stage_ranks
 from mpi4dl_nb.draw.places import (
     ARROWS,
     NEAR_PX,
@@ -36,19 +36,11 @@ from mpi4dl_nb.draw.places import (
 from mpi4dl_nb.draw.rasters import Rasters
 from mpi4dl_nb.draw.slicing import View, draw_slicing, draw_tiles_only
 from mpi4dl_nb.widgets.announced import announced
-from mpi4dl_nb.widgets.controls import Slider, button, check, choice, number
+from mpi4dl_nb.widgets.controls import button
 from mpi4dl_nb.widgets.instrument import Instrument
+from mpi4dl_nb.widgets.slicer_controls import WAYS, slicer_controls
 
 __all__ = ["Slicer"]
-
-TOGETHER = ("auto", 1, 2, 3, 4, 6, 8)  # layers fused
-HELP = (
-    "Click a tile to choose it; click the framed place to look at it closely. Keys on the figure: arrows choose the "
-    "tile or, close up, pan; + and - zoom, 0 shows the whole; [ and ] change the layer, d fused halos, r the "
-    "receptive field."
-)
-WAYS = {"ArrowLeft": "← left", "ArrowUp": "↑ up", "ArrowDown": "↓ down", "ArrowRight": "→ right"}
-ROW = {"flex_flow": "row wrap", "align_items": "center"}
 
 
 class Slicer(Instrument):
@@ -66,10 +58,14 @@ class Slicer(Instrument):
         self._zoom: int | None = None
         self._place: tuple[float, float] | None = None
         self._settling = False
-        self._make_controls()
+        self._controls = made = slicer_controls(plan)
+        self.stage, self.layer, self.tile = made.stage, made.layer, made.tile
+        self.fused_halos, self.together = made.fused_halos, made.together
+        self.receptive, self.row, self.column = made.receptive, made.row, made.column
+        self.note = ipywidgets.HTML()
         super().__init__(self._rows(), (*self._keys(),), self._pressed, self._clicked)
         self._settle()
-        for control in self._all:
+        for control in self._controls.all:
             control.observe(self._changed, "value")
         self._redraw()
 
@@ -109,28 +105,6 @@ class Slicer(Instrument):
         with announced(f"Tracing {type(model).__name__} for images of {rows} × {cols} px ..."):
             return traced(model, self.rasters.picture, self._plan)
 
-    def _make_controls(self) -> None:
-        stages = spatial_stages(self._plan)
-        names = [(f"{stage}, in {stage_ranks(self._plan, stage).grid} tiles", stage) for stage in stages]
-        together = self._plan.fused_layers if self._plan.halo_d2 else "auto"
-        self.stage = choice("stage", names, stages[0], "one of the stages that are cut into tiles")
-        self.layer = Slider("layer", 0, 0, 0, "among those that read beyond their tiles")
-        self.tile = number("tile", 0, 0, 0, "whose halo is shown")
-        self.fused_halos = check("fused halos (D2)", self._plan.halo_d2, "one exchange for several layers")
-        self.together = choice("layers fused", [*dict.fromkeys((*TOGETHER, together))], together)
-        self.receptive = check("receptive field", False, "what one output pixel sees of the picture")
-        self.row = number("output row", 0, 0, 0)
-        self.column = number("output column", 0, 0, 0)
-        self.note = ipywidgets.HTML()
-        for control, width in (
-            (self.stage, "15em"), (self.layer.children[0], "8em"), (self.tile, "7em"), (self.fused_halos, "12em"),
-            (self.together, "12em"), (self.receptive, "11em"), (self.row, "11em"), (self.column, "13em"),
-        ):  # fmt: skip
-            control.layout.width = width
-        self._all = (
-            self.stage, self.layer, self.tile, self.fused_halos, self.together, self.receptive, self.row, self.column,
-        )  # fmt: skip
-
     def _rows(self) -> list[ipywidgets.Widget]:
         buttons = [
             button("zoom in", self.zoom_in, "show fewer pixels, larger (+)", "search-plus"),
@@ -138,11 +112,7 @@ class Slicer(Instrument):
             button("whole", self.zoom_to_whole, "show the whole layer (0)"),
             *(button(name, partial(self.go, way), "the next tile; close up, pan") for way, name in WAYS.items()),
         ]
-        of_model = [self.fused_halos, self.together, self.receptive, self.row, self.column]
-        first = [self.stage, self.layer, self.tile] if self._layers else [self.stage, self.tile]
-        rows = [first, of_model, [*buttons, self.note]] if self._layers else [first, [*buttons, self.note]]
-        help_line = ipywidgets.HTML(f'<div style="max-width: 80em; line-height: 1.4">{escape(HELP)}</div>')
-        return [*(ipywidgets.HBox(row, layout=ROW) for row in rows), help_line]
+        return self._controls.rows(buttons, self.note, bool(self._layers))
 
     def _keys(self) -> dict[str, Any]:
         return {

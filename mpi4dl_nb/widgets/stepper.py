@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from mpi4dl_nb.draw.stepper import draw_step
-from mpi4dl_nb.stepping import SHOWN
 from mpi4dl_nb.widgets.controls import Slider, button, choice, number
 from mpi4dl_nb.widgets.instrument import Instrument
 
@@ -20,6 +19,7 @@ __all__ = ["Stepper"]
 
 ANY, ALL = "any", "all ranks"  # a menu whose value is None looks empty
 KINDS = (ANY, "compute", "halo", "stage", "all-reduce", "update")
+SHOWN_AS = (("what was made", "made"), ("activation", "activation"), ("gradient", "gradient"))
 PHASES = (ANY, "forward", "backward", "update")
 TIP = (
     "With the figure focused: n one instruction, l one layer, m one micro-batch's pass, p all forward or all back, "
@@ -41,23 +41,31 @@ class Stepper(Instrument):
             "m": partial(self._go, "micro-batch"), "p": partial(self._go, "phase"), "b": self._until,
             "f": self.stepping.finish, "r": self.stepping.restart,
         }  # fmt: skip
-        ranks = [(f"rank {rank}", rank) for rank in range(training.plan.ranks)]
-        self.of = choice("Go on", [(ALL, ALL), ("the next rank", "next"), *ranks], ALL, "Who goes on")
-        self.layer = choice("Stop at layer", [ANY, *self.stepping.layers], ANY, "Breakpoint: this layer")
-        self.rank = choice("Stop at rank", [(ANY, ANY), *ranks], ANY, "Breakpoint: this rank")
-        self.kind = choice("Stop at kind", KINDS, "halo", "Breakpoint: this kind of instruction")
-        self.phase = choice("Stop at phase", PHASES, ANY, "Breakpoint: this way through the model")
-        self.show = choice("Show", SHOWN, "made", "Activation, gradient, or what the last instruction made")
-        self.channel = Slider("Channel", 0, 0, 0, "Which channel is shown")
-        self.image = number("Image", 0, 0, 0, "Which image of the micro-batch is shown")
-        self.message = choice(
-            "Message", [("none", 0)], 0, "Of the messages that have just moved, whose values are shown"
-        )
+        self._make_controls()
         super().__init__(self._rows(), [*self._actions, "g"], self._key, tip=TIP)
         self._quiet = False
         for control in (self.show, self.channel, self.image, self.message):
             control.observe(lambda _: self.refresh(), "value")
         self.refresh()
+
+    def _make_controls(self) -> None:
+        ranks = [(f"rank {rank}", rank) for rank in range(len(self.stepping.steps))]
+        self.of = choice("Go on", [(ALL, ALL), ("the next rank", "next"), *ranks], ALL, "Who goes on")
+        self.layer = choice("Stop at layer", [ANY, *self.stepping.layers], ANY, "Breakpoint: this layer")
+        self.rank = choice("Stop at rank", [(ANY, ANY), *ranks], ANY, "Breakpoint: this rank")
+        self.kind = choice("Stop at kind", KINDS, "halo", "Breakpoint: this kind of instruction")
+        self.phase = choice("Stop at phase", PHASES, ANY, "Breakpoint: this way through the model")
+        self.show = choice("Show", SHOWN_AS, "made", "Activation, gradient, or what the last instruction made")
+        self.channel = Slider("Channel", 0, 0, 0, "Which channel is shown")
+        self.image = number("Image", 0, 0, 0, "Which image of the micro-batch is shown")
+        self.message = choice(
+            "Message", [("none", 0)], 0, "Of the messages that have just moved, whose values are shown"
+        )
+        for control, width in (
+            (self.of, "15em"), (self.layer, "17em"), (self.rank, "14em"), (self.kind, "14em"), (self.phase, "14em"),
+            (self.show, "15em"), (self.channel.children[0], "9em"), (self.image, "8em"), (self.message, "31em"),
+        ):  # fmt: skip
+            control.layout.width = width
 
     def _rows(self) -> list[ipywidgets.Box]:
         names = {
@@ -72,8 +80,9 @@ class Stepper(Instrument):
         self.buttons = {key: button(name, partial(self._key, key), tip) for key, (name, tip) in names.items()}
         return [
             _row([self.of, *self.buttons.values()]),
-            _row([self.layer, self.rank, self.kind, self.phase]),
-            _row([self.show, self.channel, self.image, self.message]),
+            _row([self.kind, self.phase, self.rank, self.layer]),
+            _row([self.show, self.channel, self.image]),
+            _row([self.message]),
         ]
 
     def _go(self, unit: str) -> None:
@@ -135,4 +144,4 @@ def _chosen(value: Any) -> Any:
 
 
 def _row(controls: Sequence[ipywidgets.Widget]) -> ipywidgets.Box:
-    return ipywidgets.HBox(controls, layout={"flex_flow": "row wrap"})
+    return ipywidgets.HBox(controls, layout={"flex_flow": "row wrap", "align_items": "center"})

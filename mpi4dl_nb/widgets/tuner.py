@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 from typing import TYPE_CHECKING
 
 import ipywidgets
@@ -12,8 +13,9 @@ from engines.errors import PlanError
 from engines.layer.graph import TensorSpec
 from engines.plan import Plan
 from engines.training import Loss, Optimiser, sgd
-from mpi4dl_nb.draw.tuning import show_tuning, table_html
+from mpi4dl_nb.draw.tuning import show_tuning, spoken_measured, table_html
 from mpi4dl_nb.tuning import Candidate, Tuning, bar, exchanged, ordered
+from mpi4dl_nb.widgets.announced import announced
 from mpi4dl_nb.widgets.choice_table import ChoiceTable
 from mpi4dl_nb.widgets.controls import button, number
 from mpi4dl_nb.widgets.instrument import Instrument
@@ -29,7 +31,8 @@ class Tuner(Instrument):
 
     They are predicted when it is made (the cluster is calibrated first). "Measure the best" trains the first ones on
     the ranks for some steps, "Measure the chosen" that one; the table is ordered anew then. `plan` is the chosen one,
-    the best until another one is chosen. Without a browser: `measure_best()`, `choose(plan)`.
+    the best until another one is chosen. Below the table stands why: `explanation`, what was predicted of each kind of
+    parallelism. Without a browser: `measure_best()`, `choose(plan)`.
     Raises PlanError or TraceError where no plan can run, RankError where the cluster is not started.
     """
 
@@ -48,21 +51,26 @@ class Tuner(Instrument):
         self.rows = ChoiceTable()
         self.top = number("plans to measure", 3, 1, 20, "how many of the best plans are trained for real")
         self.steps = number("steps of each", 3, 1, 50, "training steps that are timed; the median counts")
-        self.told = ipywidgets.HTML()
+        self.told, self.why = ipywidgets.HTML(), ipywidgets.HTML()
         self.buttons = [
             button("Measure the best", self.measure_best, "Train the best plans for some steps on the ranks"),
             button("Measure the chosen", self.measure_chosen, "Train the chosen plan for some steps on the ranks"),
         ]
         for each in self.buttons:
             each.layout.flex = "0 0 auto"
+        self.top.layout.width = self.steps.layout.width = "13em"
         line = ipywidgets.HBox([self.top, self.steps, *self.buttons], layout={"flex_flow": "row wrap"})
-        super().__init__([line, self.told, self.rows])
+        super().__init__([line, self.told, self.rows, self.why])
         self.candidates: tuple[Candidate, ...] = ()
         self._chosen: Plan | None = None
         self._fills = False
+        with announced("Measuring how fast these ranks compute and send, a few seconds ..."):
+            cluster.calibrate()
         with bar("plans predicted", progress) as seen:
-            candidates, self.found = self.tuning.find(rank_bytes, seen)
-        self._show(candidates)
+            found = self.tuning.find(rank_bytes, seen)
+        self.explanation, self.refused = found.explanation, found.refused
+        self.why.value = f"<b>Why: what is predicted of each kind of parallelism</b>{self.explanation._repr_html_()}"
+        self._show(found.candidates)
         self.rows.observe(self._picked, "index")
 
     @property
@@ -93,20 +101,22 @@ class Tuner(Instrument):
     def _measure(self, candidates: Sequence[Candidate]) -> None:
         for each in self.buttons:
             each.disabled = True
+        outcome = ""
         try:
             with self.telling():
                 measured = self.tuning.measure(candidates, self.steps.value, self._seen)
                 self._show(ordered(exchanged(self.candidates, measured)))
+                outcome = spoken_measured(measured)
         finally:
-            self._tell("")
+            self._tell(outcome)
             for each in self.buttons:
                 each.disabled = False
 
     def _seen(self, done: int, of: int) -> None:
-        self._tell(f"measuring: step {done} of {of}")
+        self._tell(f"Measuring: step {done} of {of} ...")
 
     def _tell(self, words: str) -> None:
-        self.told.value = f'<div role="status">{words}</div>'
+        self.told.value = f'<div role="status">{escape(words)}</div>'
 
     def _show(self, candidates: Sequence[Candidate]) -> None:
         """The table and the figure in this order; the chosen plan stays chosen."""

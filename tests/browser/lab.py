@@ -21,6 +21,7 @@ START_S, RUN_S = 60, 150
 FOLDERS = ["JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_SETTINGS_DIR", "IPYTHONDIR"]
 TRIES = 5
 PROMPTS = "[...document.querySelectorAll('.jp-Notebook .jp-CodeCell .jp-InputPrompt')].map(each => each.textContent)"
+TEXTS = "[...document.querySelectorAll('.jp-Notebook .jp-OutputArea-output pre')].map(each => each.textContent.trim())"
 IDLE = ".jp-Notebook-ExecutionIndicator[data-status=idle]"
 
 
@@ -119,9 +120,14 @@ class NotebookPage:
         for _ in range(TRIES):
             if self._began():
                 self.wait_idle()
-                if self.page.evaluate(f"() => {PROMPTS}.some(text => /\\d/.test(text))"):
+                if self._has_run():
                     return
-        raise TimeoutError("JupyterLab ran no cell.")
+        raise TimeoutError(f"JupyterLab did not run all cells: {self.page.evaluate(f'() => {PROMPTS}')}")
+
+    def _has_run(self) -> bool:
+        """Whether all cells have, and no widget is a text: a page that does not know widgets yet shows that."""
+        done, a_widget = f"{PROMPTS}.every(text => /\\d/.test(text))", "/^(<mpi4dl_nb.* object at|\\w+\\(children=)/"
+        return bool(self.page.evaluate(f"() => {done} && !{TEXTS}.some(text => {a_widget}.test(text))"))
 
     def _began(self) -> bool:
         """Whether all cells run, or wait to run. A dialog in between (of a slow kernel) is closed for the next try."""

@@ -52,6 +52,10 @@ def test_a_plan_is_chosen_and_its_cluster_started_by_keyboard(notebook):
         keyboard.press(key)
     said.wait_for(state="detached")
 
+    notebook.control("machine").select_option("Summit")
+    page.get_by_role("img", name="Predicted on Summit").wait_for()
+    assert notebook.run_cell("print(configurator.forecast.plan == configurator.plan)") == "True"
+
     page.get_by_role("button", name="Resize to 3 ranks").focus()
     keyboard.press("Space")
     page.get_by_role("button", name="3 ranks run").wait_for(timeout=START_MS)

@@ -22,10 +22,13 @@ def test_plans_are_measured_and_one_is_chosen_by_keyboard(notebook):
     notebook.open(CELLS)
     page = notebook.page
     table = page.get_by_role("table")
-    table.wait_for()
+    table.wait_for(timeout=60_000)  # the cluster starts, and is calibrated
     count = table.locator("tbody tr").count()
     assert count > 5
     assert table.get_by_role("columnheader", name="images/s predicted").count() == 1
+    why = page.get_by_role("listitem").filter(has_text="The best for 2 ranks is")
+    assert "images/s in steps of" in why.inner_text()
+    assert page.get_by_role("listitem").filter(has_text="data parallelism").count() == 1
     steps = notebook.control("steps of each")
     steps.fill("1")
     steps.press("Tab")
@@ -41,4 +44,6 @@ def test_plans_are_measured_and_one_is_chosen_by_keyboard(notebook):
     asked = "tuner.plan == tuner.candidates[2].plan, sum(bool(each.measured) for each in tuner.candidates)"
     said = notebook.run_cell(f"print({asked})")
     assert said == "True 3"
+    shown = "tuner.plan.summary, tuner.explanation.best.best.plan.summary"
+    assert " ranks" in notebook.run_cell(f"print({shown})")
     assert notebook.run_cell("cluster.stop(); print(cluster.state)") == "not started"

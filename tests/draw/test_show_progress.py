@@ -12,7 +12,7 @@ from engines.plan import Plan
 from engines.program.timeline import Event
 from engines.report import Epoch, Told
 from engines.training import StepReport
-from mpi4dl_nb.draw.monitor import COMMUNICATES, MEMORY, POINTS, WAITS, WORKS, show_progress
+from mpi4dl_nb.draw.monitor import COMMUNICATES, MEMORY, OTHER, POINTS, WAITS, WORKS, show_progress
 from mpi4dl_nb.draw.progress_text import progress_html
 from mpi4dl_nb.watching import Progress
 
@@ -50,6 +50,16 @@ def test_bars_are_as_long_as_what_they_tell():
     (memory,) = show_progress(RUNNING).axes[3].patches
     ends = [box[:, 0].max() for box in memory.get_path().vertices.reshape(-1, 5, 2)]
     assert ends == pytest.approx([1 / 3, 2 / 3, 1])
+
+
+def test_what_is_neither_work_nor_waiting_is_shown_too():
+    idle = replace(RUNNING, reports=[report(0, 1.0, 0.0, 0.0), report(1, 0.25, 0.25, 0.25), report(2, 1.0, 0.0, 0.0)])
+    assert shares(show_progress(idle))[OTHER.name][2:4] == pytest.approx([0.75, 1])
+    assert "25%" in progress_html(idle)
+
+
+def test_a_figure_says_which_step_it_is_of():
+    assert "after step 6" in read(show_progress(RUNNING))
 
 
 def test_looks_differ_without_colour():

@@ -195,7 +195,9 @@ def test_the_tiles_of_a_later_stage_have_that_stages_ranks():
 def test_without_a_model_there_are_only_tiles():
     figure = show_slicing(TISSUE, Plan(slice_method="2x3"))
     assert [f"tile {tile}, rank {tile}" in read(figure) for tile in range(6)] == [True] * 6
-    assert "picture, 96 × 120 px, in 2x3 tiles on ranks 0 to 5: tile 0, rank 0: 48 × 40" in alt_text(figure)
+    assert "picture, 96 × 120 px (rows × columns), in 2x3 tiles on ranks 0 to 5: tile 0, rank 0: 48 × 40" in alt_text(
+        figure
+    )
     assert "in 1x1 tile on rank 0" in read(show_slicing(TISSUE, Plan(spatial_size=0)))
 
 

@@ -16,6 +16,7 @@ from mpi4dl_nb.stepping import Stepping
 from tests.draw.legible import read, unreadable
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="2x2", parts=2, schedule="1f1b", balance=(6, 5))
+IMAGES = torch.randn(4, 3, 48, 64, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def stepping() -> Iterator[Stepping]:
     with Cluster(PLAN.ranks, backend="loopback") as cluster:
         torch.manual_seed(0)
         training = Training(resnet20_v1(), PLAN, cluster, (4, 3, 48, 64))
-        yield training.stepping(torch.randn(4, 3, 48, 64), torch.tensor([1, 2, 3, 4]))
+        yield training.stepping(IMAGES, torch.tensor([1, 2, 3, 4]))
 
 
 def at_start(stepping: Stepping) -> None:
@@ -76,6 +77,33 @@ def test_a_halo_is_shown_with_its_values(stepping):
     assert f"{middle:.3g}" in text
     assert "hatched: not the rank's own pixels" in text
     assert f"{middle:.4g}" in figure.alt
+
+
+def test_before_the_first_instruction_the_images_are_seen(stepping):
+    at_start(stepping)
+    (images,) = stepping.view().groups
+    assert [panel.rank for panel in images.panels] == [0, 1, 2, 3]
+    assert torch.equal(images.panels[3].seen.pixels.float(), IMAGES[0, 0, 24:, 32:])
+    assert stepping.view().panels[4].why == "nothing has come to it yet"
+
+
+def test_tiles_lie_beside_each_other(stepping):
+    at_start(stepping)
+    left, right = (next(a for a in show_step(stepping).axes if a.get_title() == f"rank {rank}") for rank in (0, 1))
+    sides = [axes.get_position(original=True) for axes in (left, right)]
+    assert 0 < sides[1].x0 - sides[0].x1 < 0.06  # of the figure: they read as one picture
+
+
+def test_what_has_no_image_says_why_once(stepping):
+    at_end(stepping)
+    assert "The weights have moved" in read(show_step(stepping))
+    at_start(stepping)
+    stepping.phase()
+    stepping.phase()
+    stepping.until(kind="all-reduce", phase="update")
+    text = read(show_step(stepping))
+    assert "ranks 0 to 3: all-reduce: the weights, no image" in text
+    assert text.count("no image") == 1
 
 
 def test_one_value_has_one_scale_on_all_ranks(stepping):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from threading import Event
 
 import pytest
 from torch import nn
 
-from engines.errors import TraceError
+from engines.errors import PlanError, TraceError
 from engines.knobs import GROUPS
 from engines.models import resnet20_v1
 from engines.plan import Plan
+from engines.predict.forecast import forecast
+from engines.predict.machines import MACHINES
+from engines.spoken import spoken_seconds
 from mpi4dl_nb import Cluster, show_ranks
 from mpi4dl_nb.later import Later
 from mpi4dl_nb.planning import standing
@@ -41,7 +45,51 @@ def test_a_knob_that_is_turned_is_a_plan_and_a_picture(chosen):
     assert chosen.view.png != before
     assert chosen.view.alt.startswith("3 stages: 2x2 tiles -> 1 rank -> 1 rank; 6 ranks.")
     assert chosen.wait()
-    assert chosen.view.alt == show_ranks(Plan(split_size=3), resnet20_v1(), SHAPE).alt
+    told = show_ranks(Plan(split_size=3), resnet20_v1(), SHAPE).alt
+    assert chosen.view.alt == f"{told} {module.NO_MACHINE}"
+    assert chosen.forecast is None
+
+
+def test_the_time_of_each_rank_is_that_of_the_chosen_machine(chosen):
+    chosen.machine.value = "Summit"
+    assert chosen.wait()
+    summit = show_ranks(Plan(), resnet20_v1(), SHAPE, machine="Summit").alt
+    assert chosen.view.alt == summit
+    assert f"Predicted on Summit: {spoken_seconds(chosen.forecast.seconds)} a step" in summit
+    chosen.knobs["split_size"].value = 3
+    assert "predicted" not in chosen.view.alt  # until it is counted
+    assert chosen.wait()
+    assert chosen.view.alt == show_ranks(Plan(split_size=3), resnet20_v1(), SHAPE, machine="Summit").alt
+    chosen.knobs["split_size"].value = 2
+    assert chosen.view.alt == summit  # known from before, so that it is there at once
+    chosen.machine.value = "Lassen"
+    assert chosen.forecast == forecast(chosen.planning.traces.graph(Plan()), Plan(), MACHINES["Lassen"])
+    assert "Predicted on Lassen" in chosen.view.alt
+    chosen.machine.value = module.OWN
+    assert chosen.wait()
+    assert chosen.forecast is None
+    assert chosen.view.alt.endswith(module.NO_MACHINE)
+
+
+def test_the_time_is_that_of_the_cluster_once_it_is_calibrated():
+    cluster = Cluster(5, backend="loopback")
+    made = Configurator(resnet20_v1(), SHAPE, cluster)
+    assert made.forecast is None
+    cluster.machine = replace(MACHINES["Summit"], name="as measured", ranks=5)  # what calibrate() leaves there
+    made.knobs["parts"].value = 2
+    assert made.wait()
+    assert made.forecast == forecast(made.planning.traces.graph(Plan(parts=2)), Plan(parts=2), cluster.machine)
+    assert "Predicted on as measured" in made.view.alt
+
+
+def test_a_machine_that_cannot_run_the_model_is_told_and_its_memory_still_shown():
+    slow = replace(MACHINES["Summit"], name="no convolutions", speeds={})
+    made = Configurator(resnet20_v1(), SHAPE, machine=slow)
+    assert made.wait()
+    assert "has no speed for" in made.view.alt
+    assert "in all)" in made.view.alt
+    with pytest.raises(PlanError, match="no machine 'sumit'"):
+        Configurator(resnet20_v1(), SHAPE, machine="sumit")
 
 
 def test_words_and_several_numbers(chosen):
@@ -146,8 +194,8 @@ def test_without_a_cluster_it_makes_one(chosen, monkeypatch):
 
 def test_a_cluster_that_does_not_start_says_why(chosen, monkeypatch):
     cluster = Cluster(5)
-    monkeypatch.setattr("mpi4dl_nb.launch.sys.prefix", "/nowhere")
-    monkeypatch.setattr("mpi4dl_nb.launch.shutil.which", lambda name: None)
+    monkeypatch.setattr("mpi4dl_nb.launch.environment.sys.prefix", "/nowhere")
+    monkeypatch.setattr("mpi4dl_nb.launch.environment.shutil.which", lambda name: None)
     chosen.cluster = cluster
     chosen.start.click()
     assert chosen.wait()
@@ -187,4 +235,5 @@ def test_what_is_asked_for_last_is_what_counts():
 
 def test_a_page_that_cannot_run_widgets_gets_the_figure(chosen):
     assert "5 ranks" in chosen._repr_mimebundle_()["text/html"]
-    assert dir(chosen) == ["cluster", "figure", "knobs", "plan", "programs", "start", "wait", "wrong"]
+    names = ["cluster", "figure", "forecast", "knobs", "machine", "plan", "programs", "start", "wait", "wrong"]
+    assert dir(chosen) == names

@@ -249,7 +249,7 @@ def test_a_real_slide_is_sliced():
     pytest.importorskip("openslide")
     slicer = Slicer(path, PLAN, Net())
     rows, cols = slicer.rasters.picture.shape()
-    assert f"CMU-1-Small-Region.svs, {rows} × {cols} px, in 2x2 tiles" in slicer.figure.alt
+    assert f"CMU-1-Small-Region.svs, {rows} × {cols} px (rows × columns), in 2x2 tiles" in slicer.figure.alt
     press(slicer, "+", "+", "+", "+", "+")
     row, column = (int(number) for number in re.search(r"rows (\d+) to \d+, columns (\d+)", slicer.figure.alt).groups())
     there = open_image(path).read(row, column, 8, 8)

@@ -122,7 +122,7 @@ def test_the_step_can_be_walked_from_a_cell_as_well(stepper: Stepper):
 
 
 def test_every_control_has_a_label(stepper: Stepper):
-    for row in stepper.children[:3]:
+    for row in stepper.children[:4]:
         for control in row.children:
             inner = control.children[0] if hasattr(control, "children") else control
             assert inner.description

@@ -1,0 +1,227 @@
+"""What the ranks of a plan hold in a training step: by kind, when it is most, and which layers it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from matplotlib.axes import Axes
+from torch import nn
+
+from engines.errors import PlanError
+from engines.layer.graph import ModelGraph
+from engines.plan import Plan
+from engines.predict.given import given
+from engines.predict.kinds import name_of
+from engines.predict.machine import Machine
+from engines.predict.moment import Moment, PlanMemory, plan_memory
+from engines.program.instructions import Phase
+from engines.spoken import spoken_bytes
+from engines.traces import Loss, Traces
+from mpi4dl_nb.draw.bars import Look, draw_legend, draw_rows
+from mpi4dl_nb.draw.figure import BLUE, CASING, INK, ORANGE, Drawing, spoken_ranks
+
+__all__ = ["draw_memory", "show_memory"]
+
+LOOKS = {
+    "weights": Look("weights and buffers", "#56b4e9", ""),
+    "gradients": Look("gradients of weights", "#e69f00", "//"),
+    "optimiser": Look("state of the optimiser", "#bfbfbf", "++"),
+    "inputs": Look("images and labels", "#f0e442", "|||"),
+    "activations": Look("activations for backward", "#cfe8d5", ""),
+    "halos": Look("halos", "#009e73", "xxx"),
+    "passing": Look("passing: made and let go", "#ffffff", ".."),
+    "messages": Look("memory of messages", "#cc79a7", "\\\\"),
+}
+MOST_RANKS, MOST_LAYERS = 12, 8
+ROW_IN, CURVE_IN = 0.3, 1.9
+LIMIT = {"color": "#b71c1c", "linewidth": 1.8, "linestyle": "--"}
+
+Kinds = Mapping[str, int]
+Rows = Sequence[tuple[str, Kinds]]
+"""The name of each, and its bytes by kind."""
+
+
+def show_memory(
+    plan: Plan,
+    model: nn.Module | ModelGraph,
+    image_shape: Sequence[int] | None = None,
+    machine: Machine | str | None = None,
+    rank: int | None = None,
+    loss: Loss | None = None,
+    optimiser_states: int = 1,
+) -> Drawing:
+    """Tensors of all ranks at their fullest moments; when that is in the step of one `rank`, and what layers hold then.
+
+    `image_shape` is (N, C, H, W) of a batch. A model is traced at that size, which takes seconds; its graph
+    (`training.recipe.graph`) is not. `machine` (or its name) says how much a rank may use.
+    `rank` is the fullest one if it is None; `optimiser_states` how many numbers the optimiser keeps for each weight:
+    momentum 1, Adam 2.
+    Nothing runs. Raises PlanError, TraceError or ImageError.
+    """
+    if isinstance(model, nn.Module):
+        if image_shape is None:
+            raise PlanError("show_memory needs the image_shape (N, C, H, W) of a batch, to trace the model with it.")
+        model = Traces(model, image_shape, loss or nn.CrossEntropyLoss()).graph(plan)
+    rank_bytes = given(machine).rank_bytes(plan.ranks) if machine else None
+    return draw_memory(plan_memory(model, plan, optimiser_states), rank_bytes, rank)
+
+
+def draw_memory(memory: PlanMemory, rank_bytes: int | None = None, rank: int | None = None) -> Drawing:
+    """What `show_memory` shows, of memory that is known. Raises PlanError where the plan has no such rank."""
+    chosen = _chosen(memory, rank)
+    moment, ranks, layers = memory.moment(chosen), _of_ranks(memory), _of_layers(memory.moment(chosen))
+    heights = [ROW_IN * len(ranks) + 0.5, CURVE_IN, ROW_IN * len(layers) + 0.5]
+    figure = Drawing(figsize=(11, 2.1 + sum(heights)), layout="constrained")
+    upper, curve, lower = figure.subplots(3, height_ratios=heights)
+    unit, size = _unit(max(sum(kinds.values()) for _, kinds in ranks))
+    _draw_rows(upper, ranks, size)
+    _draw_limit(upper, rank_bytes, size)
+    _draw_curve(curve, memory, moment, size)
+    inner, part = _unit(max(sum(kinds.values()) for _, kinds in layers))
+    _draw_rows(lower, layers, part)
+    upper.set(xlabel=f"{unit} of tensors, each rank at its own fullest moment")
+    curve.set(ylabel=f"{unit} held")
+    lower.set(xlabel=f"{inner} at that moment")
+    title = f"Memory of a training step: {name_of(memory.plan)}, {_counted(memory.plan.ranks)}"
+    figure.suptitle(f"{title}\n{_verdict(memory, rank_bytes)}", x=0.01, ha="left", fontsize=10)
+    upper.set_title("All ranks", loc="left", fontsize=10)
+    curve.set_title(f"Rank {chosen} through its step: fullest in {moment.words}", loc="left", fontsize=10)
+    lower.set_title(f"What rank {chosen} holds then, by the model's layers", loc="left", fontsize=10)
+    met = {kind for _, kinds in (*ranks, *layers) for kind, count in kinds.items() if count}
+    draw_legend(figure, [look for kind, look in LOOKS.items() if kind in met])
+    figure.alt = (
+        f"{title}. {_verdict(memory, rank_bytes)} {'; '.join(_told(ranks))}. "
+        f"Rank {chosen} is fullest in {moment.words}: {'; '.join(_told(layers))}."
+    )
+    return figure
+
+
+def _chosen(memory: PlanMemory, rank: int | None) -> int:
+    """The place of a rank in its replica; all replicas hold the same."""
+    if rank is None:
+        return memory.fullest
+    if rank not in range(memory.plan.ranks):
+        count = memory.plan.ranks
+        raise PlanError(f"rank={rank} is none of the plan's {_counted(count)}. Use 0 to {count - 1}.")
+    return rank % memory.plan.replica_ranks
+
+
+def _counted(ranks: int) -> str:
+    return f"{ranks:,} rank{'s'[: ranks > 1]}"
+
+
+def _verdict(memory: PlanMemory, rank_bytes: int | None) -> str:
+    most = f"The fullest rank holds {spoken_bytes(memory.peak_bytes)}"
+    if rank_bytes is None:
+        return f"{most}."
+    fits = "it fits" if memory.peak_bytes <= rank_bytes else "it does not fit"
+    return f"{most} of the {spoken_bytes(rank_bytes)} that it may use: {fits}."
+
+
+def _of_ranks(memory: PlanMemory) -> Rows:
+    """Ranks that hold the same share a row; the fullest of those that are too many to be shown."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for found in memory.ranks:
+        groups.setdefault(tuple(found.at_peak.values()), []).append(found.rank)
+    rows = [(members, memory.ranks[members[0]].at_peak) for members in groups.values()]
+    if len(rows) > MOST_RANKS:
+        rows = sorted(sorted(rows, key=lambda row: -sum(row[1].values()))[:MOST_RANKS])
+    copies = f", each of {memory.plan.data_parallel:,} replicas" if memory.plan.data_parallel > 1 else ""
+    return [(f"{spoken_ranks(members)}{copies}", kinds) for members, kinds in rows]
+
+
+def _of_layers(moment: Moment) -> Rows:
+    """The largest layers in the model's order, then all others together, and what is of no layer."""
+    large = {name for name, _ in moment.largest(MOST_LAYERS)}
+    rest = [kinds for name, kinds in moment.layers.items() if name not in large]
+    rows = [(name or "the model itself", kinds) for name, kinds in moment.layers.items() if name in large]
+    if rest:
+        rows.append((f"{len(rest)} other layer{'s'[: len(rest) > 1]}", _summed(rest)))
+    return [*rows, *([("of no layer", moment.rest)] if moment.rest else [])]
+
+
+def _summed(parts: Iterable[Kinds]) -> Kinds:
+    found = dict.fromkeys(LOOKS, 0)
+    for kinds in parts:
+        for kind, count in kinds.items():
+            found[kind] += count
+    return found
+
+
+def _unit(largest: int) -> tuple[str, int]:
+    """
+    >>> _unit(3 << 30), _unit(5 << 20)
+    (('GB', 1073741824), ('MB', 1048576))
+    """
+    return ("GB", 1 << 30) if largest >= 1 << 30 else ("MB", 1 << 20)
+
+
+def _draw_rows(axes: Axes, rows: Rows, size: int) -> None:
+    """A bar for each, its kinds one behind the other, and their sum at its end."""
+    bars: dict[str, list[tuple[int, float, float]]] = {kind: [] for kind in LOOKS}
+    for row, (_, kinds) in enumerate(rows):
+        end = 0.0
+        for kind in LOOKS:
+            length = kinds.get(kind, 0) / size
+            if length:
+                bars[kind].append((row, end, end + length))
+            end += length
+        axes.text(end, row, f" {spoken_bytes(sum(kinds.values()))}", va="center", fontsize=9)
+    for kind, spans in bars.items():
+        draw_rows(axes, LOOKS[kind], spans, -0.36, 0.72)
+    longest = max(sum(kinds.values()) for _, kinds in rows) / size
+    axes.set(xlim=(0, 1.14 * longest), ylim=(len(rows) - 0.4, -0.6))
+    axes.set_yticks(range(len(rows)), [_short(name) for name, _ in rows], fontsize=9)
+
+
+def _short(name: str, most: int = 34) -> str:
+    """
+    >>> _short("ranks 0, 2, 4, 6, 8, 10", most=12)
+    'ranks 0, ...'
+    """
+    return name if len(name) <= most else f"{name[: most - 4].rstrip()} ..."
+
+
+def _draw_limit(axes: Axes, rank_bytes: int | None, size: int) -> None:
+    """A line at what a rank may use; where that is far beyond all bars, it is said in the title alone."""
+    longest = axes.get_xlim()[1]
+    if rank_bytes is None or rank_bytes / size > 4 * longest:
+        return
+    limit = rank_bytes / size
+    axes.set_xlim(0, max(longest, 1.14 * limit))
+    axes.axvline(limit, **LIMIT)
+    side = {"ha": "right", "x": -4} if limit > 0.5 * axes.get_xlim()[1] else {"ha": "left", "x": 4}
+    axes.annotate(
+        f"a rank may use {spoken_bytes(rank_bytes)}", (limit, 1), (side["x"], 3), xycoords=("data", "axes fraction"),
+        textcoords="offset points", ha=side["ha"], va="bottom", fontsize=9, color=LIMIT["color"],
+    )  # fmt: skip
+
+
+def _draw_curve(axes: Axes, memory: PlanMemory, moment: Moment, size: int) -> None:
+    """Bytes after each instruction, backward ones on a darker ground, and the moment of the peak."""
+    found, steps = memory.ranks[moment.rank], memory.programs[moment.rank].steps
+    held = [count / size for count in found.after]
+    backward = [step.phase not in (Phase.FORWARD, Phase.UPDATE) for step in steps]
+    edges = [number + 0.5 for number in range(len(steps) + 1)]
+    axes.stairs(held, edges, baseline=None, color=BLUE, linewidth=1.8, zorder=3)
+    top = 1.25 * moment.bytes / size
+    where = [*backward, backward[-1]]
+    axes.fill_between(edges, 0, top, where=where, step="post", color="#ececec", linewidth=0, zorder=0)
+    place = moment.step + 1
+    axes.plot([place], [moment.bytes / size], marker="o", markersize=8, color=ORANGE, markeredgecolor=INK, zorder=5)
+    left = place > 0.6 * len(steps)
+    axes.annotate(
+        f"{spoken_bytes(moment.bytes)} in instruction {place}", (place, moment.bytes / size), (-9 if left else 9, 6),
+        textcoords="offset points", ha="right" if left else "left", fontsize=9, color=INK, path_effects=CASING,
+    )  # fmt: skip
+    axes.set(xlim=(0.5, len(steps) + 0.5), ylim=(0, top))
+    axes.set_xlabel("instructions of the rank's program, in their order; grey: backward", fontsize=10)
+
+
+def _told(rows: Rows) -> Iterable[str]:
+    """Each with its sum and its larger parts, in words."""
+    for name, kinds in rows:
+        total = sum(kinds.values())
+        large = {kind: count for kind, count in kinds.items() if 20 * count >= total > 0}
+        parts = (f"{LOOKS[kind].name} {spoken_bytes(count)}" for kind, count in large.items())
+        yield f"{name}: {spoken_bytes(total)} ({', '.join(parts)})"

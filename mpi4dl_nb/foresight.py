@@ -1,0 +1,36 @@
+"""What a plan will cost, before a cluster is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from engines.plan import Plan
+from engines.predict import forecast as predicted
+from engines.predict.forecast import Forecast
+from engines.predict.given import given
+from engines.predict.machine import Machine
+from engines.predict.sizes import Sizes
+from engines.traces import Loss
+from engines.training import Optimiser, sgd
+from mpi4dl_nb.tuning import optimiser_states
+
+__all__ = ["forecast"]
+
+
+def forecast(
+    model: nn.Module | Sizes,
+    plan: Plan,
+    image_shape: Sequence[int],
+    machine: Machine | str,
+    loss: Loss | None = None,
+    optimiser: Optimiser = sgd,
+) -> Forecast:
+    """A training step under a plan on a machine, which need not be here: its time, its timeline, each rank's memory.
+
+    `image_shape` is (N, C, H, W) of a batch. `machine` is what `cluster.calibrate()` has measured, or the name of one
+    that is known, such as "Summit". Raises PlanError, TraceError or ImageError.
+    """
+    graph = Sizes.of(model, loss).graph(plan, image_shape)
+    return predicted.forecast(graph, plan, given(machine), optimiser_states(optimiser))

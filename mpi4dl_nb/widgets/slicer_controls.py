@@ -1,0 +1,77 @@
+"""What can be set of a slicer, and how that stands on the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+import ipywidgets
+
+from engines.plan import Plan
+from mpi4dl_nb.draw.layers import spatial_stages, stage_ranks
+from mpi4dl_nb.widgets.controls import Slider, check, choice, number
+
+__all__ = ["WAYS", "SlicerControls", "slicer_controls"]
+
+TOGETHER = ("auto", 1, 2, 3, 4, 6, 8)  # layers fused
+HELP = (
+    "Click a tile to choose it; click the framed place to look at it closely. Keys on the figure: arrows choose the "
+    "tile or, close up, pan; + and - zoom, 0 shows the whole; [ and ] change the layer, d fused halos, r the "
+    "receptive field."
+)
+WAYS = {"ArrowLeft": "← left", "ArrowUp": "↑ up", "ArrowDown": "↓ down", "ArrowRight": "→ right"}
+ROW = {"flex_flow": "row wrap", "align_items": "center"}
+
+
+@dataclass(frozen=True)
+class SlicerControls:
+    """Which stage, layer and tile; with a model also which halos are fused, and which output pixel is followed."""
+
+    stage: ipywidgets.Dropdown
+    layer: Slider
+    tile: ipywidgets.BoundedIntText
+    fused_halos: ipywidgets.Checkbox
+    together: ipywidgets.Dropdown
+    receptive: ipywidgets.Checkbox
+    row: ipywidgets.BoundedIntText
+    column: ipywidgets.BoundedIntText
+
+    @property
+    def all(self) -> tuple[ipywidgets.Widget, ...]:
+        """In the order of the page."""
+        return (
+            self.stage, self.layer, self.tile, self.fused_halos, self.together, self.receptive, self.row, self.column,
+        )  # fmt: skip
+
+    def rows(
+        self, buttons: Sequence[ipywidgets.Widget], note: ipywidgets.Widget, has_model: bool
+    ) -> list[ipywidgets.Widget]:
+        """Them, the buttons and what the keys do; without a model those of the picture alone."""
+        of_model = [self.fused_halos, self.together, self.receptive, self.row, self.column]
+        first = [self.stage, self.layer, self.tile] if has_model else [self.stage, self.tile]
+        rows = [first, of_model, [*buttons, note]] if has_model else [first, [*buttons, note]]
+        help_line = ipywidgets.HTML(f'<div style="max-width: 80em; line-height: 1.4">{escape(HELP)}</div>')
+        return [*(ipywidgets.HBox(row, layout=ROW) for row in rows), help_line]
+
+
+def slicer_controls(plan: Plan) -> SlicerControls:
+    """As the plan has them."""
+    stages = spatial_stages(plan)
+    names = [(f"{stage}, in {stage_ranks(plan, stage).grid} tiles", stage) for stage in stages]
+    together = plan.fused_layers if plan.halo_d2 else "auto"
+    made = SlicerControls(
+        choice("stage", names, stages[0], "one of the stages that are cut into tiles"),
+        Slider("layer", 0, 0, 0, "among those that read beyond their tiles"),
+        number("tile", 0, 0, 0, "whose halo is shown"),
+        check("fused halos (D2)", plan.halo_d2, "one exchange for several layers"),
+        choice("layers fused", [*dict.fromkeys((*TOGETHER, together))], together),
+        check("receptive field", False, "what one output pixel sees of the picture"),
+        number("output row", 0, 0, 0),
+        number("output column", 0, 0, 0),
+    )
+    widths = ("15em", None, "7em", "12em", "12em", "11em", "11em", "13em")
+    for control, width in zip(made.all, widths, strict=True):
+        control.layout.width = width
+    made.layer.children[0].layout.width = "8em"
+    return made
