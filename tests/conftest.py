@@ -8,9 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from tests.browser.pages import chromium, lab, notebook
+from tests.checkpoint.stored import recipe, stored
+from tests.images.saved_files import files
 from tests.mpi import mpi_command, mpi_environment
 
-__all__ = ["chromium", "lab", "mpiexec", "notebook"]
+__all__ = ["chromium", "files", "lab", "mpiexec", "notebook", "recipe", "stored"]
 
 
 @pytest.fixture(scope="session")

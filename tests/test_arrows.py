@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 PURE = (
     "engines.errors",
     "engines.facts",
+    "engines.guard",
     "engines.knobs",
     "engines.plan",
     "engines.layout",
@@ -32,15 +33,25 @@ PURE = (
     "engines.program.traffic",
     "engines.comm.sums",
     "engines.predict.classes",
+    "engines.predict.cores",
     "engines.predict.cost",
+    "engines.predict.devices",
+    "engines.predict.given",
+    "engines.predict.kinds",
     "engines.predict.ledger",
+    "engines.predict.links",
     "engines.predict.machine",
+    "engines.predict.machines",
     "engines.predict.processors",
+    "engines.predict.shares",
     "engines.predict.simulate",
+    "engines.predict.sums",
     "engines.predict.tallies",
     "engines.predict.walk",
     "engines.replica.asynchrony",
     "engines.replica.staleness",
+    "engines.spoken",
+    "engines.whereabouts",
 )
 NOTEBOOK_SIDE = ("ipyparallel", "ipywidgets", "matplotlib", "IPython", "mpi4dl_nb")
 
