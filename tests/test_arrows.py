@@ -48,6 +48,7 @@ PURE = (
     "engines.predict.sums",
     "engines.predict.tallies",
     "engines.predict.walk",
+    "engines.predict.work",
     "engines.replica.asynchrony",
     "engines.replica.staleness",
     "engines.spoken",

@@ -114,7 +114,7 @@ class _Model:
             walked = outline.instructions if phase is Phase.FORWARD else outline.goes_back
             machine = self.prices.machine
             each_s = min(machine.instruction_s, *(s for s in (machine.exchange_s, machine.sum_s) if s), math.inf)
-            self._seconds[key] = self.prices.of(segment, threads, phase, again) + walked * each_s
+            self._seconds[key] = self.prices.of(segment, threads, phase, again).seconds + walked * each_s
         return self._seconds[key]
 
 

@@ -17,7 +17,7 @@ from engines.comm.world import Message, World
 from engines.layer.graph import Ref
 from engines.predict.machine import Machine
 from engines.predict.rehearsal import Rehearsal, explained, rehearsed
-from engines.predict.samples import Size, chain_seconds, median_seconds, speeds
+from engines.predict.samples import Size, Timed, chain_seconds, median_seconds, speeds, timed
 from engines.program.instructions import Compute, LocalOp, Phase, RunningStatistics, Update
 from engines.program.program import Feed, Program, Step, Way
 from engines.program.update import update_buffers
@@ -31,22 +31,25 @@ _SEGMENTS = 40
 _ROUNDS = 15
 _SLICES_S, _GAP_S = 0.2, 5e-4
 _LARGE_BYTES = 1 << 22
+_APART = 7  # chains by which a rank is before its neighbour, when all time kernels at once
 
 
 def calibrate(world: World, name: str = "this machine", rehearsal: Rehearsal | None = None) -> Machine:
     """The machine as these ranks see it, the same on all of them; collective. It takes some ten seconds.
 
-    Kernels are timed on rank 0 while the others sleep; then all ranks train a small network together: `rehearsal` is
-    `Rehearsal.of(world.size)`, where it was traced elsewhere.
+    Kernels are timed on rank 0 while the others sleep, and on all ranks at once; then these train a small network
+    together: `rehearsal` is `Rehearsal.of(world.size)`, where it was traced elsewhere.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        alone = world.gather(_one_by_one(world, _alone))[0]
+        samples, alone = world.gather(_one_by_one(world, _alone))[0]
+        crowded = world.gather(timed(SIZES, turn=world.rank * _APART)) if world.size > 1 else []
+        known = speeds(samples, crowded, alone["call_s"], alone["back_call_s"])
         latency_s, bytes_per_s = _messages(world)
         machine = Machine(
             name=name, source=f"measured on {world.size} ranks", latency_s=latency_s, bytes_per_s=bytes_per_s,
-            slice_s=_slice_seconds(world), ranks=world.size, **alone,
+            speeds=known, slice_s=_slice_seconds(world), ranks=world.size, **alone,
         )  # fmt: skip
         return _together(world, machine, rehearsal or Rehearsal.of(world.size))
     finally:
@@ -67,7 +70,7 @@ def _one_by_one(world: World, work: Callable[[], Any]) -> Any:
     return found
 
 
-def _alone() -> dict[str, Any]:
+def _alone() -> tuple[list[Timed], dict[str, Any]]:
     _chain_seconds()  # warms up
     call_s, back_call_s = _overheads()
     one_s = _chain_seconds()
@@ -75,8 +78,7 @@ def _alone() -> dict[str, Any]:
     all_s = _chain_seconds()  # by the clock: threads that wait for each other take no processor's time
     torch.set_num_threads(1)
     block = torch.rand(_LARGE_BYTES // 4)
-    return {
-        "speeds": speeds(SIZES, call_s, back_call_s),
+    return timed(SIZES), {
         "call_s": call_s,
         "back_call_s": back_call_s,
         "instruction_s": _instruction_seconds(call_s, back_call_s),

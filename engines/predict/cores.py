@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.predict.machine import Machine
+from engines.predict.work import Work
 
 __all__ = ["RunQueue"]
 
@@ -24,6 +25,7 @@ class _Task:
 
     rank: int
     left_s: float
+    crowded: float
     slice_s: float
 
 
@@ -42,17 +44,17 @@ class RunQueue:
         self._left: Counter[int] = Counter()
         self._now = 0.0
 
-    def start(self, rank: int, seconds: float, now: float) -> None:
+    def start(self, rank: int, work: Work, now: float) -> None:
         """Each of the rank's threads has so much work."""
         self._advance(now)
         kept = self._kept.pop(rank, [])
         self._left[rank] = min(self.threads[rank], self.cores)
         for number in range(self._left[rank]):
             if number < len(kept):
-                kept[number].left_s = seconds
+                kept[number].left_s, kept[number].crowded = work.seconds, work.crowded
                 self._running.append(kept[number])
             else:
-                self._queue.append(_Task(rank, seconds, self.machine.slice_s))
+                self._queue.append(_Task(rank, work.seconds, work.crowded, self.machine.slice_s))
 
     def next_end(self) -> float:
         """When the next work or slice is over."""
@@ -61,7 +63,8 @@ class RunQueue:
             self._running.append(self._queue.popleft())
         if not self._running:
             return math.inf
-        return self._now + min(self._turn_s(task) for task in self._running) * self._slowdown
+        busy = self._busy
+        return self._now + min(self._turn_s(task) * self.machine.slowdown(busy, task.crowded) for task in self._running)
 
     def ended(self, now: float) -> Sequence[int]:
         """Go on to `now`; the ranks whose work is done."""
@@ -84,13 +87,14 @@ class RunQueue:
         return min(task.left_s, task.slice_s) if self._queue else task.left_s
 
     @property
-    def _slowdown(self) -> float:
+    def _busy(self) -> int:
         """Ranks share what lies behind their caches; of a rank's threads `threads_gain` tells."""
-        return self.machine.slowdown(len({task.rank for task in self._running}))
+        return len({task.rank for task in self._running})
 
     def _advance(self, now: float) -> None:
-        done_s = (now - self._now) / self._slowdown
+        busy = self._busy
         for task in self._running:
+            done_s = (now - self._now) / self.machine.slowdown(busy, task.crowded)
             task.left_s -= done_s
             task.slice_s -= done_s
         self._now = now

@@ -10,6 +10,7 @@ from engines.predict.classes import BY_ARITHMETIC
 from engines.predict.machine import Machine
 from engines.predict.sums import SumCost, members_of, sum_cost
 from engines.predict.tallies import OpTally, RankTally, SegmentTally, WayTally
+from engines.predict.work import Work
 from engines.program.instructions import (
     Agree,
     AllReduce,
@@ -23,14 +24,7 @@ from engines.program.instructions import (
 from engines.program.program import Program, Step
 from engines.spatial.moves import Move
 
-__all__ = ["Action", "Await", "Finish", "Join", "Post", "Prices", "Work", "amount_of", "priced", "segment_seconds"]
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """The rank computes for so long, if it has its cores for itself."""
-
-    seconds: float
+__all__ = ["Action", "Await", "Finish", "Join", "Post", "Prices", "amount_of", "priced", "segment_work"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +78,7 @@ class Prices:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self._known: dict[Hashable, float] = {}
+        self._known: dict[Hashable, Work] = {}
         self._sums: dict[tuple[tuple[int, ...], int], SumCost] = {}
 
     @classmethod
@@ -92,11 +86,11 @@ class Prices:
         """Those of a machine that nobody has asked for prices yet, or those that are known already."""
         return machine if isinstance(machine, Prices) else cls(machine)
 
-    def of(self, segment: SegmentTally, threads: int, phase: Phase, again: bool) -> float:
-        """As `segment_seconds`."""
+    def of(self, segment: SegmentTally, threads: int, phase: Phase, again: bool) -> Work:
+        """As `segment_work`."""
         key = segment.ops, segment.late, threads, phase, again
         if key not in self._known:
-            self._known[key] = segment_seconds(segment, self.machine, threads, phase, again)
+            self._known[key] = segment_work(segment, self.machine, threads, phase, again)
         return self._known[key]
 
     def sum(self, group: tuple[int, ...], count_bytes: int) -> SumCost:
@@ -107,19 +101,20 @@ class Prices:
         return self._sums[members, count_bytes]
 
 
-def segment_seconds(segment: SegmentTally, machine: Machine, threads: int, phase: Phase, again: bool = False) -> float:
-    """One thread's, or some threads', time for a segment walked one way."""
+def segment_work(segment: SegmentTally, machine: Machine, threads: int, phase: Phase, again: bool = False) -> Work:
+    """One thread's, or some threads', work on a segment walked one way."""
     if phase is Phase.FORWARD:
-        return max(machine.least_s * len(segment.ops), sum(_forward(op, machine, threads) for op in segment.ops))
+        forward = sum((_forward(op, machine, threads) for op in segment.ops), Work(0.0))
+        return forward.at_least(machine.least_s * len(segment.ops))
     part = 1.0
     if segment.late and phase in (Phase.INPUTS, Phase.WEIGHTS):
         part = 0.5
     elif phase is Phase.WEIGHTS:
-        return 0.0
-    least_s = machine.least_s * sum(op.gradients > 0 for op in segment.ops)
-    back = part * max(least_s, sum(_back(op, machine, threads) for op in segment.ops))
+        return Work(0.0)
+    back = sum((_back(op, machine, threads) for op in segment.ops), Work(0.0))
+    back = back.at_least(machine.least_s * sum(op.gradients > 0 for op in segment.ops)).times(part)
     recomputed = again and phase is not Phase.WEIGHTS
-    return back + (segment_seconds(segment, machine, threads, Phase.FORWARD) if recomputed else 0.0)
+    return back + segment_work(segment, machine, threads, Phase.FORWARD) if recomputed else back
 
 
 def amount_of(op: OpTally) -> tuple[int, tuple[float, ...]]:
@@ -130,18 +125,20 @@ def amount_of(op: OpTally) -> tuple[int, tuple[float, ...]]:
     return op.flops, (dot, filters, max(1.0, op.flops / (2 * dot * filters)))
 
 
-def _forward(op: OpTally, machine: Machine, threads: int) -> float:
+def _forward(op: OpTally, machine: Machine, threads: int) -> Work:
     amount, at = amount_of(op)
-    return machine.call_s + machine.seconds(op.kind, amount, at) / machine.threaded(threads)
+    seconds = machine.call_s + machine.seconds(op.kind, amount, at) / machine.threaded(threads)
+    return Work(seconds, machine.crowded(op.kind, at))
 
 
-def _back(op: OpTally, machine: Machine, threads: int) -> float:
+def _back(op: OpTally, machine: Machine, threads: int) -> Work:
     if not op.gradients:
-        return 0.0
+        return Work(0.0)
     amount, at = amount_of(op)
     if op.kind in BY_ARITHMETIC:
         amount *= min(2, op.gradients)
-    return machine.back_call_s + machine.seconds(op.kind, amount, at, back=True) / machine.threaded(threads)
+    seconds = machine.back_call_s + machine.seconds(op.kind, amount, at, back=True) / machine.threaded(threads)
+    return Work(seconds, machine.crowded(op.kind, at))
 
 
 @dataclass
@@ -176,7 +173,7 @@ class _Pricing:
         match step.instruction:
             case Compute() as segment:
                 tally = self._way(step).segments[segment.name]
-                yield Work(self.prices.of(tally, self.threads, step.phase, self.again))
+                yield self.prices.of(tally, self.threads, step.phase, self.again)
             case Exchange() as exchange:
                 yield from self._exchange(exchange, step)
             case AllReduce() as total:

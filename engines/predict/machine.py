@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from engines.errors import PlanError
@@ -23,13 +23,15 @@ class Speed:
     Of convolutions and products the unit is a FLOP and `at` (length of a dot product, filters, outputs per filter); of
     all others it is a byte read or written going forward, and `at` (bytes,). Backward is counted in units of forward.
     Of a machine known from its data sheet alone, these are what is never exceeded, `at` is empty, and `half` are the
-    sizes, along each axis of `at`, each of which would by itself make it half as fast.
+    sizes, along each axis of `at`, each of which would by itself make it half as fast. With all cores at work it takes
+    `crowded` times as long: caches and the way to memory are shared.
     """
 
     at: tuple[float, ...]
     per_s: float
     back_per_s: float
     half: tuple[float, ...] = ()
+    crowded: float = 1.0
 
     def rate(self, at: Sequence[float], back: bool) -> float:
         """Units in a second of work of a size, as far as `half` says how they depend on it.
@@ -60,8 +62,12 @@ class Machine:
     kernels, in which a device's host starts the next one.
     `copy_per_s` are bytes copied within a rank. A message takes `latency_s` and travels at `bytes_per_s`. Ranks are
     numbered node by node, `node_ranks` on each (None: all on one), and what goes to another node takes the link
-        times = [self.call_s, self.back_call_s, self.instruction_s, self.weight_s, self.statistic_s, self.wake_s]
-        times += [self.message_s]
+    `between`; `sums` is one of `SUMS`, and each of their messages takes `message_s` more.
+    The ranks of a node share its `cores` (None: each has its own device) in turns of `slice_s`; with all of them busy,
+    everything takes `contention` times as long, beside what its `Speed` says of that. A rank that waited goes on
+    `wake_s` after what it waited for. `threads_gain` is how much faster a rank is with all cores than with one.
+    `memory_bytes` are a node's where ranks share its cores, else a device's. `ranks`: how many there were when it was
+    measured.
     """
 
     name: str
@@ -111,7 +117,13 @@ class Machine:
         if kind not in self.speeds:
             known = ", ".join(self.speeds)
             raise PlanError(f"The machine {self.name!r} has no speed for {kind}. It knows {known}: calibrate it again.")
-        return amount / _between(self.speeds[kind], at, back)
+        return amount / _between(self.speeds[kind], at, lambda sample: sample.rate(at, back))
+
+    def crowded(self, kind: str, at: Sequence[float]) -> float:
+        """How many times as long work of that class and size takes with all cores at work."""
+        if not self.cores or kind not in self.speeds:
+            return 1.0
+        return _between(self.speeds[kind], at, lambda sample: sample.crowded)
 
     def threaded(self, threads: int) -> float:
         """How much faster several threads of a rank are than one."""
@@ -119,16 +131,16 @@ class Machine:
             return 1.0
         return 1 + (self.threads_gain - 1) * (min(threads, self.cores) - 1) / (self.cores - 1)
 
-    def slowdown(self, busy: int) -> float:
-        """How much longer work takes while so many cores are busy.
+    def slowdown(self, busy: int, crowded: float = 1.0) -> float:
+        """How much longer work takes while so many cores are busy; with all of them, `crowded` times `contention`.
 
         >>> machine = Machine("two cores", "an example", {}, cores=2, contention=1.5)
-        >>> machine.slowdown(1), machine.slowdown(2)
-        (1.0, 1.5)
+        >>> machine.slowdown(1), machine.slowdown(2), machine.slowdown(2, crowded=2.0)
+        (1.0, 1.5, 3.0)
         """
         if not self.cores or busy <= 1:
             return 1.0
-        return 1 + (self.contention - 1) * min(1.0, (busy - 1) / max(1, self.cores - 1))
+        return 1 + (self.contention * crowded - 1) * min(1.0, (busy - 1) / max(1, self.cores - 1))
 
     def to_json(self) -> str:
         """As text, to be kept in a file."""
@@ -150,7 +162,7 @@ class Machine:
             self.threads_gain,
             *(link.bytes_per_s for link in links),
         ]
-        rates += [rate for each in speeds for rate in (each.per_s, each.back_per_s)]
+        rates += [rate for each in speeds for rate in (each.per_s, each.back_per_s, each.crowded)]
         counts = [count for count in (self.cores, self.memory_bytes, self.ranks, self.node_ranks) if count is not None]
         if not all(0 <= time < math.inf for time in times) or not all(rate > 0 for rate in (*rates, *counts)):
             raise ValueError("a number is negative, zero or none at all")
@@ -165,9 +177,7 @@ class Machine:
         try:
             fields = json.loads(text)
             fields["speeds"] = {
-                kind: tuple(
-                    Speed(tuple(s["at"]), s["per_s"], s["back_per_s"], tuple(s.get("half", ()))) for s in samples
-                )
+                kind: tuple(Speed(**s | {"at": tuple(s["at"]), "half": tuple(s.get("half", ()))}) for s in samples)
                 for kind, samples in fields["speeds"].items()
             }
             if fields.get("between"):
@@ -179,18 +189,18 @@ class Machine:
             raise PlanError(f"This is no machine that was stored: {error}. Calibrate, and store it again.") from error
 
 
-def _between(samples: Sequence[Speed], at: Sequence[float], back: bool) -> float:
-    """The speed at a size between samples: their logarithms, those close by counting most (Shepard, 1968).
+def _between(samples: Sequence[Speed], at: Sequence[float], number: Callable[[Speed], float]) -> float:
+    """A number at a size between samples: of its logarithms, those close by count most (Shepard, 1968).
 
-    >>> round(_between([Speed((1.0,), 10.0, 5.0), Speed((4.0,), 40.0, 20.0)], (2.0,), back=False))
+    >>> round(_between([Speed((1.0,), 10.0, 5.0), Speed((4.0,), 40.0, 20.0)], (2.0,), lambda sample: sample.per_s))
     20
     """
     total = weights = 0.0
     for sample in samples:
-        speed = math.log(sample.rate(at, back))
+        found = math.log(number(sample))
         pairs = zip(sample.at, at, strict=False)
         distance = sum((math.log2(max(a, 1)) - math.log2(max(b, 1))) ** 2 for a, b in pairs)
         if distance < 1e-9:
-            return math.exp(speed)
-        total, weights = total + speed / distance**2, weights + 1 / distance**2
+            return math.exp(found)
+        total, weights = total + found / distance**2, weights + 1 / distance**2
     return math.exp(total / weights)

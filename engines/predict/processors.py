@@ -10,6 +10,7 @@ from typing import Protocol
 
 from engines.predict.cores import RunQueue
 from engines.predict.machine import Machine
+from engines.predict.work import Work
 
 __all__ = ["Nodes", "Own", "Processors"]
 
@@ -17,8 +18,8 @@ __all__ = ["Nodes", "Own", "Processors"]
 class Processors(Protocol):
     """Work under way. Times never go back."""
 
-    def start(self, rank: int, seconds: float, now: float) -> None:
-        """A rank begins work that takes so long by itself."""
+    def start(self, rank: int, work: Work, now: float) -> None:
+        """A rank begins some work."""
 
     def next_end(self) -> float:
         """When the next work is done, if no other begins before."""
@@ -33,8 +34,8 @@ class Own:
     def __init__(self) -> None:
         self._ends: list[tuple[float, int]] = []
 
-    def start(self, rank: int, seconds: float, now: float) -> None:
-        heapq.heappush(self._ends, (now + seconds, rank))
+    def start(self, rank: int, work: Work, now: float) -> None:
+        heapq.heappush(self._ends, (now + work.seconds, rank))
 
     def next_end(self) -> float:
         return self._ends[0][0] if self._ends else math.inf
@@ -56,8 +57,8 @@ class Nodes:
             shared[machine.node(rank)][rank] = count
         self._hosts = {node: RunQueue(machine, own) for node, own in shared.items()}
 
-    def start(self, rank: int, seconds: float, now: float) -> None:
-        self._hosts[self.machine.node(rank)].start(rank, seconds, now)
+    def start(self, rank: int, work: Work, now: float) -> None:
+        self._hosts[self.machine.node(rank)].start(rank, work, now)
 
     def next_end(self) -> float:
         return min(host.next_end() for host in self._hosts.values())

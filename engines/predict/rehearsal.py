@@ -12,10 +12,11 @@ from torch import nn
 from engines.bench.verify import batches
 from engines.comm.world import World
 from engines.plan import Plan
-from engines.predict.cost import Prices, Work, priced
+from engines.predict.cost import Prices, priced
 from engines.predict.count import tally
 from engines.predict.machine import Machine
 from engines.predict.simulate import simulate
+from engines.predict.work import Work
 from engines.program.compile import compile_plan
 from engines.program.timeline import Event
 from engines.training import RankTraining, Recipe, prepare
@@ -25,6 +26,7 @@ __all__ = ["Programs", "Rehearsal", "Rehearsed", "explained", "rehearsed"]
 _WIDTHS, _DEPTH = (16, 32, 64), 4
 _STRIP_PX, _WIDTH_PX, _SIDE_PX = 32, 64, 160
 _STEPS, _WARM_UP, _ROUNDS = 50, 5, 4
+_NO_WORSE = 0.5  # than samples say: a training may share the cores better than they did
 _OVERHEADS = {"compute": "instruction_s", "halo": "exchange_s", "all-reduce": "sum_s"}
 
 
@@ -98,7 +100,7 @@ def explained(machine: Machine, rehearsal: Rehearsal, apart: Rehearsed, tiled: R
     """The machine whose ranks would have taken as long: what working at once costs, then instructions, then waiting."""
     replicas, strips = Programs(rehearsal.replicas), Programs(rehearsal.strips)
     for _ in range(_ROUNDS):
-        contention = max(1.0, apart.processor_s / replicas.processor_s(machine))
+        contention = max(_NO_WORSE, apart.processor_s / replicas.processor_s(machine))
         spent = strips.spent_s(machine, contention, tiled.busy_s)
         overheads = {kind: max(0.0, statistics.median(found) / contention) for kind, found in spent.items()}
         machine = replace(machine, contention=contention, **overheads)
@@ -117,9 +119,9 @@ class Programs:
         self.tallies = [tally(program, graph) for program in self.programs]
 
     def work_s(self, machine: Machine) -> list[float]:
-        """What the first rank computes in each step of its program, with nobody else at work."""
+        """What the first rank computes in each step of its program with all cores at work, but for `contention`."""
         steps = priced(self.programs[0], self.tallies[0], Prices(machine), 1, again=False)
-        return [sum(action.seconds for action in step if isinstance(action, Work)) for step in steps]
+        return [sum(each.seconds * each.crowded for each in step if isinstance(each, Work)) for step in steps]
 
     def processor_s(self, machine: Machine) -> float:
         """All of it."""

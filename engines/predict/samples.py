@@ -28,7 +28,7 @@ from engines.predict.tallies import OpTally
 from engines.spatial.kernels import kernel
 from engines.whereabouts import here
 
-__all__ = ["Size", "chain_seconds", "median_seconds", "speeds"]
+__all__ = ["Size", "Timed", "chain_seconds", "median_seconds", "speeds", "timed"]
 
 _REPEATS = 4
 _Call = tuple[str, tuple[Any, ...]]
@@ -67,21 +67,34 @@ CONVOLUTIONS = (
 
 
 @dataclass
-class _Timed:
+class Timed:
     """One kernel call of a chain, and the seconds that it took, each time."""
 
     op: OpTally
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
 
+    @property
+    def typical_s(self) -> float:
+        """Forward and back."""
+        return statistics.median(self.forward) + statistics.median(self.backward)
 
-def speeds(sizes: tuple[Size, ...], call_s: float, back_call_s: float) -> dict[str, tuple[Speed, ...]]:
-    """Samples of all classes, of one thread or as many as are set."""
+
+def timed(sizes: tuple[Size, ...], turn: int = 0) -> list[Timed]:
+    """Samples of all classes, of one thread or as many as are set; `turn` says with which chain it begins."""
+    chains = [list(_calls(size)) for size in sizes] + [[_convolution(each)] for each in CONVOLUTIONS]
+    first = turn % len(chains)
+    found = [_chain(calls) for calls in (*chains[first:], *chains[:first])]
+    return [each for chain in (*found[len(chains) - first :], *found[: len(chains) - first]) for each in chain]
+
+
+def speeds(
+    alone: Sequence[Timed], crowded: Sequence[Sequence[Timed]], call_s: float, back_call_s: float
+) -> dict[str, tuple[Speed, ...]]:
+    """The speeds of the samples that one rank timed alone, and then all of them at once; without what calls take."""
     found: dict[str, list[Speed]] = defaultdict(list)
-    chains = [list(_calls(size)) for size in sizes]
-    for calls in (*chains, *([_convolution(each)] for each in CONVOLUTIONS)):
-        for timed in _chain(calls):
-            found[timed.op.kind].append(_speed(timed, call_s, back_call_s))
+    for sample, *others in zip(alone, *crowded, strict=True):
+        found[sample.op.kind].append(_speed(sample, others, call_s, back_call_s))
     return {kind: tuple(samples) for kind, samples in found.items()}
 
 
@@ -103,26 +116,32 @@ def median_seconds(work: Callable[[], object], times: int = 5, clock: Callable[[
     return statistics.median(found)
 
 
-def _speed(timed: _Timed, call_s: float, back_call_s: float) -> Speed:
-    """Work in a second, without what every call takes; of that at least a tenth of the time is left."""
-    amount, at = amount_of(timed.op)
-    seconds, back_s = min(timed.forward), min(timed.backward)
-    back_amount = amount * (2 if timed.op.kind in BY_ARITHMETIC else 1)  # the gradients of values, and of weights
+def _speed(alone: Timed, crowded: Sequence[Timed], call_s: float, back_call_s: float) -> Speed:
+    amount, at = amount_of(alone.op)
+    back_amount = amount * (2 if alone.op.kind in BY_ARITHMETIC else 1)  # the gradients of values, and of weights
+    own_s, own_back_s = _without(min(alone.forward), call_s), _without(min(alone.backward), back_call_s)
+    slower = [each.typical_s / alone.typical_s for each in crowded]
     return Speed(
         tuple(map(float, at)),
-        amount / max(0.1 * seconds, seconds - call_s),
-        back_amount / max(0.1 * back_s, back_s - back_call_s),
+        amount / own_s,
+        back_amount / own_back_s,
+        crowded=max(1.0, statistics.median(slower)) if slower else 1.0,
     )
 
 
-def _chain(calls: Sequence[_Call]) -> list[_Timed]:
+def _without(seconds: float, overhead_s: float) -> float:
+    """Of what was timed at least a tenth is left."""
+    return max(0.1 * seconds, seconds - overhead_s)
+
+
+def _chain(calls: Sequence[_Call]) -> list[Timed]:
     """All of them a few times, each time forward and then back."""
-    found: dict[int, _Timed] = {}
+    found: dict[int, Timed] = {}
     for _ in range(_REPEATS):
-        done: list[tuple[_Timed, Tensor, list[Tensor]]] = []
+        done: list[tuple[Timed, Tensor, list[Tensor]]] = []
         for index, (name, arguments) in enumerate(calls):
             here().at(b"measures how fast it computes")  # others wait for that, and none hangs
-            timed = found.setdefault(index, _Timed(counted(name, _looks(arguments))))
+            timed = found.setdefault(index, Timed(counted(name, _looks(arguments))))
             start_s = time.thread_time()
             made = kernel(name)(*arguments)
             timed.forward.append(time.thread_time() - start_s)

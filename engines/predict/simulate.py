@@ -10,12 +10,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from engines.errors import PlanError
-from engines.predict.cost import Action, Await, Finish, Join, Post, Prices, Work, priced
+from engines.predict.cost import Action, Await, Finish, Join, Post, Prices, priced
 from engines.predict.links import Links, Passing
 from engines.predict.machine import Link, Machine
 from engines.predict.processors import Nodes, Own, Processors
 from engines.predict.sums import SumCost
 from engines.predict.tallies import RankTally
+from engines.predict.work import Work
 from engines.program.instructions import Phase
 from engines.program.program import Program, Step
 from engines.program.timeline import Event, Timeline
@@ -180,10 +181,10 @@ class _Simulation:
     def _do(self, lane: _Lane, action: Action) -> bool:
         """Whether the rank can go on at once; otherwise it will be told when."""
         match action:
-            case Work(seconds):
-                if seconds > 0:
-                    self.processors.start(lane.rank, seconds, self.now)
-                return seconds <= 0
+            case Work():
+                if action.seconds > 0:
+                    self.processors.start(lane.rank, action, self.now)
+                return action.seconds <= 0
             case Post(route, count):
                 self._post(_moved(route, lane.shift), count)
                 return True

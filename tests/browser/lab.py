@@ -19,9 +19,20 @@ from playwright.sync_api import Error as PageError
 TOKEN = "tests"
 START_S, RUN_S = 60, 150
 FOLDERS = ["JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_SETTINGS_DIR", "IPYTHONDIR"]
-TRIES = 5
+PAGES = 3
 PROMPTS = "[...document.querySelectorAll('.jp-Notebook .jp-CodeCell .jp-InputPrompt')].map(each => each.textContent)"
 TEXTS = "[...document.querySelectorAll('.jp-Notebook .jp-OutputArea-output pre')].map(each => each.textContent.trim())"
+# JupyterLab's own commands, which come back when they are done; a click on its menu tells nothing.
+CURRENT = "window.jupyterapp?.shell.currentWidget"
+ANSWERED = f"""async () => {{
+    const session = {CURRENT}.sessionContext;
+    await session.ready;
+    await session.session.kernel.info;
+}}"""
+RUN_ALL = (
+    "() => { window.ran = false; "
+    "window.jupyterapp.commands.execute('notebook:run-all-cells').finally(() => { window.ran = true }) }"
+)
 IDLE = ".jp-Notebook-ExecutionIndicator[data-status=idle]"
 
 
@@ -35,15 +46,9 @@ class Lab:
 
     def start(self) -> Lab:
         """Start it on a free port. Raises TimeoutError with its log where it does not come."""
-        kinds = (
-            "JUPYTER_CONFIG_DIR",
-            "JUPYTER_DATA_DIR",
-            "JUPYTER_RUNTIME_DIR",
-            "IPYTHONDIR",
-            "JUPYTERLAB_SETTINGS_DIR",
-        )
-        own = {kind: str(self.folder / kind.lower()) for kind in kinds}
+        own = {kind: str(self.folder / kind.lower()) for kind in FOLDERS}
         flags = ["--no-browser", "--ip=127.0.0.1", "--port=0", "--allow-root", f"--IdentityProvider.token={TOKEN}"]
+        flags.append("--expose-app-in-browser")
         quiet = ["--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", "--LabApp.news_url="]
         with (self.folder / "lab.log").open("wb") as log:
             self.process = subprocess.Popen(
@@ -93,21 +98,43 @@ class NotebookPage:
     page: object
     errors: list[str] = field(default_factory=list)
     opened: int = 0
+    failures: list[str] = field(default_factory=list)
 
     def open(self, cells: Sequence[str], dark: bool = False) -> None:
-        """Store a notebook of these cells, open it, and run all of them."""
+        """Store a notebook of these cells, open it, and run all of them. A page that fails at that is opened anew.
+
+        Raises TimeoutError with what the page shows where no page runs them.
+        """
+        self.page.on("console", lambda said: said.type == "error" and self.errors.append(said.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        for _ in range(PAGES):
+            self.errors.clear()
+            try:
+                self._load(cells)
+                if dark:
+                    self.menu("Settings", "Theme", "JupyterLab Dark")
+                self.page.evaluate(RUN_ALL)
+                self.page.wait_for_function("() => window.ran", timeout=RUN_S * 1000)
+                self.wait_idle()
+            except PageError as error:
+                self.failures.append(f"{error}")
+            if self._has_run():
+                return
+            self.failures.append(self._shown())
+            self.shut_down()
+        raise TimeoutError("JupyterLab did not run all cells:\n" + "\n".join(self.failures))
+
+    def _load(self, cells: Sequence[str]) -> None:
+        """The page of a new notebook, whose kernel has answered."""
         self.opened += 1
         book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
         book.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
         name = f"tried{self.opened}.ipynb"
         nbformat.write(book, self.lab.folder / name)
-        self.page.on("console", lambda said: said.type == "error" and self.errors.append(said.text))
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.goto(f"{self.lab.url}lab/tree/{name}?token={TOKEN}&reset")
+        self.page.wait_for_function(f"() => ({CURRENT})?.context.path === '{name}'", timeout=START_S * 1000)
+        self.page.evaluate(ANSWERED)
         self.page.wait_for_selector(IDLE, timeout=START_S * 1000)
-        if dark:
-            self.menu("Settings", "Theme", "JupyterLab Dark")
-        self.run_all()
 
     def menu(self, *path: str) -> None:
         """Choose from the menu bar."""
@@ -115,31 +142,17 @@ class NotebookPage:
         for entry in path[1:]:
             self.page.click(f'.lm-Menu-itemLabel:text-is("{entry}")')
 
-    def run_all(self) -> None:
-        """Run all cells, and wait until the last one is done. A page that has just come may not listen, or forget."""
-        for _ in range(TRIES):
-            if self._began():
-                self.wait_idle()
-                if self._has_run():
-                    return
-        raise TimeoutError(f"JupyterLab did not run all cells: {self.page.evaluate(f'() => {PROMPTS}')}")
-
     def _has_run(self) -> bool:
         """Whether all cells have, and no widget is a text: a page that does not know widgets yet shows that."""
         done, a_widget = f"{PROMPTS}.every(text => /\\d/.test(text))", "/^(<mpi4dl_nb.* object at|\\w+\\(children=)/"
         return bool(self.page.evaluate(f"() => {done} && !{TEXTS}.some(text => {a_widget}.test(text))"))
 
-    def _began(self) -> bool:
-        """Whether all cells run, or wait to run. A dialog in between (of a slow kernel) is closed for the next try."""
-        try:
-            self.menu("Run", "Run All Cells")
-            self.page.wait_for_function(f"() => {PROMPTS}.every(text => /[\\d*]/.test(text))", timeout=3000)
-        except PageError:
-            dialog = self.page.locator("dialog.jp-Dialog .jp-mod-accept")
-            if dialog.count():
-                dialog.first.click()
-            return False
-        return True
+    def _shown(self) -> str:
+        """The prompts, the outputs' texts and the dialogs of the page, for a failure's message."""
+        dialogs = [dialog.inner_text() for dialog in self.page.locator("dialog.jp-Dialog").all()]
+        return (
+            f"{self.page.evaluate(f'() => {PROMPTS}')} {self.page.evaluate(f'() => {TEXTS}')} {dialogs} {self.errors}"
+        )
 
     def wait_idle(self, within_s: float = RUN_S) -> None:
         """Wait until no cell runs or waits to run."""
@@ -167,7 +180,7 @@ class NotebookPage:
 
     def shut_down(self) -> None:
         """End the notebook's kernel, as closing it for good does."""
-        self.menu("Kernel", "Shut Down Kernel")
+        self.page.evaluate(f"async () => {{ await {CURRENT}.sessionContext.shutdown() }}")
         self.page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=unknown]", timeout=START_S * 1000)
 
     def control(self, label: str) -> object:

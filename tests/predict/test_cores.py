@@ -8,6 +8,7 @@ import pytest
 
 from engines.predict.cores import RunQueue
 from engines.predict.simulate import simulate
+from engines.predict.work import Work
 from tests.predict.test_simulate import BYTE_PER_S, FORWARD, compute, ends, toy, transfer
 
 TWO = replace(BYTE_PER_S, cores=2, slice_s=100.0)
@@ -43,8 +44,8 @@ def test_a_rank_that_goes_on_keeps_its_core_until_its_slice_is_over():
 
 def test_threads_of_one_rank_take_several_cores():
     queue = RunQueue(TWO, {0: 2, 1: 1})
-    queue.start(0, 3.0, 0.0)
-    queue.start(1, 1.0, 0.0)
+    queue.start(0, Work(3.0), 0.0)
+    queue.start(1, Work(1.0), 0.0)
     assert queue.next_end() == 3.0
     assert list(queue.ended(3.0)) == [0]
     assert queue.next_end() == 4.0
@@ -57,3 +58,12 @@ def test_who_has_waited_wakes_up_a_little_later():
     sleepy = replace(BYTE_PER_S, wake_s=0.25)
     assert ends(run(sleepy, first, second), 1) == [2.25, 4.25]
     assert ends(run(sleepy, first, late), 1) == [5, 5]
+
+
+def test_what_is_bound_by_memory_suffers_more_from_others_than_what_is_not():
+    queue = RunQueue(replace(TWO, contention=1.5), {0: 1, 1: 1})
+    queue.start(0, Work(2.0, crowded=2.0), 0.0)
+    queue.start(1, Work(2.0), 0.0)
+    assert queue.next_end() == 3.0
+    assert list(queue.ended(3.0)) == [1]
+    assert queue.next_end() == 4.0  # a third is done, and the rest goes on alone

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.predict.classes import BY_ARITHMETIC, CLASSES
-from engines.predict.cost import segment_seconds
+from engines.predict.cost import segment_work
 from engines.predict.devices import BUSY, LAUNCH_S, MEMORY_SHARE, PASSES
 from engines.predict.machine import Machine
 from engines.predict.machines import MACHINES, machine
@@ -74,7 +74,9 @@ def test_many_small_kernels_take_what_a_host_takes_to_start_them_and_large_ones_
         ((*(small,) * 9, large), 1e9 / 747e9, 1.5e9 / 747e9),
     ):
         segment = SegmentTally(ops, frozenset(), {}, 0, 0, {}, {}, late=False)
-        found = [segment_seconds(segment, machine("Lassen"), 1, phase) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+        found = [
+            segment_work(segment, machine("Lassen"), 1, phase).seconds for phase in (Phase.FORWARD, Phase.BACKWARD)
+        ]
         assert found == pytest.approx([forward, back], rel=1e-6)
 
 
