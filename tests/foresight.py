@@ -1,7 +1,7 @@
 """Predictions against what was measured, plan by plan: `python -m tests.foresight`, with this machine for itself.
 
-Every plan that `plans(ranks, batch)` lists is predicted on the calibrated machine, and then trained for real. One line
-of JSON for each, and for each model and image size how far off bytes, seconds and the choice of a plan were.
+Every plan that `plans(ranks, batch)` lists is trained for real, and predicted on the machine as it was calibrated
+before, between and behind (medians), since a shared host is not the same for minutes. One line of JSON for each, and for each model and image size how far off bytes, seconds and the choice of a plan were.
 `--save FILE` keeps what was measured, and `--again FILE` predicts the same once more.
 """
 
@@ -26,10 +26,12 @@ from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
 from engines.predict.machine import Machine
 from engines.predict.search import plans
+from engines.predict.typical import typical
 from mpi4dl_nb import Cluster
 from mpi4dl_nb.tuning import Candidate, Tuning
 
 BATCH, GROUP, TOP = 4, 8, 4
+CALIBRATED = 16  # plans between two calibrations
 SIZES = (128, 192)
 
 
@@ -93,16 +95,19 @@ def plan_of(fields: dict) -> Plan:
 def measured(model: str, size_px: int, ranks: int, steps: int) -> Case:
     """All plans of a case, trained on ranks of their own."""
     with Cluster(ranks) as cluster:
-        case = Case(model, size_px, cluster.calibrate())
+        machines = [cluster.calibrate()]
+        case = Case(model, size_px, machines[0])
         tuning, asked = case.tuning(cluster), list(plans(ranks, BATCH))
         rows: list[Row] = []
         for first in range(0, len(asked), GROUP):
+            if len(machines) * CALIBRATED <= first:
+                machines.append(cluster.calibrate(again=True))
             group = [forecast(tuning.graph_of(plan), plan, case.machine) for plan in asked[first : first + GROUP]]
             found = tuning.measure([Candidate(each) for each in group], steps)
             if failed := [f"{each.plan.summary}: {each.failure}" for each in found if each.failure]:
                 raise RankError(f"These plans could not be measured: {'; '.join(failed)}")
             rows += [Row(each.plan, each.measured.seconds, each.measured.peak_bytes) for each in found]
-        return Case(model, size_px, case.machine, tuple(rows))
+        return Case(model, size_px, typical([*machines, cluster.calibrate(again=True)]), tuple(rows))
 
 
 def predicted(case: Case) -> Iterator[tuple[Row, Forecast]]:

@@ -47,6 +47,7 @@ PURE = (
     "engines.predict.simulate",
     "engines.predict.sums",
     "engines.predict.tallies",
+    "engines.predict.typical",
     "engines.predict.walk",
     "engines.predict.work",
     "engines.replica.asynchrony",

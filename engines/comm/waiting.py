@@ -9,13 +9,14 @@ from contextlib import contextmanager
 
 from engines.whereabouts import here
 
-__all__ = ["waited", "waited_s"]
+__all__ = ["looked_s", "waited", "waited_s"]
 
 
 class _Held(threading.local):
     """Each rank that is a thread has its own, and so has a thread that reads images."""
 
     seconds = 0.0
+    processor_s = 0.0
 
 
 _held = _Held()
@@ -31,15 +32,21 @@ def waited() -> Iterator[None]:
     >>> 0.01 <= waited_s() - before_s < 1
     True
     """
-    board, start_s = here(), time.perf_counter()
+    board, start_s, processor_s = here(), time.perf_counter(), time.thread_time()
     board.waits(True)
     try:
         yield
     finally:
         board.waits(False)
         _held.seconds += time.perf_counter() - start_s
+        _held.processor_s += time.thread_time() - processor_s
 
 
 def waited_s() -> float:
     """Of this thread, since it began: the travel of a message that it waits for is part of it."""
     return _held.seconds
+
+
+def looked_s() -> float:
+    """The processor's time that went into looking whether a message had come, while none had."""
+    return _held.processor_s

@@ -26,11 +26,11 @@ from engines.program.worker import Worker
 __all__ = ["calibrate"]
 
 SIZES = (Size(16, 32), Size(16, 96), Size(16, 256), Size(64, 16), Size(64, 64), Size(256, 8), Size(256, 32))
-THREADED = (Size(16, 128), Size(64, 48))
+THREADED = Size(32, 96)
 _SEGMENTS = 40
 _ROUNDS = 15
 _SLICES_S, _GAP_S = 0.2, 5e-4
-_LARGE_BYTES = 1 << 22
+_LARGE_BYTES, _BLOCKS = 1 << 22, 24
 _APART = 7  # chains by which a rank is before its neighbour, when all time kernels at once
 
 
@@ -58,8 +58,8 @@ def calibrate(world: World, name: str = "this machine", rehearsal: Rehearsal | N
 
 def _together(world: World, machine: Machine, rehearsal: Rehearsal) -> Machine:
     """With what only ranks show that work at once, and wait for each other."""
-    apart, tiled = (rehearsed(world, recipe) for recipe in (rehearsal.replicas, rehearsal.strips))
-    return world.gather(explained(machine, rehearsal, apart, tiled) if world.rank == 0 else None)[0]
+    seen = [rehearsed(world, recipe) for recipe in (rehearsal.strips, rehearsal.large, rehearsal.small)]
+    return world.gather(explained(machine, rehearsal, *seen) if world.rank == 0 else None)[0]
 
 
 def _one_by_one(world: World, work: Callable[[], Any]) -> Any:
@@ -71,28 +71,34 @@ def _one_by_one(world: World, work: Callable[[], Any]) -> Any:
 
 
 def _alone() -> tuple[list[Timed], dict[str, Any]]:
-    _chain_seconds()  # warms up
+    chain_seconds(THREADED)  # warms up
     call_s, back_call_s = _overheads()
-    one_s = _chain_seconds()
-    torch.set_num_threads(cores())
-    all_s = _chain_seconds()  # by the clock: threads that wait for each other take no processor's time
-    torch.set_num_threads(1)
-    block = torch.rand(_LARGE_BYTES // 4)
     return timed(SIZES), {
         "call_s": call_s,
         "back_call_s": back_call_s,
         "instruction_s": _instruction_seconds(call_s, back_call_s),
         "weight_s": _weight_seconds(),
         "statistic_s": _statistic_seconds(),
-        "copy_per_s": block.nbytes / median_seconds(block.clone, 15),  # into fresh memory, as messages are packed
+        "copy_per_s": _copied_per_second(),
         "cores": cores(),
-        "threads_gain": min(max(1.0, one_s / all_s), float(cores())),
+        "fork_s": _fork_seconds(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
 
 
-def _chain_seconds() -> float:
-    return sum(min(chain_seconds(size, time.perf_counter) for _ in range(4)) for size in THREADED)
+def _fork_seconds() -> float:
+    """What each kernel takes beyond its even share, by the clock: threads that wait take no processor's time."""
+    one_s = chain_seconds(THREADED)
+    torch.set_num_threads(cores())
+    all_s = chain_seconds(THREADED)
+    torch.set_num_threads(1)
+    return max(0.0, all_s - one_s / cores())
+
+
+def _copied_per_second() -> float:
+    """Into fresh memory, as messages are packed, of what no cache holds."""
+    blocks = torch.rand(_BLOCKS, _LARGE_BYTES // 16)
+    return blocks.nbytes / median_seconds(lambda: [block.clone() for block in blocks])
 
 
 def _slice_seconds(world: World) -> float:

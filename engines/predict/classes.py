@@ -7,26 +7,34 @@ from collections.abc import Sequence
 
 __all__ = ["BY_ARITHMETIC", "CLASSES", "class_of", "shape_of"]
 
-CLASSES = ("convolution", "product", "moments", "norm", "whole_norm", "pool", "pointwise", "copy")
-"""Convolutions and matrix products are bound by arithmetic, the others by memory. A `norm` is given its `moments`, a
-`whole_norm` finds them itself."""
+CLASSES = (
+    "convolution", "transposed", "product",
+    "moments", "norm", "whole_norm", "pool", "transcendental", "pointwise", "copy",
+)  # fmt: skip
+"""Convolutions (plain and transposed) and matrix products are bound by arithmetic, the others by memory, or by a
+processor's exponentials. A `norm` is given its `moments`, a `whole_norm` finds them itself."""
 
-BY_ARITHMETIC = ("convolution", "product")
+BY_ARITHMETIC = ("convolution", "transposed", "product")
 
 _BEGINNINGS = {
-    "conv": "convolution", "linear": "product", "matmul": "product", "mm": "product", "addmm": "product",
-    "bmm": "product", "einsum": "product", "moments": "moments", "batch_norm": "norm", "whole_batch_norm": "whole_norm",
-    "instance_norm": "whole_norm", "group_norm": "whole_norm", "layer_norm": "whole_norm", "max_pool": "pool",
-    "avg_pool": "pool", "average_pool": "pool", "adaptive": "pool", "upsample": "pool", "pad": "copy", "cat": "copy",
-    "clone": "copy", "_to_copy": "copy", "stack": "copy", "constant_pad": "copy",
+    "conv_transpose": "transposed", "conv": "convolution", "linear": "product", "matmul": "product", "mm": "product",
+    "addmm": "product", "bmm": "product", "einsum": "product", "moments": "moments", "batch_norm": "norm",
+    "whole_batch_norm": "whole_norm", "instance_norm": "whole_norm", "group_norm": "whole_norm",
+    "layer_norm": "whole_norm", "max_pool": "pool", "avg_pool": "pool", "average_pool": "pool", "adaptive": "pool",
+    "upsample": "pool", "pad": "copy", "cat": "copy", "clone": "copy", "_to_copy": "copy", "stack": "copy",
+    "constant_pad": "copy", "softmax": "transcendental", "log_softmax": "transcendental",
+    "cross_entropy": "transcendental", "binary_cross_entropy": "transcendental", "expand": "copy",
+    "exp": "transcendental", "logical": "pointwise", "log": "transcendental", "sigmoid": "transcendental",
+    "tanh": "transcendental", "gelu": "transcendental", "silu": "transcendental", "mish": "transcendental",
+    "elu": "transcendental", "softplus": "transcendental",
 }  # fmt: skip
 
 
 def class_of(kernel: str) -> str:
     """The class of a kernel by its name; what is not known is taken for pointwise.
 
-    >>> class_of("aten.conv2d.default"), class_of("tile.moments"), class_of("aten.gelu.default")
-    ('convolution', 'moments', 'pointwise')
+    >>> class_of("aten.conv2d.default"), class_of("aten.gelu_.default"), class_of("aten.hardtanh.default")
+    ('convolution', 'transcendental', 'pointwise')
     """
     name = kernel.split(".")[1] if "." in kernel else kernel
     return next((kind for start, kind in _BEGINNINGS.items() if name.startswith(start)), "pointwise")
@@ -35,9 +43,11 @@ def class_of(kernel: str) -> str:
 def shape_of(kernel: str, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """What the speed of a convolution depends on: the length of its dot products, and how many filters share them.
 
+    Of a transposed one, those of the convolution that it turns around.
+
     >>> shape_of("aten.conv2d.default", [(1, 16, 32, 32), (64, 16, 3, 3)])
     (144, 64)
     """
-    if class_of(kernel) != "convolution" or len(shapes) < 2:
+    if class_of(kernel) not in ("convolution", "transposed") or len(shapes) < 2:
         return ()
     return math.prod(shapes[1][1:]), shapes[1][0]

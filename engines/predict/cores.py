@@ -88,7 +88,7 @@ class RunQueue:
 
     @property
     def _busy(self) -> int:
-        """Ranks share what lies behind their caches; of a rank's threads `threads_gain` tells."""
+        """Ranks share what lies behind their caches; of a rank's threads `Machine.threaded` tells."""
         return len({task.rank for task in self._running})
 
     def _advance(self, now: float) -> None:

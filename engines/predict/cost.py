@@ -127,8 +127,8 @@ def amount_of(op: OpTally) -> tuple[int, tuple[float, ...]]:
 
 def _forward(op: OpTally, machine: Machine, threads: int) -> Work:
     amount, at = amount_of(op)
-    seconds = machine.call_s + machine.seconds(op.kind, amount, at) / machine.threaded(threads)
-    return Work(seconds, machine.crowded(op.kind, at))
+    crowded = machine.crowded(op.kind, at)
+    return Work(machine.call_s + machine.threaded(machine.seconds(op.kind, amount, at), threads, crowded), crowded)
 
 
 def _back(op: OpTally, machine: Machine, threads: int) -> Work:
@@ -137,8 +137,8 @@ def _back(op: OpTally, machine: Machine, threads: int) -> Work:
     amount, at = amount_of(op)
     if op.kind in BY_ARITHMETIC:
         amount *= min(2, op.gradients)
-    seconds = machine.back_call_s + machine.seconds(op.kind, amount, at, back=True) / machine.threaded(threads)
-    return Work(seconds, machine.crowded(op.kind, at))
+    crowded, seconds = machine.crowded(op.kind, at), machine.seconds(op.kind, amount, at, back=True)
+    return Work(machine.back_call_s + machine.threaded(seconds, threads, crowded), crowded)
 
 
 @dataclass
@@ -163,8 +163,9 @@ class _Pricing:
         """What the instruction takes by itself, whatever its size."""
         machine = self.machine
         match step.instruction:
-            case Exchange():
-                return machine.exchange_s or machine.instruction_s
+            case Exchange() as exchange:
+                messages = len(exchange.sends) + len(exchange.receives)
+                return max(machine.instruction_s, machine.exchange_s * messages)
             case AllReduce() | ShareStatistics() | Agree() | SumGradients():
                 return machine.sum_s or machine.instruction_s
         return machine.instruction_s
@@ -192,7 +193,10 @@ class _Pricing:
         return Work(count_bytes / self.machine.copy_per_s)
 
     def _exchange(self, exchange: Exchange, step: Step) -> Iterator[Action]:
-        """Pack, send, wait for what is expected, unpack; the rank's own pixels are copied where they have no room."""
+        """Pack, send, wait for what is expected, unpack; the rank's own pixels are copied where they have no room.
+
+        On a host whose cores the ranks share, whoever waits for a message fetches it, when it has the time for that.
+        """
         forward = step.phase is Phase.FORWARD
         sends, receives = exchange.sends, exchange.receives
         if not forward:
@@ -203,10 +207,15 @@ class _Pricing:
             yield Post(self._route(self.sent, (move.source, move.target, tag)), exchange.bytes_of([move]))
         for move in receives:
             yield Await(self._route(self.awaited, (move.source, move.target, tag)))
+        here = [move for move in receives if self._fetches(move)]
+        yield Work(exchange.bytes_of(here) / self.machine.bytes_per_s)
         own = 0
         if forward and exchange.window and exchange.own and exchange.target not in self._way(step).roomy:
             own = exchange.bytes_of([Move(0, 0, exchange.own & exchange.window)])
         yield self._copied(exchange.bytes_of(receives) + own)
+
+    def _fetches(self, move: Move) -> bool:
+        return self.machine.copies_messages(move.source, move.target)
 
     @staticmethod
     def _turned(moves: Sequence[Move]) -> tuple[Move, ...]:

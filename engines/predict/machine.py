@@ -56,16 +56,16 @@ class Machine:
     """One rank's part of a machine, and its neighbours.
 
     `speeds` are samples by class of kernels, of one thread with nobody else at work. A kernel call takes `call_s`
-    beside its work, `back_call_s` in backward, and an instruction of a program `instruction_s` (an exchange of tiles
-    `exchange_s`, a sum over ranks `sum_s`, where these are known); an update takes `weight_s` for each weight and
-    `statistic_s` for each running statistic of a micro-batch. No segment is done in less than `least_s` for each of its
-    kernels, in which a device's host starts the next one.
+    beside its work, `back_call_s` in backward, and an instruction of a program `instruction_s` (an exchange
+    `exchange_s` for each of its messages, if that is more, a sum over ranks `sum_s`, where these are known); an update
+    takes `weight_s` for each weight and `statistic_s` for each running statistic of a micro-batch. No segment is done
+    in less than `least_s` for each of its kernels, in which a device's host starts the next one.
     `copy_per_s` are bytes copied within a rank. A message takes `latency_s` and travels at `bytes_per_s`. Ranks are
     numbered node by node, `node_ranks` on each (None: all on one), and what goes to another node takes the link
     `between`; `sums` is one of `SUMS`, and each of their messages takes `message_s` more.
     The ranks of a node share its `cores` (None: each has its own device) in turns of `slice_s`; with all of them busy,
     everything takes `contention` times as long, beside what its `Speed` says of that. A rank that waited goes on
-    `wake_s` after what it waited for. `threads_gain` is how much faster a rank is with all cores than with one.
+    `wake_s` after what it waited for. A kernel of several threads takes `fork_s` to share out and to end together.
     `memory_bytes` are a node's where ranks share its cores, else a device's. `ranks`: how many there were when it was
     measured.
     """
@@ -88,7 +88,7 @@ class Machine:
     contention: float = 1.0
     slice_s: float = 3e-3
     wake_s: float = 0.0
-    threads_gain: float = 1.0
+    fork_s: float = 0.0
     memory_bytes: int | None = None
     ranks: int | None = None
     node_ranks: int | None = None
@@ -99,6 +99,10 @@ class Machine:
     def node(self, rank: int) -> int:
         """On which node a rank is."""
         return rank // self.node_ranks if self.node_ranks else 0
+
+    def copies_messages(self, source: int, target: int) -> bool:
+        """Whether the receiver's core carries a message between them: where ranks share the cores of one host."""
+        return self.cores is not None and self.node(source) == self.node(target)
 
     def rank_bytes(self, ranks: int) -> int | None:
         """The memory that each of so many ranks may use, if it is known.
@@ -125,11 +129,14 @@ class Machine:
             return 1.0
         return _between(self.speeds[kind], at, lambda sample: sample.crowded)
 
-    def threaded(self, threads: int) -> float:
-        """How much faster several threads of a rank are than one."""
-        if not self.cores or threads <= 1 or self.cores <= 1:
-            return 1.0
-        return 1 + (self.threads_gain - 1) * (min(threads, self.cores) - 1) / (self.cores - 1)
+    def threaded(self, seconds: float, threads: int, crowded: float) -> float:
+        """What a kernel of one thread takes with several: each does its part of it, and they wait for each other.
+
+        >>> Machine("two cores", "an example", {}, cores=2, fork_s=0.5).threaded(4.0, threads=2, crowded=1.5)
+        3.5
+        """
+        count = min(threads, self.cores or 1)
+        return seconds if count <= 1 else seconds * self.slowdown(count, crowded) / count + self.fork_s
 
     def slowdown(self, busy: int, crowded: float = 1.0) -> float:
         """How much longer work takes while so many cores are busy; with all of them, `crowded` times `contention`.
@@ -152,14 +159,13 @@ class Machine:
         if not all(isinstance(text, str) for text in texts):
             raise TypeError("a name is no text")
         times = [self.call_s, self.back_call_s, self.instruction_s, self.weight_s, self.statistic_s, self.wake_s]
-        times += [self.exchange_s, self.sum_s, self.message_s, self.least_s]
+        times += [self.exchange_s, self.sum_s, self.message_s, self.least_s, self.fork_s]
         links = [Link(self.latency_s, self.bytes_per_s), *([self.between] if self.between else [])]
         times += [link.latency_s for link in links] + [size for each in speeds for size in (*each.at, *each.half)]
         rates = [
             self.copy_per_s,
             self.contention,
             self.slice_s,
-            self.threads_gain,
             *(link.bytes_per_s for link in links),
         ]
         rates += [rate for each in speeds for rate in (each.per_s, each.back_per_s, each.crowded)]

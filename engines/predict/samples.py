@@ -1,7 +1,7 @@
 """Kernels timed as training runs them: one behind the other, each result kept for backward.
 
-What is counted is the processor's time of this thread, and of several runs the least: on a machine where other programs
-run too, the clock on the wall would time them as well, and what they push out of caches only ever adds.
+What is counted is the processor's time of this thread: on a machine where other programs run too, the clock on the
+wall would time them as well. Of several runs it is the median, since training meets cold caches as often as they do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from engines.whereabouts import here
 
 __all__ = ["Size", "Timed", "chain_seconds", "median_seconds", "speeds", "timed"]
 
-_REPEATS = 4
+_REPEATS = 5
 _Call = tuple[str, tuple[Any, ...]]
 
 
@@ -61,7 +61,7 @@ CONVOLUTIONS = (
     Filters(256, 256, 3, 32), Filters(512, 512, 3, 4), Filters(512, 512, 3, 14), Filters(16, 64, 1, 64),
     Filters(64, 16, 1, 64), Filters(64, 256, 1, 14), Filters(64, 256, 1, 56), Filters(256, 64, 1, 14),
     Filters(256, 64, 1, 56), Filters(512, 128, 1, 14), Filters(128, 512, 1, 14), Filters(32, 32, 3, 64, 32),
-    Filters(256, 256, 3, 16, 256),
+    Filters(256, 256, 3, 16, 256), Filters(16, 3, 1, 64), Filters(16, 3, 1, 256), Filters(64, 4, 1, 64),
 )  # fmt: skip
 """From the first layers of a network to its last ones, in tiles and whole."""
 
@@ -75,9 +75,12 @@ class Timed:
     backward: list[float] = field(default_factory=list)
 
     @property
-    def typical_s(self) -> float:
-        """Forward and back."""
-        return statistics.median(self.forward) + statistics.median(self.backward)
+    def forward_s(self) -> float:
+        return statistics.median(self.forward)
+
+    @property
+    def back_s(self) -> float:
+        return statistics.median(self.backward)
 
 
 def timed(sizes: tuple[Size, ...], turn: int = 0) -> list[Timed]:
@@ -98,11 +101,11 @@ def speeds(
     return {kind: tuple(samples) for kind, samples in found.items()}
 
 
-def chain_seconds(size: Size, clock: Callable[[], float] = time.thread_time) -> float:
-    """One chain forward and back."""
-    start_s = clock()
-    _chain([*_calls(size), _convolution(Filters(size.channels, size.channels, 3, size.side_px))])
-    return clock() - start_s
+def chain_seconds(size: Size) -> float:
+    """Of a kernel of a chain, forward or back: the mean, by the clock on the wall."""
+    calls = [*_calls(size), _convolution(Filters(size.channels, size.channels, 3, size.side_px))]
+    found = _chain(calls, time.perf_counter)
+    return statistics.fmean(seconds for each in found for seconds in (each.forward_s, each.back_s))
 
 
 def median_seconds(work: Callable[[], object], times: int = 5, clock: Callable[[], float] = time.thread_time) -> float:
@@ -119,8 +122,8 @@ def median_seconds(work: Callable[[], object], times: int = 5, clock: Callable[[
 def _speed(alone: Timed, crowded: Sequence[Timed], call_s: float, back_call_s: float) -> Speed:
     amount, at = amount_of(alone.op)
     back_amount = amount * (2 if alone.op.kind in BY_ARITHMETIC else 1)  # the gradients of values, and of weights
-    own_s, own_back_s = _without(min(alone.forward), call_s), _without(min(alone.backward), back_call_s)
-    slower = [each.typical_s / alone.typical_s for each in crowded]
+    own_s, own_back_s = _without(alone.forward_s, call_s), _without(alone.back_s, back_call_s)
+    slower = [(each.forward_s + each.back_s) / (alone.forward_s + alone.back_s) for each in crowded]
     return Speed(
         tuple(map(float, at)),
         amount / own_s,
@@ -134,7 +137,7 @@ def _without(seconds: float, overhead_s: float) -> float:
     return max(0.1 * seconds, seconds - overhead_s)
 
 
-def _chain(calls: Sequence[_Call]) -> list[Timed]:
+def _chain(calls: Sequence[_Call], clock: Callable[[], float] = time.thread_time) -> list[Timed]:
     """All of them a few times, each time forward and then back."""
     found: dict[int, Timed] = {}
     for _ in range(_REPEATS):
@@ -142,16 +145,16 @@ def _chain(calls: Sequence[_Call]) -> list[Timed]:
         for index, (name, arguments) in enumerate(calls):
             here().at(b"measures how fast it computes")  # others wait for that, and none hangs
             timed = found.setdefault(index, Timed(counted(name, _looks(arguments))))
-            start_s = time.thread_time()
+            start_s = clock()
             made = kernel(name)(*arguments)
-            timed.forward.append(time.thread_time() - start_s)
+            timed.forward.append(clock() - start_s)
             leaves = [item for item in tree_leaves(arguments) if isinstance(item, Tensor) and item.requires_grad]
             done.append((timed, made[0] if isinstance(made, tuple) else made, leaves))
         for timed, result, leaves in reversed(done):
             grad = torch.ones_like(result)
-            start_s = time.thread_time()
+            start_s = clock()
             torch.autograd.grad(result, leaves, grad)
-            timed.backward.append(time.thread_time() - start_s)
+            timed.backward.append(clock() - start_s)
     return list(found.values())
 
 
@@ -175,6 +178,13 @@ def _calls(size: Size) -> Iterator[_Call]:
     yield "aten.max_pool2d.default", (x, [2, 2], [2, 2])
     yield "aten.cat.default", ([x, x], 1)
     yield "tile.pad", (x, [1, 1, 1, 1], 0.0)
+    yield (
+        "tile.conv_transpose",
+        (x, _kernels(channels, max(1, channels // 2), 2), None, [2, 2], [1, 1], 1, (0, 0, 0, 0)),
+    )
+    few = _values(1, 4, side, side)
+    yield "aten.log_softmax.int", (few, 1)
+    yield "aten.gelu.default", (x,)
     yield "aten.linear.default", (_values(16, channels * 4), _values(channels, channels * 4))
 
 

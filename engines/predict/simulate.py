@@ -207,7 +207,8 @@ class _Simulation:
     def _post(self, route: Route, count: int) -> None:
         link = self.links.between(route[0], route[1])
         if link is None:
-            self._arrives(route, self.now + (self.machine.latency_s + count / self.machine.bytes_per_s))
+            travels = 0 if self.machine.copies_messages(route[0], route[1]) else count
+            self._arrives(route, self.now + (self.machine.latency_s + travels / self.machine.bytes_per_s))
         else:
             start_s = self.links.begin(route[0], "out", count / link.bytes_per_s, self.now)
             self._at(start_s, _Message(route, link, count))

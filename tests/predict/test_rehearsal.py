@@ -28,14 +28,13 @@ def rehearsal():
 def played(recipe, machine: Machine) -> Rehearsed:
     """As ranks of such a machine would measure themselves: the processor works `contention` times as long."""
     programs = Programs(recipe)
-    busy = [machine.contention * work_s for work_s in programs.work_s(machine)]
-    return Rehearsed(programs.seconds(machine), sum(busy), tuple(busy))
+    return Rehearsed(programs.seconds(machine), tuple(map(tuple, programs.work_s(machine))))
 
 
 def test_what_ranks_would_measure_leads_back_to_their_machine(rehearsal):
-    apart, tiled = (played(recipe, REAL) for recipe in (rehearsal.replicas, rehearsal.strips))
+    seen = [played(recipe, REAL) for recipe in (rehearsal.strips, rehearsal.large, rehearsal.small)]
     blank = replace(REAL, **dict.fromkeys(FOUND[1:], 0.0), contention=1.0)
-    found = explained(blank, rehearsal, apart, tiled)
+    found = explained(blank, rehearsal, *seen)
     for name in FOUND:
         assert getattr(found, name) == pytest.approx(getattr(REAL, name), rel=0.1), name
 

@@ -1,0 +1,37 @@
+"""One machine out of several calibrations of it: on a shared host each comes out a little different."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from engines.predict.machine import Machine, Speed
+
+__all__ = ["typical"]
+
+
+def typical(machines: Sequence[Machine]) -> Machine:
+    """The medians of all that was measured; the rest is the first one's.
+
+    >>> one, two = (
+    ...     Machine("x", "an example", {"pool": (Speed((8.0,), each, 1.0),)}, call_s=each) for each in (1.0, 3.0)
+    ... )
+    >>> found = typical([one, two])
+    >>> found.call_s, found.speeds["pool"][0].per_s
+    (2.0, 2.0)
+    """
+    first = machines[0]
+    speeds = {
+        kind: tuple(_medians(samples) for samples in zip(*(machine.speeds[kind] for machine in machines), strict=True))
+        for kind in first.speeds
+    }
+    return replace(_medians(machines), speeds=speeds)
+
+
+def _medians(alike: Sequence[Any]) -> Any:
+    """Of those fields that are no whole numbers."""
+    first = alike[0]
+    measured = [field.name for field in fields(first) if isinstance(getattr(first, field.name), float)]
+    return replace(first, **{name: statistics.median(getattr(each, name) for each in alike) for name in measured})
