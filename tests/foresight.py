@@ -1,7 +1,8 @@
 """Predictions against what was measured, plan by plan: `python -m tests.foresight`, with this machine for itself.
 
 Every plan that `plans(ranks, batch)` lists is trained for real, and predicted on the machine as it was calibrated
-before, between and behind (medians), since a shared host is not the same for minutes. One line of JSON for each, and for each model and image size how far off bytes, seconds and the choice of a plan were.
+before, between and behind (medians), since a shared host is not the same for minutes. One line of JSON for each, and
+for each model and image size how far off bytes, seconds and the choice of a plan were.
 `--save FILE` keeps what was measured, and `--again FILE` predicts the same once more.
 """
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import TypeVar
 
 from engines.predict.machine import Machine, Speed
 
 __all__ = ["typical"]
+
+_Measured = TypeVar("_Measured", Machine, Speed)
 
 
 def typical(machines: Sequence[Machine]) -> Machine:
@@ -30,7 +32,7 @@ def typical(machines: Sequence[Machine]) -> Machine:
     return replace(_medians(machines), speeds=speeds)
 
 
-def _medians(alike: Sequence[Any]) -> Any:
+def _medians(alike: Sequence[_Measured]) -> _Measured:
     """Of those fields that are no whole numbers."""
     first = alike[0]
     measured = [field.name for field in fields(first) if isinstance(getattr(first, field.name), float)]
