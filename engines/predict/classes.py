@@ -9,10 +9,10 @@ __all__ = ["BY_ARITHMETIC", "CLASSES", "class_of", "shape_of"]
 
 CLASSES = (
     "convolution", "transposed", "product",
-    "moments", "norm", "whole_norm", "pool", "transcendental", "pointwise", "copy",
+    "moments", "norm", "whole_norm", "pool", "transcendental", "pointwise", "pad", "copy",
 )  # fmt: skip
 """Convolutions (plain and transposed) and matrix products are bound by arithmetic, the others by memory, or by a
-processor's exponentials. A `norm` is given its `moments`, a `whole_norm` finds them itself."""
+processor's exponentials. A `norm` is given its `moments`, a `whole_norm` finds them itself. A `pad` may cut as well."""
 
 BY_ARITHMETIC = ("convolution", "transposed", "product")
 
@@ -21,8 +21,8 @@ _BEGINNINGS = {
     "addmm": "product", "bmm": "product", "einsum": "product", "moments": "moments", "batch_norm": "norm",
     "whole_batch_norm": "whole_norm", "instance_norm": "whole_norm", "group_norm": "whole_norm",
     "layer_norm": "whole_norm", "max_pool": "pool", "avg_pool": "pool", "average_pool": "pool", "adaptive": "pool",
-    "upsample": "pool", "pad": "copy", "cat": "copy", "clone": "copy", "_to_copy": "copy", "stack": "copy",
-    "constant_pad": "copy", "softmax": "transcendental", "log_softmax": "transcendental",
+    "upsample": "pool", "pad": "pad", "cat": "copy", "clone": "copy", "_to_copy": "copy", "stack": "copy",
+    "constant_pad": "pad", "softmax": "transcendental", "log_softmax": "transcendental",
     "cross_entropy": "transcendental", "binary_cross_entropy": "transcendental", "expand": "copy",
     "exp": "transcendental", "logical": "pointwise", "log": "transcendental", "sigmoid": "transcendental",
     "tanh": "transcendental", "gelu": "transcendental", "silu": "transcendental", "mish": "transcendental",

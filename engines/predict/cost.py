@@ -88,7 +88,7 @@ class Prices:
 
     def of(self, segment: SegmentTally, threads: int, phase: Phase, again: bool) -> Work:
         """As `segment_work`."""
-        key = segment.ops, segment.late, threads, phase, again
+        key = segment.ops, segment.moves, segment.late, threads, phase, again
         if key not in self._known:
             self._known[key] = segment_work(segment, self.machine, threads, phase, again)
         return self._known[key]
@@ -112,6 +112,7 @@ def segment_work(segment: SegmentTally, machine: Machine, threads: int, phase: P
     elif phase is Phase.WEIGHTS:
         return Work(0.0)
     back = sum((_back(op, machine, threads) for op in segment.ops), Work(0.0))
+    back = sum((_moved(size, machine, threads) for size in segment.moves), back)
     back = back.at_least(machine.least_s * sum(op.gradients > 0 for op in segment.ops)).times(part)
     recomputed = again and phase is not Phase.WEIGHTS
     return back + segment_work(segment, machine, threads, Phase.FORWARD) if recomputed else back
@@ -129,6 +130,12 @@ def _forward(op: OpTally, machine: Machine, threads: int) -> Work:
     amount, at = amount_of(op)
     crowded = machine.crowded(op.kind, at)
     return Work(machine.call_s + machine.threaded(machine.seconds(op.kind, amount, at), threads, crowded), crowded)
+
+
+def _moved(size: int, machine: Machine, threads: int) -> Work:
+    """A gradient is added to another one, or copied."""
+    crowded, seconds = machine.crowded("pointwise", (size,)), machine.seconds("pointwise", size, (size,))
+    return Work(machine.call_s + machine.threaded(seconds, threads, crowded), crowded)
 
 
 def _back(op: OpTally, machine: Machine, threads: int) -> Work:

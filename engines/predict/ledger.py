@@ -67,6 +67,7 @@ class Gradients:
     """Gradients on their way back through a segment; `arrived` are the values that have one, its outputs to begin with.
 
     Those of the outputs are held by others. `parts` are values whose gradient is a part of that of a larger value.
+    `moved` are the bytes read and written where gradients are added up, or copied into memory of their own.
     """
 
     ledger: Ledger
@@ -74,6 +75,7 @@ class Gradients:
     lies_in: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     parts: set[str] = field(default_factory=set)
+    moved: list[int] = field(default_factory=list)
     count: int = 0
 
     def give(self, name: str, size: int, passed_from: Sequence[str]) -> None:
@@ -83,6 +85,8 @@ class Gradients:
         key = given or f"new:{self.count}"
         self.ledger.hold(key, None if given else {"gradient": size})
         there = self.lies_in.get(name)
+        if there is not None:
+            self.moved.append(3 * size)
         if there is not None and (given or not there.startswith("given:")):
             self.ledger.release(key)
             return
@@ -103,4 +107,5 @@ class Gradients:
         for name, key in self.lies_in.items():
             if key.startswith("given:"):
                 self.ledger.hold(f"own:{name}", {"gradient": self.sizes[name]})
+                self.moved.append(2 * self.sizes[name])
         return self.sizes

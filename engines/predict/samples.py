@@ -178,6 +178,7 @@ def _calls(size: Size) -> Iterator[_Call]:
     yield "aten.max_pool2d.default", (x, [2, 2], [2, 2])
     yield "aten.cat.default", ([x, x], 1)
     yield "tile.pad", (x, [1, 1, 1, 1], 0.0)
+    yield "tile.pad", (x, [-1, 1, -1, 1], 0.0)
     yield (
         "tile.conv_transpose",
         (x, _kernels(channels, max(1, channels // 2), 2), None, [2, 2], [1, 1], 1, (0, 0, 0, 0)),

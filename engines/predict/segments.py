@@ -95,11 +95,20 @@ class SegmentCount:
                     inside.release(self.keys[part])
         keeps = frozenset(key for call in calls if call.leads_back for key in self._saved(call))
         self._leave()
-        back, grads, trains = self._back([call for call in calls if call.leads_back])
+        back, gradients = self._back([call for call in calls if call.leads_back])
+        left = gradients.left()
+        trains = {name: size for name, size in left.items() if name in self.way.graph.weights}
+        grads = {name: size for name, size in left.items() if name not in trains}
+        moves = (*gradients.moved, *self._joins(grads))
         kept = {key: size for key, size in self.fresh.items() if key in keeps or key in self._outputs()}
         matrices = (len(self.way.graph.weights[name].shape) > 1 for name in trains)
         ops = tuple(_counted(call.op.kernel, call.effect, call.locals) for call in calls)
-        return SegmentTally(ops, keeps, kept, inside.peak, back, grads, trains, late=any(matrices))
+        return SegmentTally(ops, keeps, kept, inside.peak, back, grads, trains, any(matrices), moves)
+
+    def _joins(self, grads: Mapping[str, int]) -> list[int]:
+        """The bytes moved to add gradients of inputs to those that they have from what reads them later on."""
+        readers = self.way.way.reads
+        return [3 * size for name, size in grads.items() if readers[name][-1] != self.segment.name]
 
     def _enter(self, name: str, local: Local, key: str) -> None:
         self.scope[name], self.names[name], self.keys[name] = local, (name,), key
@@ -181,8 +190,8 @@ class SegmentCount:
         found |= {f"{call.op.out}:saved"} if call.effect.saves_bytes else set()
         return sorted(key for key in found if not key.startswith("weight:"))
 
-    def _back(self, calls: Sequence[_Call]) -> tuple[int, dict[str, int], dict[str, int]]:
-        """What backward takes beyond what it finds, and the gradients that it leaves: of values, of weights."""
+    def _back(self, calls: Sequence[_Call]) -> tuple[int, Gradients]:
+        """What backward takes beyond what it finds, and the gradients that it leaves."""
         ledger = Ledger()
         for key in (*self._outputs(), *(key for call in calls for key in self._saved(call))):
             ledger.hold(key, {"kept": self.fresh.get(key, 0)})
@@ -201,9 +210,7 @@ class SegmentCount:
                 grads.forget(call.makes)
                 for key in self._saved(call):
                     ledger.release(key)
-        left = grads.left()
-        weights = {name: size for name, size in left.items() if name in self.way.graph.weights}
-        return ledger.peak - start, {n: s for n, s in left.items() if n not in weights}, weights
+        return ledger.peak - start, grads
 
 
 def counted(kernel: str, arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None) -> OpTally:

@@ -32,8 +32,8 @@ class SegmentTally:
     Memory goes by key, since several values may lie in the same. `keeps` is what autograd holds from forward to
     backward, `fresh` the bytes of what the segment makes of that and of its outputs, and `inside` the most bytes beyond
     what was there before that are in use while it runs forward; `back_inside` likewise in backward, beyond what that
-    finds. It adds to gradients: `grads` are their bytes by value, `trains` by weight. `late`: the weights' may be
-    computed apart.
+    finds. It adds to gradients: `grads` are their bytes by value, `trains` by weight; `moves` are the bytes that each
+    addition of values' gradients reads and writes. `late`: the weights' may be computed apart.
     """
 
     ops: tuple[OpTally, ...]
@@ -44,6 +44,7 @@ class SegmentTally:
     grads: Mapping[str, int]
     trains: Mapping[str, int]
     late: bool
+    moves: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

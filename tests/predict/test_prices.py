@@ -1,0 +1,111 @@
+"""What kernels, gradients and messages cost, in programs small enough to be counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from torch import Tensor, nn
+
+from engines.plan import Plan
+from engines.predict.classes import CLASSES, class_of, shape_of
+from engines.predict.cost import segment_work
+from engines.predict.count import tally
+from engines.predict.machine import Machine, Speed
+from engines.predict.samples import Size, Timed, speeds, timed
+from engines.predict.tallies import OpTally, SegmentTally
+from engines.program.compile import compile_plan
+from engines.program.instructions import Phase
+from engines.training import prepare
+from tests.predict.test_simulate import BYTE_PER_S, FORWARD, compute, ends, run, toy, transfer
+
+SHARED = replace(BYTE_PER_S, cores=2)
+
+
+class Block(nn.Module):
+    """A value that two branches read, and one that nothing but a convolution reads."""
+
+    def __init__(self, skips: bool) -> None:
+        super().__init__()
+        self.skips = skips
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        return (self.second(x) + x if self.skips else self.second(x)).mean((2, 3))
+
+
+def moves_of(skips: bool) -> list[int]:
+    recipe = prepare(Block(skips), Plan(split_size=1, spatial_size=0), (1, 3, 8, 8), device="cpu")
+    (program,) = compile_plan(recipe.graph, recipe.plan)
+    way = tally(program, recipe.graph).ways[0]
+    return sorted(size for segment in way.segments.values() for size in segment.moves)
+
+
+def test_a_skip_adds_one_gradient_to_another():
+    size = 4 * 8 * 8 * 4
+    more = moves_of(skips=True)
+    for each in moves_of(skips=False):
+        more.remove(each)
+    assert 3 * size in more
+    assert all(each in (2 * size, 3 * size) for each in more)
+
+
+def test_moving_gradients_takes_time_in_backward_alone():
+    op = OpTally("aten.relu.default", "pointwise", 0, 10, gradients=1)
+    plain = SegmentTally((op,), frozenset(), {}, 0, 0, {}, {}, False)
+    moving = replace(plain, moves=(30,))
+    times = [
+        segment_work(segment, BYTE_PER_S, 1, phase).seconds
+        for segment in (plain, moving)
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    ]
+    assert times == [10, 20, 10, 50]
+
+
+def test_on_shared_cores_whoever_waits_for_a_message_fetches_it():
+    """8 bytes at 16 a second: half a second of the receiver's, even where the message came long ago."""
+    first = toy(0, [(compute("a"), FORWARD), (transfer(0), FORWARD)], {"a": 1})
+    late = toy(1, [(compute("b"), FORWARD), (transfer(1), FORWARD)], {"b": 5})
+    assert ends(run(BYTE_PER_S, first, late), 1) == [5, 5]
+    assert ends(run(SHARED, first, late), 1) == [5, 5.5]
+
+
+def test_threads_share_a_kernel_and_wait_for_each_other():
+    segment = SegmentTally((OpTally("aten.relu.default", "pointwise", 0, 8),), frozenset(), {}, 0, 0, {}, {}, False)
+    slow = replace(SHARED, fork_s=0.5, contention=1.25)
+    assert [segment_work(segment, slow, threads, Phase.FORWARD).seconds for threads in (1, 2)] == [8, 5.5]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    {
+        "tile.conv_transpose": "transposed", "aten.conv2d.default": "convolution", "tile.pad": "pad",
+        "aten.constant_pad_nd.default": "pad", "aten.expand.default": "copy", "aten.exp.default": "transcendental",
+        "aten.logical_and.default": "pointwise", "aten.log_softmax.int": "transcendental",
+        "tile.cross_entropy_sums": "transcendental", "aten.hardswish.default": "pointwise",
+    }.items(),
+)  # fmt: skip
+def test_kernels_that_run_alike_are_of_one_class(kernel, kind):
+    assert class_of(kernel) == kind
+
+
+def test_a_transposed_convolution_is_the_one_that_it_turns_around():
+    assert shape_of("tile.conv_transpose", [(1, 64, 8, 8), (64, 32, 2, 2)]) == (128, 64)
+
+
+def test_samples_are_of_all_classes_whatever_the_turn():
+    sizes = (Size(4, 8), Size(8, 4))
+    first, later = ([each.op for each in timed(sizes, turn)] for turn in (0, 5))
+    assert first == later
+    assert {op.kind for op in first} == set(CLASSES)
+
+
+def test_a_sample_is_as_crowded_as_all_ranks_found_it():
+    def taken(seconds: float) -> Timed:
+        return Timed(OpTally("aten.relu.default", "pointwise", 0, 100), [seconds] * 3, [seconds] * 3)
+
+    found = speeds([taken(1.0)], [[taken(1.2)], [taken(1.5)], [taken(2.0)]], call_s=0.5, back_call_s=0.0)
+    assert found == {"pointwise": (Speed((100.0,), 200.0, 100.0, crowded=1.5),)}
+    assert Machine("two", "an example", found, cores=2).crowded("pointwise", (50,)) == 1.5
+    assert Machine("its own", "an example", found).crowded("pointwise", (50,)) == 1
