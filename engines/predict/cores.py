@@ -11,8 +11,8 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from engines.predict.actions import Work
 from engines.predict.machine import Machine
-from engines.predict.work import Work
 
 __all__ = ["RunQueue"]
 

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from engines.predict.actions import Action, Await, Finish, Join, Post, Work
 from engines.predict.classes import BY_ARITHMETIC
 from engines.predict.machine import Machine
 from engines.predict.sums import SumCost, members_of, sum_cost
 from engines.predict.tallies import OpTally, RankTally, SegmentTally, WayTally
-from engines.predict.work import Work
 from engines.program.instructions import (
     Agree,
     AllReduce,
@@ -24,46 +24,7 @@ from engines.program.instructions import (
 from engines.program.program import Program, Step
 from engines.spatial.moves import Move
 
-__all__ = ["Action", "Await", "Finish", "Join", "Post", "Prices", "amount_of", "priced", "segment_work"]
-
-
-@dataclass(frozen=True, slots=True)
-class Post:
-    """A message leaves; nobody here waits for it. `route` is (source, target, tag, how many went there before)."""
-
-    route: tuple[int, int, int, int]
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Await:
-    """Wait for a message."""
-
-    route: tuple[int, int, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """Take part in a sum of so many bytes, which begins when the last of `group` has come.
-
-    `behind`: it goes on behind the work of its ranks, so that what they wait for has the links first.
-    """
-
-    name: Hashable
-    group: tuple[int, ...]
-    bytes: int
-    behind: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Wait until a sum is complete that this rank has taken part in."""
-
-    name: Hashable
-    group: tuple[int, ...]
-
-
-Action = Work | Post | Await | Join | Finish
+__all__ = ["Prices", "amount_of", "priced", "segment_work"]
 
 
 def priced(

@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from engines.predict.actions import Work
 from engines.predict.cores import RunQueue
 from engines.predict.machine import Machine
-from engines.predict.work import Work
 
 __all__ = ["Nodes", "Own", "Processors"]
 

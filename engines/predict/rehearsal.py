@@ -13,11 +13,11 @@ from engines.bench.verify import batches
 from engines.comm.waiting import looked_s
 from engines.comm.world import World
 from engines.plan import Plan
-from engines.predict.cost import Action, Prices, priced
+from engines.predict.actions import Action, Work
+from engines.predict.cost import Prices, priced
 from engines.predict.count import tally
 from engines.predict.machine import Machine
 from engines.predict.simulate import simulate
-from engines.predict.work import Work
 from engines.program.compile import compile_plan
 from engines.program.instructions import Exchange, Instruction
 from engines.training import RankTraining, Recipe, prepare

@@ -10,13 +10,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from engines.errors import PlanError
-from engines.predict.cost import Action, Await, Finish, Join, Post, Prices, priced
+from engines.predict.actions import Action, Await, Finish, Join, Post, Work
+from engines.predict.cost import Prices, priced
 from engines.predict.links import Links, Passing
 from engines.predict.machine import Link, Machine
 from engines.predict.processors import Nodes, Own, Processors
 from engines.predict.sums import SumCost
 from engines.predict.tallies import RankTally
-from engines.predict.work import Work
 from engines.program.instructions import Phase
 from engines.program.program import Program, Step
 from engines.program.timeline import Event, Timeline

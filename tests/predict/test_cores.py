@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from engines.predict.actions import Work
 from engines.predict.cores import RunQueue
 from engines.predict.simulate import simulate
-from engines.predict.work import Work
 from tests.predict.test_simulate import BYTE_PER_S, FORWARD, compute, ends, toy, transfer
 
 TWO = replace(BYTE_PER_S, cores=2, slice_s=100.0)

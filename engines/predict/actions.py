@@ -1,0 +1,73 @@
+"""What a rank does in a step of its program: it works, sends, waits for a message, or takes part in a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+__all__ = ["Action", "Await", "Finish", "Join", "Post", "Work"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The rank computes for so long, if nobody else is at work; `crowded` times as long with all cores at work.
+
+    >>> Work(1.0, 2.0) + Work(3.0, 1.0)
+    Work(seconds=4.0, crowded=1.25)
+    """
+
+    seconds: float
+    crowded: float = 1.0
+
+    def __add__(self, other: Work) -> Work:
+        """One behind the other."""
+        seconds = self.seconds + other.seconds
+        together = self.seconds * self.crowded + other.seconds * other.crowded
+        return Work(seconds, together / seconds) if seconds else self
+
+    def times(self, factor: float) -> Work:
+        """As much of the same."""
+        return Work(self.seconds * factor, self.crowded)
+
+    def at_least(self, seconds: float) -> Work:
+        """No shorter."""
+        return self if self.seconds >= seconds else Work(seconds, self.crowded)
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """A message leaves; nobody here waits for it. `route` is (source, target, tag, how many went there before)."""
+
+    route: tuple[int, int, int, int]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Wait for a message."""
+
+    route: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Take part in a sum of so many bytes, which begins when the last of `group` has come.
+
+    `behind`: it goes on behind the work of its ranks, so that what they wait for has the links first.
+    """
+
+    name: Hashable
+    group: tuple[int, ...]
+    bytes: int
+    behind: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Wait until a sum is complete that this rank has taken part in."""
+
+    name: Hashable
+    group: tuple[int, ...]
+
+
+Action = Work | Post | Await | Join | Finish
