@@ -130,9 +130,13 @@ class Tuning:
     def find(self, rank_bytes: int | None = None, seen: Seen = nobody, neutral_batch: int | None = None) -> Findings:
         """All plans for the cluster's ranks, predicted.
 
-        `rank_bytes`: what a rank may use, an equal share of the machine's memory if it is None.
-        Raises PlanError where no plan can run.
+        `rank_bytes`: what a rank may use, an equal share of the machine's memory if it is None. `neutral_batch`: as in
+        `tune`. Raises PlanError where no plan can run.
         """
+        if neutral_batch is not None and neutral_batch < 1:
+            raise PlanError(
+                f"neutral_batch={neutral_batch} must be 1 image or more, or None where any number is right."
+            )
         machine = self.cluster.calibrate()
         if rank_bytes is None:
             rank_bytes = machine.rank_bytes(self.cluster.n)
@@ -185,8 +189,6 @@ def tune(
     """
     if top < 0 or steps < 1:
         raise PlanError(f"top={top} plans are to be measured for steps={steps}: use 0 or more plans, 1 or more steps.")
-    if neutral_batch is not None and neutral_batch < 1:
-        raise PlanError(f"neutral_batch={neutral_batch} must be 1 image or more, or None where any number is right.")
     tuning = Tuning(model, image_shape, cluster, loss, optimiser, labels, device)
     with bar("plans predicted", progress) as seen:
         found = tuning.find(rank_bytes, seen, neutral_batch)

@@ -27,9 +27,9 @@ from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
 from engines.predict.machine import Machine
 from engines.predict.search import plans
-from engines.predict.typical import typical
 from mpi4dl_nb import Cluster
 from mpi4dl_nb.tuning import Candidate, Tuning
+from tests.typical import typical
 
 BATCH, GROUP, TOP = 4, 8, 4
 CALIBRATED = 16  # plans between two calibrations

@@ -48,7 +48,6 @@ PURE = (
     "engines.predict.simulate",
     "engines.predict.sums",
     "engines.predict.tallies",
-    "engines.predict.typical",
     "engines.predict.walk",
     "engines.replica.asynchrony",
     "engines.replica.staleness",

@@ -48,5 +48,5 @@ def waited_s() -> float:
 
 
 def looked_s() -> float:
-    """The processor's time that went into looking whether a message had come, while none had."""
+    """The processor's time of this thread that went into waiting: looking, and fetching what came in the end."""
     return _held.processor_s

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-__all__ = ["Action", "Await", "Finish", "Join", "Post", "Work"]
+__all__ = ["Action", "Await", "Fetch", "Finish", "Join", "Post", "Work"]
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The rank computes for so long, if nobody else is at work; `crowded` times as long with all cores at work.
+    """The rank computes for so long, if nobody else is at work.
+
+    With all cores at work it is `crowded` times as long, and the machine's `contention` times that.
 
     >>> Work(1.0, 2.0) + Work(3.0, 1.0)
     Work(seconds=4.0, crowded=1.25)
@@ -50,6 +52,14 @@ class Await:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetch:
+    """Copy a message that has come, where no link has brought it."""
+
+    route: tuple[int, int, int, int]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Join:
     """Take part in a sum of so many bytes, which begins when the last of `group` has come.
 
@@ -70,4 +80,4 @@ class Finish:
     group: tuple[int, ...]
 
 
-Action = Work | Post | Await | Join | Finish
+Action = Work | Post | Await | Fetch | Join | Finish

@@ -113,7 +113,7 @@ class _Model:
             segment = SegmentTally(ops, frozenset(), {}, 0, 0, {}, {}, outline.late)
             walked = outline.instructions if phase is Phase.FORWARD else outline.goes_back
             machine = self.prices.machine
-            each_s = min(machine.instruction_s, *(s for s in (machine.exchange_s, machine.sum_s) if s), math.inf)
+            each_s = min(machine.instruction_s, machine.sum_s or math.inf)
             self._seconds[key] = self.prices.of(segment, threads, phase, again).seconds + walked * each_s
         return self._seconds[key]
 

@@ -45,7 +45,7 @@ def calibrate(world: World, name: str = "this machine", rehearsal: Rehearsal | N
     try:
         samples, alone = world.gather(_one_by_one(world, _alone))[0]
         crowded = world.gather(timed(SIZES, turn=world.rank * _APART)) if world.size > 1 else []
-        known = speeds(samples, crowded, alone["call_s"], alone["back_call_s"])
+        known = speeds(samples, crowded, alone["call_s"], alone["back_call_s"], alone["cores"])
         latency_s, bytes_per_s = _messages(world)
         machine = Machine(
             name=name, source=f"measured on {world.size} ranks", latency_s=latency_s, bytes_per_s=bytes_per_s,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engines.predict.actions import Action, Await, Finish, Join, Post, Work
+from engines.predict.actions import Action, Await, Fetch, Finish, Join, Post, Work
 from engines.predict.classes import BY_ARITHMETIC
 from engines.predict.machine import Machine
 from engines.predict.sums import SumCost, members_of, sum_cost
@@ -89,14 +89,14 @@ def amount_of(op: OpTally) -> tuple[int, tuple[float, ...]]:
 
 def _forward(op: OpTally, machine: Machine, threads: int) -> Work:
     amount, at = amount_of(op)
-    crowded = machine.crowded(op.kind, at)
-    return Work(machine.call_s + machine.threaded(machine.seconds(op.kind, amount, at), threads, crowded), crowded)
+    seconds = machine.call_s + machine.threaded(machine.seconds(op.kind, amount, at), threads)
+    return Work(seconds, machine.crowded(op.kind, at))
 
 
 def _moved(size: int, machine: Machine, threads: int) -> Work:
     """A gradient is added to another one, or copied."""
-    crowded, seconds = machine.crowded("pointwise", (size,)), machine.seconds("pointwise", size, (size,))
-    return Work(machine.call_s + machine.threaded(seconds, threads, crowded), crowded)
+    seconds = machine.call_s + machine.threaded(machine.seconds("pointwise", size, (size,)), threads)
+    return Work(seconds, machine.crowded("pointwise", (size,)))
 
 
 def _back(op: OpTally, machine: Machine, threads: int) -> Work:
@@ -105,8 +105,8 @@ def _back(op: OpTally, machine: Machine, threads: int) -> Work:
     amount, at = amount_of(op)
     if op.kind in BY_ARITHMETIC:
         amount *= min(2, op.gradients)
-    crowded, seconds = machine.crowded(op.kind, at), machine.seconds(op.kind, amount, at, back=True)
-    return Work(machine.back_call_s + machine.threaded(seconds, threads, crowded), crowded)
+    seconds = machine.back_call_s + machine.threaded(machine.seconds(op.kind, amount, at, back=True), threads)
+    return Work(seconds, machine.crowded(op.kind, at))
 
 
 @dataclass
@@ -158,7 +158,7 @@ class _Pricing:
         return self.tally.ways[self.program.directions[step.micro_batch]]
 
     def _copied(self, count_bytes: float) -> Work:
-        return Work(count_bytes / self.machine.copy_per_s)
+        return Work(count_bytes / self.machine.copy_per_s, self.machine.crowded("copy", (2 * count_bytes,)))
 
     def _exchange(self, exchange: Exchange, step: Step) -> Iterator[Action]:
         """Pack, send, wait for what is expected, unpack; the rank's own pixels are copied where they have no room.
@@ -174,16 +174,13 @@ class _Pricing:
         for move in sends:
             yield Post(self._route(self.sent, (move.source, move.target, tag)), exchange.bytes_of([move]))
         for move in receives:
-            yield Await(self._route(self.awaited, (move.source, move.target, tag)))
-        here = [move for move in receives if self._fetches(move)]
-        yield Work(exchange.bytes_of(here) / self.machine.bytes_per_s)
+            route = self._route(self.awaited, (move.source, move.target, tag))
+            yield Await(route)
+            yield Fetch(route, exchange.bytes_of([move]))
         own = 0
         if forward and exchange.window and exchange.own and exchange.target not in self._way(step).roomy:
             own = exchange.bytes_of([Move(0, 0, exchange.own & exchange.window)])
         yield self._copied(exchange.bytes_of(receives) + own)
-
-    def _fetches(self, move: Move) -> bool:
-        return self.machine.copies_messages(move.source, move.target)
 
     @staticmethod
     def _turned(moves: Sequence[Move]) -> tuple[Move, ...]:

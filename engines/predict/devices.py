@@ -19,7 +19,7 @@ MEMORY_SHARE = 0.83
 """Of the memory's nominal bandwidth, what a kernel gets: 750 of 900 GB/s on a V100 (Jia et al., Dissecting the NVIDIA
 Volta GPU Architecture via Microbenchmarking, arXiv:1804.06826, global memory). Assumed of all processors."""
 
-BUSY = 1.02
+BUSY = 1.08
 """Of a GPU's peak, what the arithmetic of a convolution gets. It is counted by its definition, and faster algorithms do
 with less, so that more than all can be reached. Fixed by one number: ResNet-50 trains at 334 images/s on one V100 with
 batches of 64 (Jain, Distributed Deep Neural Network Training using MVAPICH2, OSU booth at SC '22, "Run PyTorch on a

@@ -67,7 +67,7 @@ class Gradients:
     """Gradients on their way back through a segment; `arrived` are the values that have one, its outputs to begin with.
 
     Those of the outputs are held by others. `parts` are values whose gradient is a part of that of a larger value.
-    `moved` are the bytes read and written where gradients are added up, or copied into memory of their own.
+    `moved` are the bytes read and written where they are added up.
     """
 
     ledger: Ledger
@@ -102,10 +102,12 @@ class Gradients:
                 self.ledger.release(self.lies_in.pop(name))
                 self.sizes.pop(name)
 
-    def left(self) -> dict[str, int]:
-        """What the segment's inputs and weights have got in the end: each has memory of its own then."""
-        for name, key in self.lies_in.items():
-            if key.startswith("given:"):
-                self.ledger.hold(f"own:{name}", {"gradient": self.sizes[name]})
-                self.moved.append(2 * self.sizes[name])
-        return self.sizes
+    @property
+    def passed(self) -> list[str]:
+        """The values whose gradient is a result's, and belongs to somebody else."""
+        return [name for name, key in self.lies_in.items() if key.startswith("given:")]
+
+    def leave(self) -> None:
+        """The segment's inputs and weights keep theirs: each has memory of its own then."""
+        for name in self.passed:
+            self.ledger.hold(f"own:{name}", {"gradient": self.sizes[name]})

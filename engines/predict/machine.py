@@ -129,17 +129,22 @@ class Machine:
             return 1.0
         return _between(self.speeds[kind], at, lambda sample: sample.crowded)
 
-    def threaded(self, seconds: float, threads: int, crowded: float) -> float:
-        """What a kernel of one thread takes with several: each does its part of it, and they wait for each other.
+    def threaded(self, seconds: float, threads: int) -> float:
+        """What a kernel of one thread takes with several: each does its part, and they wait for each other.
 
-        >>> Machine("two cores", "an example", {}, cores=2, fork_s=0.5).threaded(4.0, threads=2, crowded=1.5)
-        3.5
+        A kernel that is too small for that is left to one of them.
+
+        >>> machine = Machine("two cores", "an example", {}, cores=2, fork_s=0.5)
+        >>> machine.threaded(4.0, threads=2), machine.threaded(0.5, threads=2)
+        (2.5, 0.5)
         """
         count = min(threads, self.cores or 1)
-        return seconds if count <= 1 else seconds * self.slowdown(count, crowded) / count + self.fork_s
+        return seconds if count <= 1 else min(seconds, seconds / count + self.fork_s)
 
     def slowdown(self, busy: int, crowded: float = 1.0) -> float:
         """How much longer work takes while so many cores are busy; with all of them, `crowded` times `contention`.
+
+        Neighbours never help.
 
         >>> machine = Machine("two cores", "an example", {}, cores=2, contention=1.5)
         >>> machine.slowdown(1), machine.slowdown(2), machine.slowdown(2, crowded=2.0)
@@ -147,7 +152,7 @@ class Machine:
         """
         if not self.cores or busy <= 1:
             return 1.0
-        return 1 + (self.contention * crowded - 1) * min(1.0, (busy - 1) / max(1, self.cores - 1))
+        return 1 + (max(1.0, self.contention * crowded) - 1) * min(1.0, (busy - 1) / max(1, self.cores - 1))
 
     def to_json(self) -> str:
         """As text, to be kept in a file."""
@@ -170,7 +175,8 @@ class Machine:
         ]
         rates += [rate for each in speeds for rate in (each.per_s, each.back_per_s, each.crowded)]
         counts = [count for count in (self.cores, self.memory_bytes, self.ranks, self.node_ranks) if count is not None]
-        if not all(0 <= time < math.inf for time in times) or not all(rate > 0 for rate in (*rates, *counts)):
+        shares = [self.contention, *(each.crowded for each in speeds)]
+        if not all(0 <= time < math.inf for time in (*times, *shares)) or not all(n > 0 for n in (*rates, *counts)):
             raise ValueError("a number is negative, zero or none at all")
         if self.sums not in SUMS:
             raise ValueError(f"sums is {self.sums!r}, which is none of {', '.join(SUMS)}")

@@ -1,4 +1,4 @@
-"""A small network on tiles, trained on all ranks: what exchanges and sums cost a processor, and what waiting costs."""
+"""A small network trained on all ranks, whole and in tiles: what sharing the cores costs, and what instructions do."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
@@ -13,7 +14,7 @@ from engines.bench.verify import batches
 from engines.comm.waiting import looked_s
 from engines.comm.world import World
 from engines.plan import Plan
-from engines.predict.actions import Action, Work
+from engines.predict.actions import Work
 from engines.predict.cost import Prices, priced
 from engines.predict.count import tally
 from engines.predict.machine import Machine
@@ -74,9 +75,13 @@ class Rehearsed:
     spent_s: tuple[tuple[float, ...], ...]
 
 
+_UNSEEN = Rehearsed(0.0, ())
+
+
 def rehearsed(world: World, recipe: Recipe) -> Rehearsed:
     """Some steps of it; collective. The same on all ranks."""
     training = RankTraining(world, recipe)
+    training.threads = 1
     own = training.cut(batches(recipe, 0, steps=1)[0])
     steps, spent = [], []
     for _ in range(_STEPS):
@@ -107,27 +112,37 @@ def explained(machine: Machine, rehearsal: Rehearsal, strips: Rehearsed, large: 
     """The machine whose ranks would have taken as long.
 
     What working at once costs is seen in what large images take more than small ones, for which the instructions are
-    the same; then what these take by themselves, and last how long waiting goes on after its end.
+    the same; then what these take by themselves, and last how long waiting goes on after its end. One rank alone has
+    nobody to share with.
     """
+    recipes = (rehearsal.strips, rehearsal.large, rehearsal.small)
+    tiled, many, few = played = [Programs(*each) for each in zip(recipes, (strips, large, small), strict=True)]
     bare = replace(machine, contention=1.0, **dict.fromkeys(_OVERHEADS.values(), 0.0))
-    tiled, many, few = (Programs(recipe) for recipe in (rehearsal.strips, rehearsal.large, rehearsal.small))
-    more_s = sum(map(sum, large.spent_s)) - sum(map(sum, small.spent_s))
-    contention = max(_NO_WORSE, more_s / (sum(map(sum, many.work_s(bare))) - sum(map(sum, few.work_s(bare)))))
-    apart, over = few.over_s(bare, contention, small), tiled.over_s(bare, contention, strips)
-    over["instruction_s"] += apart["instruction_s"]
-    overheads = {name: max(0.0, statistics.median(found)) for name, found in over.items() if found}
-    machine = replace(machine, contention=contention, **overheads)
-    pairs = [*tiled.updates_s(machine, strips), *many.updates_s(machine, large), *few.updates_s(machine, small)]
-    longer = sum(taken_s for taken_s, _ in pairs) / sum(work_s for _, work_s in pairs)
-    machine = replace(machine, weight_s=longer * machine.weight_s, statistic_s=longer * machine.statistic_s)
-    return replace(machine, wake_s=tiled.wake_s(machine, strips.step_s))
+    if len(few.programs) > 1:
+        longer = (many.taken_s() - few.taken_s()) / (many.total_s(bare) - few.total_s(bare))
+        bare = replace(bare, contention=max(_NO_WORSE, longer))
+    over = tiled.over_s(bare)
+    over["instruction_s"] += few.over_s(bare)["instruction_s"]
+    machine = replace(bare, **{name: max(0.0, statistics.median(found)) for name, found in over.items() if found})
+    machine = _updating(machine, played)
+    return replace(machine, wake_s=tiled.wake_s(machine))
+
+
+def _updating(machine: Machine, played: Sequence[Programs]) -> Machine:
+    """With weights and running statistics that take as long to update as they did."""
+    taken_s = sum(each.taken_s("update") for each in played)
+    rest = replace(machine, weight_s=0.0, statistic_s=0.0)
+    work_s, rest_s = (sum(each.total_s(of, "update") for each in played) for of in (machine, rest))
+    longer = max(0.0, taken_s - rest_s) / (work_s - rest_s) if work_s > rest_s else 1.0
+    return replace(machine, weight_s=longer * machine.weight_s, statistic_s=longer * machine.statistic_s)
 
 
 @dataclass
 class Programs:
-    """A rehearsal as a machine would run it."""
+    """A rehearsal as a machine would run it, and as it was `seen`."""
 
     recipe: Recipe
+    seen: Rehearsed = _UNSEEN
 
     def __post_init__(self) -> None:
         graph, plan = self.recipe.graph, self.recipe.plan
@@ -135,45 +150,54 @@ class Programs:
         self.tallies = [tally(program, graph) for program in self.programs]
 
     def work_s(self, machine: Machine) -> list[list[float]]:
-        """What each rank computes in each step of its program with all cores at work."""
+        """What each rank computes in each step of its program while all of them are at work."""
         prices, ranks = Prices(machine), zip(self.programs, self.tallies, strict=True)
-        return [[_crowded_s(machine, step) for step in priced(*rank, prices, 1, again=False)] for rank in ranks]
+        slow = partial(machine.slowdown, len(self.programs))
+        return [
+            [sum(each.seconds * slow(each.crowded) for each in step if isinstance(each, Work)) for step in steps]
+            for steps in (priced(*rank, prices, 1, again=False) for rank in ranks)
+        ]
 
-    def over_s(self, bare: Machine, contention: float, seen: Rehearsed) -> dict[str, list[float]]:
+    def total_s(self, machine: Machine, kind: str = "") -> float:
+        """All of it, or that of one kind of instructions."""
+        return self._sum(self.work_s(machine), kind)
+
+    def taken_s(self, kind: str = "") -> float:
+        """The same, as it was seen."""
+        return self._sum(self.seen.spent_s, kind)
+
+    def _sum(self, seconds: Sequence[Sequence[float]], kind: str) -> float:
+        return sum(
+            each_s
+            for program, own_s in zip(self.programs, seconds, strict=True)
+            for step, each_s in zip(program.steps, own_s, strict=True)
+            if kind in ("", step.instruction.kind)
+        )
+
+    def over_s(self, bare: Machine) -> dict[str, list[float]]:
         """What instructions took beyond their kernels and copies, by the name that a machine has for it."""
         found: dict[str, list[float]] = {name: [] for name in _OVERHEADS.values()}
-        for instruction, work_s, taken_s in self._all(bare, seen):
-            if name := _OVERHEADS.get(instruction.kind):
-                found[name].append((taken_s / contention - work_s) / _messages(instruction))
+        slower = bare.slowdown(len(self.programs))
+        for program, works_s, spent_s in zip(self.programs, self.work_s(bare), self.seen.spent_s, strict=True):
+            for step, work_s, taken_s in zip(program.steps, works_s, spent_s, strict=True):
+                if name := _OVERHEADS.get(step.instruction.kind):
+                    found[name].append((taken_s - work_s) / slower / _messages(step.instruction))
         return found
 
-    def updates_s(self, machine: Machine, seen: Rehearsed) -> list[tuple[float, float]]:
-        """What the ranks' updates took, and what they take by the machine."""
-        return [(taken, work) for instruction, work, taken in self._all(machine, seen) if instruction.kind == "update"]
-
-    def _all(self, machine: Machine, seen: Rehearsed) -> Iterator[tuple[Instruction, float, float]]:
-        """Every instruction of every rank, its seconds by the machine, and what it took."""
-        for program, works_s, spent_s in zip(self.programs, self.work_s(machine), seen.spent_s, strict=True):
-            yield from zip((step.instruction for step in program.steps), works_s, spent_s, strict=True)
-
-    def wake_s(self, machine: Machine, step_s: float) -> float:
+    def wake_s(self, machine: Machine) -> float:
         """How long a rank takes to go on once its message has come: what is left to be explained of a step."""
         if len(self.programs) == 1:
             return 0.0  # nobody waits
-        low_s, high_s = 0.0, step_s / len(_WIDTHS) / _DEPTH
+        low_s, high_s = 0.0, self.seen.step_s / len(_WIDTHS) / _DEPTH
         for _ in range(12):
             middle_s = (low_s + high_s) / 2
-            too_fast = self.seconds(replace(machine, wake_s=middle_s)) < step_s
+            too_fast = self.seconds(replace(machine, wake_s=middle_s)) < self.seen.step_s
             low_s, high_s = (middle_s, high_s) if too_fast else (low_s, middle_s)
         return low_s
 
     def seconds(self, machine: Machine) -> float:
         """Of a step of all ranks."""
         return simulate(self.programs, self.tallies, machine, [1] * len(self.programs)).seconds
-
-
-def _crowded_s(machine: Machine, step: Sequence[Action]) -> float:
-    return sum(each.seconds * machine.contention * each.crowded for each in step if isinstance(each, Work))
 
 
 def _messages(instruction: Instruction) -> int:

@@ -92,12 +92,16 @@ def timed(sizes: tuple[Size, ...], turn: int = 0) -> list[Timed]:
 
 
 def speeds(
-    alone: Sequence[Timed], crowded: Sequence[Sequence[Timed]], call_s: float, back_call_s: float
+    alone: Sequence[Timed], crowded: Sequence[Sequence[Timed]], call_s: float, back_call_s: float, cores: int
 ) -> dict[str, tuple[Speed, ...]]:
-    """The speeds of the samples that one rank timed alone, and then all of them at once; without what calls take."""
+    """The speeds of the samples that one rank timed alone, and then all of them at once; without what calls take.
+
+    Fewer ranks than cores crowd each other less than as many would: a neighbour counts as much as any other.
+    """
     found: dict[str, list[Speed]] = defaultdict(list)
+    more = max(1.0, (cores - 1) / max(1, len(crowded) - 1))
     for sample, *others in zip(alone, *crowded, strict=True):
-        found[sample.op.kind].append(_speed(sample, others, call_s, back_call_s))
+        found[sample.op.kind].append(_speed(sample, others, call_s, back_call_s, more))
     return {kind: tuple(samples) for kind, samples in found.items()}
 
 
@@ -119,7 +123,7 @@ def median_seconds(work: Callable[[], object], times: int = 5, clock: Callable[[
     return statistics.median(found)
 
 
-def _speed(alone: Timed, crowded: Sequence[Timed], call_s: float, back_call_s: float) -> Speed:
+def _speed(alone: Timed, crowded: Sequence[Timed], call_s: float, back_call_s: float, more: float) -> Speed:
     amount, at = amount_of(alone.op)
     back_amount = amount * (2 if alone.op.kind in BY_ARITHMETIC else 1)  # the gradients of values, and of weights
     own_s, own_back_s = _without(alone.forward_s, call_s), _without(alone.back_s, back_call_s)
@@ -128,7 +132,7 @@ def _speed(alone: Timed, crowded: Sequence[Timed], call_s: float, back_call_s: f
         tuple(map(float, at)),
         amount / own_s,
         back_amount / own_back_s,
-        crowded=max(1.0, statistics.median(slower)) if slower else 1.0,
+        crowded=1 + more * (max(1.0, statistics.median(slower)) - 1) if slower else 1.0,
     )
 
 

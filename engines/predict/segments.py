@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -96,19 +96,24 @@ class SegmentCount:
         keeps = frozenset(key for call in calls if call.leads_back for key in self._saved(call))
         self._leave()
         back, gradients = self._back([call for call in calls if call.leads_back])
-        left = gradients.left()
-        trains = {name: size for name, size in left.items() if name in self.way.graph.weights}
-        grads = {name: size for name, size in left.items() if name not in trains}
-        moves = (*gradients.moved, *self._joins(grads))
+        trains = {name: size for name, size in gradients.sizes.items() if name in self.way.graph.weights}
+        grads = {name: size for name, size in gradients.sizes.items() if name not in trains}
+        moves = (*gradients.moved, *self._joins(grads, gradients.passed))
         kept = {key: size for key, size in self.fresh.items() if key in keeps or key in self._outputs()}
         matrices = (len(self.way.graph.weights[name].shape) > 1 for name in trains)
         ops = tuple(_counted(call.op.kernel, call.effect, call.locals) for call in calls)
         return SegmentTally(ops, keeps, kept, inside.peak, back, grads, trains, any(matrices), moves)
 
-    def _joins(self, grads: Mapping[str, int]) -> list[int]:
-        """The bytes moved to add gradients of inputs to those that they have from what reads them later on."""
-        readers = self.way.way.reads
-        return [3 * size for name, size in grads.items() if readers[name][-1] != self.segment.name]
+    def _joins(self, grads: Mapping[str, int], passed: Collection[str]) -> Iterator[int]:
+        """The bytes moved to add gradients of inputs to those that they have from what reads them later on.
+
+        One that was `passed` on is copied if it is the first.
+        """
+        for name, size in grads.items():
+            if self.way.way.reads[name][-1] != self.segment.name:
+                yield 3 * size
+            elif name in passed:
+                yield 2 * size
 
     def _enter(self, name: str, local: Local, key: str) -> None:
         self.scope[name], self.names[name], self.keys[name] = local, (name,), key
@@ -210,6 +215,7 @@ class SegmentCount:
                 grads.forget(call.makes)
                 for key in self._saved(call):
                     ledger.release(key)
+        grads.leave()
         return ledger.peak - start, grads
 
 

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from engines.errors import PlanError
-from engines.predict.actions import Action, Await, Finish, Join, Post, Work
+from engines.predict.actions import Action, Await, Fetch, Finish, Join, Post, Work
 from engines.predict.cost import Prices, priced
 from engines.predict.links import Links, Passing
 from engines.predict.machine import Link, Machine
@@ -174,7 +174,7 @@ class _Simulation:
                 action = actions[lane.action]
                 lane.action += 1
                 if not self._do(lane, action):
-                    lane.waits_from_s = None if isinstance(action, Work) else self.now
+                    lane.waits_from_s = None if isinstance(action, Work | Fetch) else self.now
                     return
             lane.end_step(self.now)
 
@@ -182,19 +182,25 @@ class _Simulation:
         """Whether the rank can go on at once; otherwise it will be told when."""
         match action:
             case Work():
-                if action.seconds > 0:
-                    self.processors.start(lane.rank, action, self.now)
-                return action.seconds <= 0
+                return self._work(lane.rank, action)
             case Post(route, count):
                 self._post(_moved(route, lane.shift), count)
                 return True
             case Await(route):
                 return self._await(lane.rank, _moved(route, lane.shift))
+            case Fetch(route, count):
+                here = self.machine.copies_messages(*_moved(route, lane.shift)[:2])
+                return not here or self._work(lane.rank, Work(count / self.machine.bytes_per_s))
             case Join():
                 self._join(self._sum(lane, action))
                 return True
             case Finish():
                 return self._finish(lane.rank, self._sum(lane, action))
+
+    def _work(self, rank: int, work: Work) -> bool:
+        if work.seconds > 0:
+            self.processors.start(rank, work, self.now)
+        return work.seconds <= 0
 
     def _await(self, rank: int, route: Route) -> bool:
         then = self.arrived.pop(route, None)

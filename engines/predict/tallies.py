@@ -33,7 +33,7 @@ class SegmentTally:
     backward, `fresh` the bytes of what the segment makes of that and of its outputs, and `inside` the most bytes beyond
     what was there before that are in use while it runs forward; `back_inside` likewise in backward, beyond what that
     finds. It adds to gradients: `grads` are their bytes by value, `trains` by weight; `moves` are the bytes that each
-    addition of values' gradients reads and writes. `late`: the weights' may be computed apart.
+    addition or copy of a gradient reads and writes. `late`: the weights' may be computed apart.
     """
 
     ops: tuple[OpTally, ...]

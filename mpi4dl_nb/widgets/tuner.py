@@ -32,7 +32,8 @@ class Tuner(Instrument):
     They are predicted when it is made (the cluster is calibrated first). "Measure the best" trains the first ones on
     the ranks for some steps, "Measure the chosen" that one; the table is ordered anew then. `plan` is the chosen one,
     the best until another one is chosen. Below the table stands why: `explanation`, what was predicted of each kind of
-    parallelism. Without a browser: `measure_best()`, `choose(plan)`.
+    parallelism. With `neutral_batch`, what counts is the time for an update of so many images, as in `tune`.
+    Without a browser: `measure_best()`, `choose(plan)`.
     Raises PlanError or TraceError where no plan can run, RankError where the cluster is not started.
     """
 
@@ -46,7 +47,9 @@ class Tuner(Instrument):
         labels: TensorSpec | None = None,
         rank_bytes: int | None = None,
         progress: bool = True,
+        neutral_batch: int | None = None,
     ) -> None:
+        self.neutral_batch = neutral_batch
         self.tuning = Tuning(model, image_shape, cluster, loss, optimiser, labels)
         self.rows = ChoiceTable()
         self.top = number("plans to measure", 3, 1, 20, "how many of the best plans are trained for real")
@@ -67,7 +70,7 @@ class Tuner(Instrument):
         with announced("Measuring how fast these ranks compute and send, a few seconds ..."):
             cluster.calibrate()
         with bar("plans predicted", progress) as seen:
-            found = self.tuning.find(rank_bytes, seen)
+            found = self.tuning.find(rank_bytes, seen, neutral_batch)
         self.explanation, self.refused = found.explanation, found.refused
         self.why.value = f"<b>Why: what is predicted of each kind of parallelism</b>{self.explanation._repr_html_()}"
         self._show(found.candidates)
@@ -105,7 +108,7 @@ class Tuner(Instrument):
         try:
             with self.telling():
                 measured = self.tuning.measure(candidates, self.steps.value, self._seen)
-                self._show(ordered(exchanged(self.candidates, measured)))
+                self._show(ordered(exchanged(self.candidates, measured), self.neutral_batch))
                 outcome = spoken_measured(measured)
         finally:
             self._tell(outcome)

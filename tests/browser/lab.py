@@ -110,19 +110,22 @@ class NotebookPage:
         for _ in range(PAGES):
             self.errors.clear()
             try:
-                self._load(cells)
-                if dark:
-                    self.menu("Settings", "Theme", "JupyterLab Dark")
-                self.page.evaluate(RUN_ALL)
-                self.page.wait_for_function("() => window.ran", timeout=RUN_S * 1000)
-                self.wait_idle()
+                self._run(cells, dark)
+                if self._has_run(len(cells)):
+                    return
+                self.failures.append(self._shown())
+                self.shut_down()
             except PageError as error:
-                self.failures.append(f"{error}")
-            if self._has_run():
-                return
-            self.failures.append(self._shown())
-            self.shut_down()
+                self.failures.append(str(error))
         raise TimeoutError("JupyterLab did not run all cells:\n" + "\n".join(self.failures))
+
+    def _run(self, cells: Sequence[str], dark: bool) -> None:
+        self._load(cells)
+        if dark:
+            self.menu("Settings", "Theme", "JupyterLab Dark")
+        self.page.evaluate(RUN_ALL)
+        self.page.wait_for_function("() => window.ran", timeout=RUN_S * 1000)
+        self.wait_idle()
 
     def _load(self, cells: Sequence[str]) -> None:
         """The page of a new notebook, whose kernel has answered."""
@@ -142,9 +145,10 @@ class NotebookPage:
         for entry in path[1:]:
             self.page.click(f'.lm-Menu-itemLabel:text-is("{entry}")')
 
-    def _has_run(self) -> bool:
+    def _has_run(self, cells: int) -> bool:
         """Whether all cells have, and no widget is a text: a page that does not know widgets yet shows that."""
-        done, a_widget = f"{PROMPTS}.every(text => /\\d/.test(text))", "/^(<mpi4dl_nb.* object at|\\w+\\(children=)/"
+        done = f"{PROMPTS}.filter(text => /\\d/.test(text)).length === {cells}"
+        a_widget = "/^(<mpi4dl_nb.* object at|\\w+\\(children=)/"
         return bool(self.page.evaluate(f"() => {done} && !{TEXTS}.some(text => {a_widget}.test(text))"))
 
     def _shown(self) -> str:

@@ -15,6 +15,7 @@ from engines.spoken import spoken_bytes, spoken_rate
 from mpi4dl_nb import Cluster, Training, tune
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.tuning import show_tuning
+from mpi4dl_nb.tuning import ordered
 from mpi4dl_nb.widgets.tuner import Tuner
 from tests.draw.legible import read, unreadable
 
@@ -116,6 +117,18 @@ def test_unless_one_is_chosen_the_plan_is_the_best_measured(cluster):
     tuner.measure_best()
     assert tuner.plan == tuner.candidates[0].plan
     assert tuner.candidates[0].images_per_s == max(each.images_per_s for each in tuner.candidates[:2])
+
+
+def test_images_beyond_a_neutral_batch_do_not_count_in_the_table(cluster):
+    neutral = SHAPE[0]
+    tuner = Tuner(model(), SHAPE, cluster, progress=False, neutral_batch=neutral)
+    assert len({each.forecast.images for each in tuner.candidates}) > 1
+    assert tuner.candidates == ordered(tuner.candidates, neutral)
+    tuner.steps.value = 1
+    tuner.measure_chosen()
+    assert tuner.candidates == ordered(tuner.candidates, neutral)
+    with pytest.raises(PlanError, match="neutral_batch=0 must be 1 image or more"):
+        Tuner(model(), SHAPE, cluster, progress=False, neutral_batch=0)
 
 
 def test_a_plan_that_fails_is_told_and_the_others_are_measured(cluster, monkeypatch):

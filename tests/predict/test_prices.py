@@ -73,8 +73,8 @@ def test_on_shared_cores_whoever_waits_for_a_message_fetches_it():
 
 def test_threads_share_a_kernel_and_wait_for_each_other():
     segment = SegmentTally((OpTally("aten.relu.default", "pointwise", 0, 8),), frozenset(), {}, 0, 0, {}, {}, False)
-    slow = replace(SHARED, fork_s=0.5, contention=1.25)
-    assert [segment_work(segment, slow, threads, Phase.FORWARD).seconds for threads in (1, 2)] == [8, 5.5]
+    slow = replace(SHARED, fork_s=0.5)
+    assert [segment_work(segment, slow, threads, Phase.FORWARD).seconds for threads in (1, 2)] == [8, 4.5]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_sample_is_as_crowded_as_all_ranks_found_it():
     def taken(seconds: float) -> Timed:
         return Timed(OpTally("aten.relu.default", "pointwise", 0, 100), [seconds] * 3, [seconds] * 3)
 
-    found = speeds([taken(1.0)], [[taken(1.2)], [taken(1.5)], [taken(2.0)]], call_s=0.5, back_call_s=0.0)
+    found = speeds([taken(1.0)], [[taken(1.2)], [taken(1.5)], [taken(2.0)]], call_s=0.5, back_call_s=0.0, cores=2)
     assert found == {"pointwise": (Speed((100.0,), 200.0, 100.0, crowded=1.5),)}
     assert Machine("two", "an example", found, cores=2).crowded("pointwise", (50,)) == 1.5
     assert Machine("its own", "an example", found).crowded("pointwise", (50,)) == 1

@@ -46,7 +46,7 @@ def test_ranks_measure_themselves_and_agree(monkeypatch):
     assert machines[0] == machines[1] == Machine.from_json(machines[0].to_json())
     machine = machines[0]
     assert set(machine.speeds) == set(CLASSES)
-    assert machine.contention > 0.4
+    assert 0.5 < machine.contention < 10
     assert 0 < machine.exchange_s < 0.1
     assert 0 <= machine.wake_s < 0.1
 
@@ -55,4 +55,4 @@ def test_a_rank_alone_waits_for_nobody(monkeypatch):
     monkeypatch.setattr("engines.predict.rehearsal._STEPS", 6)
     (machine,) = run_ranks(1, calibrate)
     assert machine.wake_s == 0
-    assert machine.contention > 0.4
+    assert machine.contention == 1
