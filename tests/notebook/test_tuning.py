@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 import pytest
@@ -11,11 +12,14 @@ from torch import nn
 from engines.errors import PlanError
 from engines.predict.kinds import kind_of
 from engines.predict.machine import Machine
+from engines.program.compile import compile_plan
+from engines.program.program import Program
+from engines.program.traffic import traffic
 from engines.spoken import spoken_bytes, spoken_rate
 from mpi4dl_nb import Cluster, Training, tune
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.tuning import show_tuning
-from mpi4dl_nb.tuning import ordered
+from mpi4dl_nb.tuning import Candidate, Tuning, ordered
 from mpi4dl_nb.widgets.tuner import Tuner
 from tests.draw.legible import read, unreadable
 
@@ -154,5 +158,12 @@ def test_over_mpi_predictions_are_of_the_size_of_what_is_measured():
     with Cluster(2) as started:
         tuned = tune(model(), (2, 3, 64, 64), started, top=2, steps=3, progress=False)
         for each in tuned.candidates[:2]:
-            assert each.predicted_bytes == pytest.approx(each.peak_bytes, rel=0.15)
             assert 0.05 < each.predicted_images_per_s / each.images_per_s < 20
+            check_bytes(each, compile_plan(Tuning(model(), (2, 3, 64, 64), started).graph_of(each.plan), each.plan))
+
+
+def check_bytes(found: Candidate, programs: Sequence[Program]) -> None:
+    """As predicted; beyond it are at most messages that their receivers, which share the cores, fetched late."""
+    for memory, seen, program in zip(found.forecast.memory, found.measured.peak_bytes, programs, strict=True):
+        sent = sum(each.bytes for each in traffic(program).values())
+        assert 0.98 * memory.peak_bytes <= seen <= 1.02 * memory.peak_bytes + sent
