@@ -10,7 +10,7 @@ import pytest
 from tests.browser.pages import chromium, lab, notebook
 from tests.checkpoint.stored import recipe, stored
 from tests.images.saved_files import files
-from tests.mpi import mpi_command, mpi_environment
+from tests.mpi import mpi_command, mpi_environment, run_launcher
 
 __all__ = ["chromium", "files", "lab", "mpiexec", "notebook", "recipe", "stored"]
 
@@ -19,10 +19,4 @@ __all__ = ["chromium", "files", "lab", "mpiexec", "notebook", "recipe", "stored"
 def mpiexec() -> Callable[..., subprocess.CompletedProcess[str]]:
     """`mpiexec(ranks, *arguments)` runs `python -m mpi4py *arguments` on that many ranks."""
     environment = mpi_environment()
-
-    def run(ranks: int, *arguments: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            mpi_command(ranks, *arguments), env=environment, capture_output=True, text=True, timeout=600, check=False
-        )
-
-    return run
+    return lambda ranks, *arguments: run_launcher(mpi_command(ranks, *arguments), environment)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["mpi_command", "mpi_environment"]
+import psutil
+
+__all__ = ["mpi_command", "mpi_environment", "run_launcher"]
+
+_LOOK_S, _CHILDLESS, _LOOKS, _TRIES = 10.0, 3, 60, 3
 
 
 def mpi_command(ranks: int, *arguments: object) -> list[str]:
@@ -24,3 +30,39 @@ def mpi_environment() -> dict[str, str]:
     if os.geteuid() == 0:
         found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return found
+
+
+def run_launcher(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a launcher to its end. Once in thousands of runs prterun waits for itself when its ranks are gone (seen: its
+    main thread in a mutex that nobody will unlock); then it is started again.
+
+    Raises subprocess.TimeoutExpired where ranks go on for ten minutes.
+    """
+    for _ in range(_TRIES):
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as launcher:
+            try:
+                return _ended(launcher)
+            except _StuckError:
+                continue
+            finally:
+                launcher.kill()
+    raise subprocess.TimeoutExpired(command, _TRIES * _CHILDLESS * _LOOK_S)
+
+
+class _StuckError(Exception):
+    """The launcher has had no ranks for a while."""
+
+
+def _ended(launcher: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    childless = 0
+    for _ in range(_LOOKS):
+        try:
+            out, errors = launcher.communicate(timeout=_LOOK_S)
+            return subprocess.CompletedProcess(launcher.args, launcher.returncode, out, errors)
+        except subprocess.TimeoutExpired:
+            childless = 0 if psutil.Process(launcher.pid).children() else childless + 1
+        if childless == _CHILDLESS:
+            raise _StuckError
+    raise subprocess.TimeoutExpired(launcher.args, _LOOKS * _LOOK_S)
