@@ -16,7 +16,7 @@ from engines.comm.waiting import waited
 from engines.comm.world import Message, Pending
 from engines.errors import RankError, ReleasedError
 
-__all__ = ["LoopbackWorld", "loopback", "run_ranks"]
+__all__ = ["LoopbackWorld", "Mail", "loopback", "run_ranks"]
 
 _GATHER = -1
 _RECOVERY_S = 10.0
@@ -29,7 +29,7 @@ _Place = tuple[_Route, int]
 """Of one letter: its number on its route."""
 
 
-class _Mail:
+class Mail:
     """Letters between ranks: of one route, the first that is asked for is the first that was sent, as in MPI.
 
     Whoever waits for which one first does not matter.
@@ -55,12 +55,17 @@ class _Mail:
             return route, self.wanted[route] - 1
 
     def fetch(self, place: _Place) -> Any:
+        self.await_letter(place)
+        with self.arrived:
+            return self.letters.pop(place)
+
+    def await_letter(self, place: _Place) -> None:
+        """Return when it is there; whoever asked for it is the only one who fetches it."""
         with self.arrived:
             if place not in self.letters:
                 with waited():
                     self.arrived.wait_for(lambda: place in self.letters or self.failed)
             self._check()
-            return self.letters.pop(place)
 
     def has(self, place: _Place) -> bool:
         with self.arrived:
@@ -105,7 +110,7 @@ class _Receipt:
 class LoopbackWorld:
     """One rank's end of the mail."""
 
-    def __init__(self, rank: int, size: int, mail: _Mail) -> None:
+    def __init__(self, rank: int, size: int, mail: Mail) -> None:
         self.rank, self.size = rank, size
         self._mail = mail
 
@@ -159,7 +164,7 @@ def _copy(into: Tensor, letter: Tensor) -> None:
 
 def loopback(size: int) -> list[LoopbackWorld]:
     """The ends of `size` ranks that reach each other."""
-    mail = _Mail(size)
+    mail = Mail(size)
     return [LoopbackWorld(rank, size, mail) for rank in range(size)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,8 +45,8 @@ Inputs = Mapping[int, Mapping[str, Tensor]]
 class Worker:
     """One rank's tensors, and its place in its program.
 
-    `weights` and `buffers` are the rank's own, by name. `keeps_graphs` as in `Tools`. `words` say of each step what it
-    is, for whoever asks where the rank is.
+    `weights` and `buffers` are the rank's own, by name. `keeps_graphs` as in `Tools`, `make_lane` makes what holds a
+    micro-batch. `words` say of each step what it is, for whoever asks where the rank is.
     """
 
     def __init__(
@@ -60,13 +60,14 @@ class Worker:
         seed: int = 0,
         rules: UpdateRules | None = None,
         keeps_graphs: bool = True,
+        make_lane: Callable[..., Lane] = Lane,
     ) -> None:
         self.program, self.world = program, world
         self.weights, self.buffers = weights, buffers
         self.descent = Descent(weights, optimiser, rules or UpdateRules())
         self.device = device or torch.device("cpu")
         self.events: list[Event] = []
-        self.seed, self.steps = seed, 1
+        self.seed, self.steps, self._make_lane = seed, 1, make_lane
         self.words = [step.instruction.name.encode() for step in program.steps]
         self._outbox = Outbox()
         self._sums: dict[str, GradientSum] = {}
@@ -97,7 +98,7 @@ class Worker:
         self._agreed: Tensor | None = None
         count = self.program.micro_batches
         self.lanes = {
-            number: Lane(
+            number: self._make_lane(
                 self.tools, self.program.way(number), inputs.get(number, {}),
                 seed=step_seed(self.seed, self.steps * count + number), loss_gradient=self.descent.scale / count,
             )

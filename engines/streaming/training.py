@@ -1,0 +1,148 @@
+"""Tiles in turn: one process trains an image far larger than its memory, tile after tile.
+
+The programs are those of a spatial plan, one for each tile, and run as ever; but one at a time, in the order in which
+what they wait for is there. What a tile holds while others compute lies in a file. All tiles have one set of weights,
+whose gradients therefore add up by themselves, and one update follows when the last tile has gone back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engines.comm.device import choose_device, cores, memory_format
+from engines.errors import LossError, PlanError
+from engines.layer.graph import plain_name
+from engines.plan import Plan
+from engines.program.compile import compile_plan
+from engines.program.instructions import SumGradients, Update
+from engines.program.program import Program, Step
+from engines.program.worker import Inputs, Worker
+from engines.streaming.baton import Relay
+from engines.streaming.lane import ShelvedLane
+from engines.streaming.shelf import Shelf
+from engines.streaming.store import Store
+from engines.training import Recipe, cut_inputs, own_copy
+
+__all__ = ["StreamedTraining"]
+
+
+class StreamedTraining:
+    """The training of a plan of one spatial stage, all of its tiles in this process.
+
+    `folder`: where values lie meanwhile (None: where temporary files do). Raises PlanError where the plan is another
+    one, RankError where nothing can be stored.
+    """
+
+    def __init__(self, recipe: Recipe, folder: str | Path | None = None, threads: int | None = None) -> None:
+        check(recipe.plan)
+        recipe.additions.adopt()
+        self.recipe, self.threads = recipe, threads or cores()
+        self.programs = [_passes(program) for program in compile_plan(recipe.graph, recipe.plan)]
+        self.device = choose_device(recipe.device, rank=0)
+        held_in = recipe.graph.inputs["images"].dtype
+        first = self.programs[0]
+        self.weights = {name: own_copy(recipe.state[name], held_in, self.device) for name in first.weights}
+        self.buffers = {name: own_copy(recipe.state[name], held_in, self.device) for name in first.buffers}
+        trained = [w.requires_grad_() for name, w in self.weights.items() if name in recipe.graph.trainable]
+        self.store = Store(folder)
+        self._relay = Relay(len(self.programs))
+        self._shelves = [Shelf(self.store, [*self.weights.values(), *self.buffers.values()]) for _ in self.programs]
+        self.workers = [
+            self._worker(*each, recipe.optimiser(trained) if number == 0 and trained else None)
+            for number, each in enumerate(zip(self.programs, self._relay.worlds, self._shelves, strict=True))
+        ]
+
+    def _worker(self, program: Program, world, shelf: Shelf, optimiser: torch.optim.Optimizer | None) -> Worker:  # type: ignore[no-untyped-def]
+        recipe = self.recipe
+        worker = Worker(
+            program, world, self.weights, self.buffers, optimiser, self.device, recipe.seed, recipe.rules,
+            make_lane=partial(ShelvedLane, shelf=shelf),
+        )  # fmt: skip
+        self._relay.enter(
+            program.rank,
+            lambda: shelf.put_away(tensor for lane in worker.lanes.values() for tensor in lane.touched()),
+            lambda: worker.position,
+        )
+        return worker
+
+    def step(self, feed: Callable[[int], Inputs]) -> Mapping[int, float]:
+        """One training step; the losses by micro-batch. `feed(tile)` gives a tile's parts of the inputs.
+
+        Raises LossError where a loss is not a number; no weight has changed then. RankError where the disk is full.
+        """
+        for weight in self.weights.values():
+            weight.grad = None
+        try:
+            self._relay.run([partial(self._pass, worker, feed) for worker in self.workers])
+            first = self.workers[0]
+            losses = first.losses
+            if not all(map(math.isfinite, losses.values())):
+                raise LossError(f"The loss is {losses}. No weight was changed. Lower the learning rate.")
+            while not first.done:
+                first.step()
+        finally:
+            self._let_go()
+        return losses
+
+    def _pass(self, worker: Worker, feed: Callable[[int], Inputs]) -> None:
+        """Forward and back, all micro-batches of one tile."""
+        torch.set_num_threads(self.threads)
+        parts = feed(worker.program.rank)
+        worker.restart({number: {name: self._own(part) for name, part in own.items()} for number, own in parts.items()})
+        while not (worker.done or isinstance(worker.program.steps[worker.position].instruction, Update)):
+            worker.step()
+
+    def _own(self, part: Tensor) -> Tensor:
+        """A copy on the device: its memory will be given up, and the caller's must not be."""
+        return part.to(self.device).clone(memory_format=memory_format(part.dim()))
+
+    def _let_go(self) -> None:
+        for worker, shelf in zip(self.workers, self._shelves, strict=True):
+            worker.steps = self.workers[0].steps  # what is drawn at random follows from it
+            worker.restart({})
+            shelf.clear()
+
+    def cut(self, inputs: Mapping[str, Tensor]) -> Callable[[int], Inputs]:
+        """The tiles' parts of the whole inputs of a step, each when it is asked for."""
+        return lambda tile: cut_inputs(self.programs[tile], inputs)
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Copies of the last step's, by the plain model's names."""
+        return {plain_name(name): w.grad.clone() for name, w in self.weights.items() if w.grad is not None}
+
+    def close(self) -> None:
+        """Give the disk's space back."""
+        self.store.close()
+
+
+def check(plan: Plan) -> None:
+    """Raises PlanError where a plan's tiles cannot be computed in turn."""
+    wanted = {
+        "split_size": 1, "spatial_size": 1, "schedule": "fill_drain", "data_parallel": 1, "bidirectional": False,
+        "overlap_halos": False, "sync_batchnorm": True, "checkpoint_activations": False,
+    }  # fmt: skip
+    wrong = [f"{name}={getattr(plan, name)!r}" for name, value in wanted.items() if getattr(plan, name) != value]
+    if wrong:
+        right = ", ".join(f"{name}={value!r}" for name, value in wanted.items())
+        raise PlanError(
+            f"{', '.join(wrong)}: tiles in turn are those of one spatial stage in one process. Use {right}."
+        )
+
+
+def _passes(program: Program) -> Program:
+    """Without what ranks do together at the update: the first one updates the weights that all share."""
+    steps: Sequence[Step] = [step for step in program.steps if not isinstance(step.instruction, SumGradients)]
+    kept = [
+        step
+        for step in steps
+        if step.phase.value != "update" or (program.rank == 0 and isinstance(step.instruction, Update))
+    ]
+    return replace(program, steps=tuple(kept))
