@@ -73,7 +73,6 @@ class Trial:
             if last:
                 self.peak_bytes = tuple(self.cluster.call(_bytes, self.name, per_rank=self._inputs))
             else:
-                self.cluster.call(_timed, self.name, per_rank=self._inputs)
                 self._seconds.append(max(self.cluster.call(_timed, self.name, per_rank=self._inputs)))
         except Mpi4dlError as error:
             self.failure = str(error)
@@ -86,16 +85,16 @@ class Trial:
         self._inputs = [(cut_inputs(program, whole),) for program in programs]
 
 
-def run_in_turns(trials: Sequence[Trial], steps: int, seen: Seen = nobody) -> None:
+def run_in_turns(trials: Sequence[Trial], steps: int, seen: Seen = nobody, count_bytes: bool = True) -> None:
     """A turn of each, again and again, so that all meet the same disturbances; in the end nothing is left of them.
 
     Each takes `steps` turns that are timed, and one that counts bytes.
     """
-    rounds = steps + 1
+    rounds = steps + count_bytes
     try:
         for turn in range(rounds):
             for index, trial in enumerate(trials):
-                trial.turn(last=turn == rounds - 1)
+                trial.turn(last=turn == steps)
                 seen(turn * len(trials) + index + 1, rounds * len(trials))
     finally:
         for trial in trials:
@@ -115,6 +114,7 @@ def _create(host: Host, name: str, recipe: Recipe) -> None:
 
 def _timed(host: Host, name: str, inputs: Inputs) -> float:
     training = host.trainings[name]
+    training.step(inputs)
     host.world.rest()
     start_s = time.perf_counter()
     training.step(inputs)

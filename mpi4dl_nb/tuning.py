@@ -147,10 +147,12 @@ class Tuning:
         )  # fmt: skip
         return Findings(tuple(map(Candidate, found.fitting)), explain(found, rank_bytes), found.refused)
 
-    def measure(self, candidates: Sequence[Candidate], steps: int = 3, seen: Seen = nobody) -> list[Candidate]:
+    def measure(
+        self, candidates: Sequence[Candidate], steps: int = 3, seen: Seen = nobody, count_bytes: bool = True
+    ) -> list[Candidate]:
         """The same ones, trained for some steps on the ranks. A plan that fails is told with its failure."""
         trials = [Trial(self.cluster, self._recipe(each.plan)) for each in candidates]
-        run_in_turns(trials, steps, seen)
+        run_in_turns(trials, steps, seen, count_bytes)
         return [
             replace(each, measured=trial.measured, failure=trial.failure)
             for each, trial in zip(candidates, trials, strict=True)

@@ -1,8 +1,8 @@
 """Predictions against what was measured, plan by plan: `python -m tests.foresight`, with this machine for itself.
 
-Every plan that `plans(ranks, batch)` lists is trained for real, and predicted on the machine as it was calibrated
-before, between and behind (medians), since a shared host is not the same for minutes. One line of JSON for each, and
-for each model and image size how far off bytes, seconds and the choice of a plan were.
+Every plan that `plans(ranks, batch)` lists is trained for real, in rounds between which the machine is calibrated: a
+shared host is not the same for minutes, and so predictions and measurements are medians over the same time.
+One line of JSON for each, and for each model and image size how far off bytes, seconds and the choice of a plan were.
 `--save FILE` keeps what was measured, and `--again FILE` predicts the same once more.
 """
 
@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -31,8 +31,7 @@ from mpi4dl_nb import Cluster
 from mpi4dl_nb.tuning import Candidate, Tuning
 from tests.typical import typical
 
-BATCH, GROUP, TOP = 4, 8, 4
-CALIBRATED = 16  # plans between two calibrations
+BATCH, GROUP, STEPS, TOP = 4, 8, 2, 4
 SIZES = (128, 192)
 
 
@@ -55,8 +54,12 @@ class Row:
     """One plan of a case: seconds of a step and bytes of each rank, as they were measured."""
 
     plan: Plan
-    seconds: tuple[float, ...]
-    peak_bytes: tuple[int, ...]
+    seconds: tuple[float, ...] = ()
+    peak_bytes: tuple[int, ...] = ()
+
+    def __add__(self, other: Row) -> Row:
+        """What was measured later on, too."""
+        return Row(self.plan, self.seconds + other.seconds, other.peak_bytes)
 
     @property
     def median_s(self) -> float:
@@ -93,22 +96,27 @@ def plan_of(fields: dict) -> Plan:
     return Plan(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
 
 
-def measured(model: str, size_px: int, ranks: int, steps: int) -> Case:
-    """All plans of a case, trained on ranks of their own."""
+def measured(model: str, size_px: int, ranks: int, rounds: int) -> Case:
+    """All plans of a case, trained on ranks of their own; the machine is calibrated before, between and behind."""
     with Cluster(ranks) as cluster:
-        machines = [cluster.calibrate()]
-        case = Case(model, size_px, machines[0])
-        tuning, asked = case.tuning(cluster), list(plans(ranks, BATCH))
-        rows: list[Row] = []
-        for first in range(0, len(asked), GROUP):
-            if len(machines) * CALIBRATED <= first:
-                machines.append(cluster.calibrate(again=True))
-            group = [forecast(tuning.graph_of(plan), plan, case.machine) for plan in asked[first : first + GROUP]]
-            found = tuning.measure([Candidate(each) for each in group], steps)
-            if failed := [f"{each.plan.summary}: {each.failure}" for each in found if each.failure]:
-                raise RankError(f"These plans could not be measured: {'; '.join(failed)}")
-            rows += [Row(each.plan, each.measured.seconds, each.measured.peak_bytes) for each in found]
-        return Case(model, size_px, typical([*machines, cluster.calibrate(again=True)]), tuple(rows))
+        case = Case(model, size_px, cluster.calibrate(again=True))
+        tuning = case.tuning(cluster)
+        asked = [Candidate(forecast(tuning.graph_of(plan), plan, case.machine)) for plan in plans(ranks, BATCH)]
+        machines, rows = [case.machine], [Row(each.plan) for each in asked]
+        for turn in range(rounds):
+            rows = [row + more for row, more in zip(rows, _round(tuning, asked, turn == rounds - 1), strict=True)]
+            machines.append(cluster.calibrate(again=True))
+        return replace(case, machine=typical(machines), rows=tuple(rows))
+
+
+def _round(tuning: Tuning, asked: Sequence[Candidate], last: bool) -> Iterator[Row]:
+    """Some steps of each plan, of which a few at a time are in memory; bytes are counted in the last round."""
+    for first in range(0, len(asked), GROUP):
+        found = tuning.measure(asked[first : first + GROUP], STEPS, count_bytes=last)
+        if failed := [f"{each.plan.summary}: {each.failure}" for each in found if each.failure]:
+            raise RankError(f"These plans could not be measured: {'; '.join(failed)}")
+        for each in found:
+            yield Row(each.plan, each.measured.seconds, each.measured.peak_bytes)
 
 
 def predicted(case: Case) -> Iterator[tuple[Row, Forecast]]:
@@ -169,7 +177,7 @@ def _choice(pairs: Pairs) -> dict[str, object]:
 def main(arguments: Sequence[str]) -> int:
     flags = argparse.ArgumentParser(prog="python -m tests.foresight", description=__doc__.splitlines()[0])
     flags.add_argument("--ranks", type=int, default=4)
-    flags.add_argument("--steps", type=int, default=3)
+    flags.add_argument("--rounds", type=int, default=3)
     flags.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     flags.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="PX")
     flags.add_argument("--save", type=Path)
@@ -178,7 +186,7 @@ def main(arguments: Sequence[str]) -> int:
     cases = [Case.from_json(json.loads(line)) for line in chosen.again.read_text().splitlines()] if chosen.again else []
     for model in () if chosen.again else chosen.models:
         for size in chosen.sizes:
-            cases.append(measured(model, size, chosen.ranks, chosen.steps))
+            cases.append(measured(model, size, chosen.ranks, chosen.rounds))
             if chosen.save:
                 with chosen.save.open("a") as file:
                     file.write(json.dumps(cases[-1].to_json()) + "\n")

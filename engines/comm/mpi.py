@@ -175,10 +175,11 @@ class MpiWorld:
             return [value, *(self.comm.recv(source=peer, tag=_COLLECTED) for peer in range(1, self.size))]
 
     def rest(self) -> None:
-        """Return when every rank is here; sleeps meanwhile."""
-        with self:
-            barrier = self.comm.Ibarrier()
-        _Requests([barrier], [], self).wait(nap_s=_REST_S)
+        """Return when every rank is here; sleeps meanwhile. Then those that slept wait for each other to awake."""
+        for nap_s in (_REST_S, _NAP_S):
+            with self:
+                barrier = self.comm.Ibarrier()
+            _Requests([barrier], [], self).wait(nap_s)
 
     def leave(self, code: int) -> NoReturn:
         """End this process in order, whatever the code; collective. (An exit by exception would abort the job.)"""

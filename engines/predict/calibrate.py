@@ -23,7 +23,7 @@ from engines.program.program import Feed, Program, Step, Way
 from engines.program.update import update_buffers
 from engines.program.worker import Worker
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "overheads"]
 
 SIZES = (Size(16, 32), Size(16, 96), Size(16, 256), Size(64, 16), Size(64, 64), Size(256, 8), Size(256, 32))
 THREADED = Size(32, 96)
@@ -58,7 +58,7 @@ def calibrate(world: World, name: str = "this machine", rehearsal: Rehearsal | N
 
 def _together(world: World, machine: Machine, rehearsal: Rehearsal) -> Machine:
     """With what only ranks show that work at once, and wait for each other."""
-    seen = [rehearsed(world, recipe) for recipe in (rehearsal.strips, rehearsal.large, rehearsal.small)]
+    seen = rehearsed(world, (rehearsal.strips, rehearsal.large, rehearsal.small))
     return world.gather(explained(machine, rehearsal, *seen) if world.rank == 0 else None)[0]
 
 
@@ -72,11 +72,8 @@ def _one_by_one(world: World, work: Callable[[], Any]) -> Any:
 
 def _alone() -> tuple[list[Timed], dict[str, Any]]:
     chain_seconds(THREADED)  # warms up
-    call_s, back_call_s = _overheads()
     return timed(SIZES), {
-        "call_s": call_s,
-        "back_call_s": back_call_s,
-        "instruction_s": _instruction_seconds(call_s, back_call_s),
+        **overheads(),
         "weight_s": _weight_seconds(),
         "statistic_s": _statistic_seconds(),
         "copy_per_s": _copied_per_second(),
@@ -115,8 +112,15 @@ def _slice_seconds(world: World) -> float:
     return statistics.median(found) if len(found) > world.size else _SLICES_S
 
 
-def _overheads() -> tuple[float, float]:
-    """Seconds of a kernel call beside its work, forward and back."""
+def overheads() -> dict[str, float]:
+    """`call_s`, `back_call_s` and `instruction_s` of this rank, as `Machine` has them."""
+    call_s, back_call_s = _call_seconds()
+    instruction_s = _instruction_seconds(call_s, back_call_s)
+    return {"call_s": call_s, "back_call_s": back_call_s, "instruction_s": instruction_s}
+
+
+def _call_seconds() -> tuple[float, float]:
+    """Of a kernel call beside its work, forward and back."""
     calls = 50
     x = torch.zeros(1, 4, 2, 2)
 

@@ -124,25 +124,29 @@ class _Pricing:
         self.sums: Counter[tuple[int, ...]] = Counter()
 
     def steps(self) -> Iterator[tuple[Action, ...]]:
+        waited = False
         for step in self.program.steps:
-            yield (Work(self._overhead_s(step)), *self._of(step))
+            actions = (Work(self._overhead_s(step)), *self._of(step, waited))
+            waited = any(isinstance(action, Await | Finish) for action in actions)
+            yield actions
 
     def _overhead_s(self, step: Step) -> float:
         """What the instruction takes by itself, whatever its size."""
         machine = self.machine
         match step.instruction:
-            case Exchange() as exchange:
-                messages = len(exchange.sends) + len(exchange.receives)
-                return max(machine.instruction_s, machine.exchange_s * messages)
+            case Exchange():
+                return max(machine.instruction_s, machine.exchange_s)
             case AllReduce() | ShareStatistics() | Agree() | SumGradients():
                 return machine.sum_s or machine.instruction_s
         return machine.instruction_s
 
-    def _of(self, step: Step) -> Iterable[Action]:
+    def _of(self, step: Step, waited: bool) -> Iterable[Action]:
+        """`waited`: the rank did so just before."""
         match step.instruction:
             case Compute() as segment:
                 tally = self._way(step).segments[segment.name]
-                yield self.prices.of(tally, self.threads, step.phase, self.again)
+                work = self.prices.of(tally, self.threads, step.phase, self.again)
+                yield work.times(self.machine.cold) if waited else work
             case Exchange() as exchange:
                 yield from self._exchange(exchange, step)
             case AllReduce() as total:
@@ -213,6 +217,7 @@ class _Pricing:
         machine, trained = self.machine, self.tally.trained
         moved = 5 * sum(self.tally.weights[name] for name in trained)  # weight, gradient and momentum, read and written
         counted = len(update.statistics) * len(self.program.directions)
-        yield Work(machine.weight_s * len(trained) + machine.statistic_s * counted + moved / machine.copy_per_s)
+        moving_s = machine.seconds("pointwise", moved, (moved,))
+        yield Work(machine.weight_s * len(trained) + machine.statistic_s * counted + moving_s)
         for group in sorted({entry.mean_over for entry in update.statistics if entry.mean_over}):
             yield from self._sum(group, 16)

@@ -24,8 +24,8 @@ BUSY = 1.08
 with less, so that more than all can be reached. Fixed by one number: ResNet-50 trains at 334 images/s on one V100 with
 batches of 64 (Jain, Distributed Deep Neural Network Training using MVAPICH2, OSU booth at SC '22, "Run PyTorch on a
 single GPU"). Assumed of all GPUs. What it was not made of: 337 images/s with batches of 112 to 128, where NVIDIA's
-container reaches 367, and 1270 on an A100 with TF32, where it reaches 938 (NVIDIA DeepLearningExamples, ResNet50 v1.5
-for PyTorch, training performance): newer devices are priced too fast by a third."""
+container reaches 367, and 1205 to 1220 on an A100 with TF32, where it reaches 938 (NVIDIA DeepLearningExamples,
+ResNet50 v1.5 for PyTorch, training performance): newer devices are priced too fast by three tenths."""
 
 LAUNCH_S = 59e-6
 """Between two kernels that a host starts: 10.37 ms for one image through ResNet-50, whose 176 kernels are too short to

@@ -57,7 +57,7 @@ class Machine:
 
     `speeds` are samples by class of kernels, of one thread with nobody else at work. A kernel call takes `call_s`
     beside its work, `back_call_s` in backward, and an instruction of a program `instruction_s` (an exchange
-    `exchange_s` for each of its messages, if that is more, a sum over ranks `sum_s`, where these are known); an update
+    `exchange_s`, if that is more, a sum over ranks `sum_s`, where these are known); an update
     takes `weight_s` for each weight and `statistic_s` for each running statistic of a micro-batch. No segment is done
     in less than `least_s` for each of its kernels, in which a device's host starts the next one.
     `copy_per_s` are bytes copied within a rank. A message takes `latency_s` and travels at `bytes_per_s`. Ranks are
@@ -65,7 +65,8 @@ class Machine:
     `between`; `sums` is one of `SUMS`, and each of their messages takes `message_s` more.
     The ranks of a node share its `cores` (None: each has its own device) in turns of `slice_s`; with all of them busy,
     everything takes `contention` times as long, beside what its `Speed` says of that. A rank that waited goes on
-    `wake_s` after what it waited for. A kernel of several threads takes `fork_s` to share out and to end together.
+    `wake_s` after what it waited for, and then computes `cold` times as long: caches hold what others used.
+    A kernel of several threads takes `fork_s` to share out and to end together.
     `memory_bytes` are a node's where ranks share its cores, else a device's. `ranks`: how many there were when it was
     measured.
     """
@@ -88,6 +89,7 @@ class Machine:
     contention: float = 1.0
     slice_s: float = 3e-3
     wake_s: float = 0.0
+    cold: float = 1.0
     fork_s: float = 0.0
     memory_bytes: int | None = None
     ranks: int | None = None
@@ -175,7 +177,7 @@ class Machine:
         ]
         rates += [rate for each in speeds for rate in (each.per_s, each.back_per_s, each.crowded)]
         counts = [count for count in (self.cores, self.memory_bytes, self.ranks, self.node_ranks) if count is not None]
-        shares = [self.contention, *(each.crowded for each in speeds)]
+        shares = [self.contention, self.cold, *(each.crowded for each in speeds)]
         if not all(0 <= time < math.inf for time in (*times, *shares)) or not all(n > 0 for n in (*rates, *counts)):
             raise ValueError("a number is negative, zero or none at all")
         if self.sums not in SUMS:

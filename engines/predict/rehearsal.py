@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,15 +20,14 @@ from engines.predict.count import tally
 from engines.predict.machine import Machine
 from engines.predict.simulate import simulate
 from engines.program.compile import compile_plan
-from engines.program.instructions import Exchange, Instruction
 from engines.training import RankTraining, Recipe, prepare
 
 __all__ = ["Programs", "Rehearsal", "Rehearsed", "explained", "rehearsed"]
 
 _WIDTHS, _DEPTH = (16, 32, 64), 4
-_STRIP_PX, _WIDTH_PX = 32, 64
+_STRIP_PX, _WIDTH_PX = 128, 128
 _LARGE_PX, _SMALL_PX = 160, 32
-_STEPS, _WARM_UP = 50, 5
+_TURNS, _WARM_UP, _STEPS = 6, 2, 6
 _NO_WORSE = 0.5  # than samples say: a training may share the cores better than they did
 _OVERHEADS = {"compute": "instruction_s", "halo": "exchange_s", "all-reduce": "sum_s"}
 
@@ -78,20 +77,42 @@ class Rehearsed:
 _UNSEEN = Rehearsed(0.0, ())
 
 
-def rehearsed(world: World, recipe: Recipe) -> Rehearsed:
-    """Some steps of it; collective. The same on all ranks."""
-    training = RankTraining(world, recipe)
-    training.threads = 1
-    own = training.cut(batches(recipe, 0, steps=1)[0])
-    steps, spent = [], []
-    for _ in range(_STEPS):
-        world.rest()
+def rehearsed(world: World, recipes: Sequence[Recipe]) -> list[Rehearsed]:
+    """Some steps of each, in turns; collective. The same on all ranks."""
+    acts = [_Act(world, recipe) for recipe in recipes]
+    for _ in range(_TURNS):
+        for act in acts:
+            act.play()
+    return [act.seen() for act in acts]
+
+
+class _Act:
+    """One training of a rehearsal, on this rank."""
+
+    def __init__(self, world: World, recipe: Recipe) -> None:
+        self.world, self.training = world, RankTraining(world, recipe)
+        self.training.threads = 1
+        self.inputs = self.training.cut(batches(recipe, 0, steps=1)[0])
+        self.steps: list[float] = []
+        self.spent: list[list[float]] = []
+
+    def play(self) -> None:
+        """Some steps; the first ones bring back into caches what others have pushed out."""
+        found = [self._step() for _ in range(_WARM_UP + _STEPS)][_WARM_UP:]
+        self.steps += [step_s for step_s, _ in found]
+        self.spent += [spent_s for _, spent_s in found]
+
+    def _step(self) -> tuple[float, list[float]]:
+        self.world.rest()
         start_s = time.perf_counter()
-        training.start(own)
-        spent.append(list(_spent_s(training)))
-        steps.append(time.perf_counter() - start_s)
-    found = world.gather((statistics.median(steps[_WARM_UP:]), _medians(spent[_WARM_UP:])))
-    return Rehearsed(max(step_s for step_s, _ in found), tuple(spent_s for _, spent_s in found))
+        self.training.start(self.inputs)
+        spent_s = list(_spent_s(self.training))
+        return time.perf_counter() - start_s, spent_s
+
+    def seen(self) -> Rehearsed:
+        """By all ranks; collective."""
+        found = self.world.gather((statistics.median(self.steps), _medians(self.spent)))
+        return Rehearsed(max(step_s for step_s, _ in found), tuple(spent_s for _, spent_s in found))
 
 
 def _spent_s(training: RankTraining) -> Iterator[float]:
@@ -112,20 +133,23 @@ def explained(machine: Machine, rehearsal: Rehearsal, strips: Rehearsed, large: 
     """The machine whose ranks would have taken as long.
 
     What working at once costs is seen in what large images take more than small ones, for which the instructions are
-    the same; then what these take by themselves, and last how long waiting goes on after its end. One rank alone has
-    nobody to share with.
+    the same; then what these take by themselves, what tiles compute longer since they wait for each other, and last how
+    long waiting goes on after its end. One rank alone has nobody to share with.
     """
     recipes = (rehearsal.strips, rehearsal.large, rehearsal.small)
     tiled, many, few = played = [Programs(*each) for each in zip(recipes, (strips, large, small), strict=True)]
-    bare = replace(machine, contention=1.0, **dict.fromkeys(_OVERHEADS.values(), 0.0))
+    bare = replace(machine, contention=1.0, cold=1.0, **dict.fromkeys(_OVERHEADS.values(), 0.0))
     if len(few.programs) > 1:
         longer = (many.taken_s() - few.taken_s()) / (many.total_s(bare) - few.total_s(bare))
         bare = replace(bare, contention=max(_NO_WORSE, longer))
-    over = tiled.over_s(bare)
-    over["instruction_s"] += few.over_s(bare)["instruction_s"]
-    machine = replace(bare, **{name: max(0.0, statistics.median(found)) for name, found in over.items() if found})
-    machine = _updating(machine, played)
+    machine = replace(bare, **_typical(tiled.over_s(bare)) | _typical(few.over_s(bare)))
+    machine = _updating(replace(machine, cold=tiled.cold(machine)), played)
     return replace(machine, wake_s=tiled.wake_s(machine))
+
+
+def _typical(over: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median of each number, where it was seen."""
+    return {name: max(0.0, statistics.median(found)) for name, found in over.items() if found}
 
 
 def _updating(machine: Machine, played: Sequence[Programs]) -> Machine:
@@ -181,8 +205,14 @@ class Programs:
         for program, works_s, spent_s in zip(self.programs, self.work_s(bare), self.seen.spent_s, strict=True):
             for step, work_s, taken_s in zip(program.steps, works_s, spent_s, strict=True):
                 if name := _OVERHEADS.get(step.instruction.kind):
-                    found[name].append((taken_s - work_s) / slower / _messages(step.instruction))
+                    found[name].append((taken_s - work_s) / slower)
         return found
+
+    def cold(self, machine: Machine) -> float:
+        """How many times as long work behind a wait took as on a machine to which that makes no difference."""
+        warm_s = self.total_s(machine, "compute")
+        again_s = self.total_s(replace(machine, cold=2.0), "compute") - warm_s  # all of such work
+        return 1 + max(0.0, self.taken_s("compute") - warm_s) / again_s if again_s else 1.0
 
     def wake_s(self, machine: Machine) -> float:
         """How long a rank takes to go on once its message has come: what is left to be explained of a step."""
@@ -198,8 +228,3 @@ class Programs:
     def seconds(self, machine: Machine) -> float:
         """Of a step of all ranks."""
         return simulate(self.programs, self.tallies, machine, [1] * len(self.programs)).seconds
-
-
-def _messages(instruction: Instruction) -> int:
-    """Of an exchange those that it sends and receives; all else counts as one."""
-    return max(1, len(instruction.sends) + len(instruction.receives)) if isinstance(instruction, Exchange) else 1

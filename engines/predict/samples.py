@@ -30,7 +30,7 @@ from engines.whereabouts import here
 
 __all__ = ["Size", "Timed", "chain_seconds", "median_seconds", "speeds", "timed"]
 
-_REPEATS = 5
+_REPEATS, _ROUNDS = 4, 3  # at moments some seconds apart: a shared machine is now faster, now slower
 _Call = tuple[str, tuple[Any, ...]]
 
 
@@ -85,10 +85,12 @@ class Timed:
 
 def timed(sizes: tuple[Size, ...], turn: int = 0) -> list[Timed]:
     """Samples of all classes, of one thread or as many as are set; `turn` says with which chain it begins."""
-    chains = [list(_calls(size)) for size in sizes] + [[_convolution(each)] for each in CONVOLUTIONS]
+    chains = [_Chain(list(_calls(size))) for size in sizes] + [_Chain([_convolution(each)]) for each in CONVOLUTIONS]
     first = turn % len(chains)
-    found = [_chain(calls) for calls in (*chains[first:], *chains[:first])]
-    return [each for chain in (*found[len(chains) - first :], *found[: len(chains) - first]) for each in chain]
+    for _ in range(_ROUNDS):
+        for chain in (*chains[first:], *chains[:first]):
+            chain.run()
+    return [each for chain in chains for each in chain.timed]
 
 
 def speeds(
@@ -108,8 +110,9 @@ def speeds(
 def chain_seconds(size: Size) -> float:
     """Of a kernel of a chain, forward or back: the mean, by the clock on the wall."""
     calls = [*_calls(size), _convolution(Filters(size.channels, size.channels, 3, size.side_px))]
-    found = _chain(calls, time.perf_counter)
-    return statistics.fmean(seconds for each in found for seconds in (each.forward_s, each.back_s))
+    chain = _Chain(calls, time.perf_counter)
+    chain.run()
+    return statistics.fmean(seconds for each in chain.timed for seconds in (each.forward_s, each.back_s))
 
 
 def median_seconds(work: Callable[[], object], times: int = 5, clock: Callable[[], float] = time.thread_time) -> float:
@@ -141,25 +144,37 @@ def _without(seconds: float, overhead_s: float) -> float:
     return max(0.1 * seconds, seconds - overhead_s)
 
 
-def _chain(calls: Sequence[_Call], clock: Callable[[], float] = time.thread_time) -> list[Timed]:
-    """All of them a few times, each time forward and then back."""
-    found: dict[int, Timed] = {}
-    for _ in range(_REPEATS):
-        done: list[tuple[Timed, Tensor, list[Tensor]]] = []
-        for index, (name, arguments) in enumerate(calls):
+@dataclass
+class _Chain:
+    """Calls one behind the other, each time forward and then back."""
+
+    calls: Sequence[_Call]
+    clock: Callable[[], float] = time.thread_time
+
+    def __post_init__(self) -> None:
+        self.timed = [Timed(counted(name, _looks(arguments))) for name, arguments in self.calls]
+
+    def run(self) -> None:
+        """A few times."""
+        for _ in range(_REPEATS):
             here().at(b"measures how fast it computes")  # others wait for that, and none hangs
-            timed = found.setdefault(index, Timed(counted(name, _looks(arguments))))
-            start_s = clock()
-            made = kernel(name)(*arguments)
-            timed.forward.append(clock() - start_s)
-            leaves = [item for item in tree_leaves(arguments) if isinstance(item, Tensor) and item.requires_grad]
-            done.append((timed, made[0] if isinstance(made, tuple) else made, leaves))
-        for timed, result, leaves in reversed(done):
-            grad = torch.ones_like(result)
-            start_s = clock()
-            torch.autograd.grad(result, leaves, grad)
-            timed.backward.append(clock() - start_s)
-    return list(found.values())
+            results = [self._forward(*each) for each in zip(self.timed, self.calls, strict=True)]
+            for timed, (_, arguments), result in [*zip(self.timed, self.calls, results, strict=True)][::-1]:
+                self._back(timed, arguments, result)
+
+    def _forward(self, timed: Timed, call: _Call) -> Tensor:
+        name, arguments = call
+        start_s = self.clock()
+        made = kernel(name)(*arguments)
+        timed.forward.append(self.clock() - start_s)
+        return made[0] if isinstance(made, tuple) else made
+
+    def _back(self, timed: Timed, arguments: Sequence[Any], result: Tensor) -> None:
+        leaves = [item for item in tree_leaves(arguments) if isinstance(item, Tensor) and item.requires_grad]
+        grad = torch.ones_like(result)
+        start_s = self.clock()
+        torch.autograd.grad(result, leaves, grad)
+        timed.backward.append(self.clock() - start_s)
 
 
 def _convolution(filters: Filters) -> _Call:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from engines.plan import Plan
 from engines.predict.classes import CLASSES
@@ -14,8 +13,6 @@ from engines.predict.forecast import copies_of, forecast
 from engines.predict.machine import Link, Machine, Speed
 from engines.predict.simulate import simulate
 from engines.program.compile import Compiler, compile_plan
-from engines.training import traced
-from tests.zoo import Skips
 
 APART = Machine(
     "own devices", "by hand", {kind: (Speed((1.0,), 1e9, 5e8),) for kind in CLASSES}, call_s=1e-6, copy_per_s=1e10,
@@ -39,19 +36,6 @@ PLANS = {
     ),
     "fewer replicas than fill their nodes": Plan(split_size=3, spatial_size=0, data_parallel=3, parts=2),
 }
-
-
-@pytest.fixture(scope="module")
-def graph_of():
-    model, graphs = Skips(), {}
-
-    def graph(plan: Plan):
-        key = plan.parts, plan.local_dp
-        if key not in graphs:
-            graphs[key] = traced(model, plan, (4, 3, 24, 24), torch.nn.CrossEntropyLoss())
-        return graphs[key]
-
-    return graph
 
 
 def everyone(graph, plan: Plan, machine: Machine):

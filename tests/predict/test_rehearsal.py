@@ -14,9 +14,17 @@ from engines.predict.rehearsal import Programs, Rehearsal, Rehearsed, explained
 from tests.predict.test_simulate import FLAT
 
 RANKS = 4
-FOUND = ("contention", "instruction_s", "exchange_s", "sum_s", "wake_s")
+FOUND = ("contention", "instruction_s", "exchange_s", "sum_s", "cold", "wake_s")
 REAL = replace(
-    FLAT, cores=2, slice_s=4e-3, contention=1.25, instruction_s=6e-5, exchange_s=2e-4, sum_s=1e-4, wake_s=1.5e-4
+    FLAT,
+    cores=2,
+    slice_s=4e-3,
+    contention=1.25,
+    instruction_s=6e-5,
+    exchange_s=2e-4,
+    sum_s=1e-4,
+    cold=1.2,
+    wake_s=1.5e-4,
 )
 
 
@@ -33,14 +41,14 @@ def played(recipe, machine: Machine) -> Rehearsed:
 
 def test_what_ranks_would_measure_leads_back_to_their_machine(rehearsal):
     seen = [played(recipe, REAL) for recipe in (rehearsal.strips, rehearsal.large, rehearsal.small)]
-    blank = replace(REAL, **dict.fromkeys(FOUND[1:], 0.0), contention=1.0)
+    blank = replace(FLAT, cores=2, slice_s=REAL.slice_s)
     found = explained(blank, rehearsal, *seen)
     for name in FOUND:
         assert getattr(found, name) == pytest.approx(getattr(REAL, name), rel=0.1), name
 
 
 def test_ranks_measure_themselves_and_agree(monkeypatch):
-    monkeypatch.setattr("engines.predict.rehearsal._STEPS", 8)
+    monkeypatch.setattr("engines.predict.rehearsal._TURNS", 1)
     few = Rehearsal.of(2)
     machines = run_ranks(2, lambda world: calibrate(world, rehearsal=few))
     assert machines[0] == machines[1] == Machine.from_json(machines[0].to_json())
@@ -52,7 +60,7 @@ def test_ranks_measure_themselves_and_agree(monkeypatch):
 
 
 def test_a_rank_alone_waits_for_nobody(monkeypatch):
-    monkeypatch.setattr("engines.predict.rehearsal._STEPS", 6)
+    monkeypatch.setattr("engines.predict.rehearsal._TURNS", 1)
     (machine,) = run_ranks(1, calibrate)
     assert machine.wake_s == 0
     assert machine.contention == 1

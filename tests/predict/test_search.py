@@ -8,9 +8,7 @@ from engines.errors import PlanError
 from engines.plan import Plan
 from engines.predict.forecast import forecast
 from engines.predict.search import plans, search
-from engines.training import traced
 from tests.predict.test_simulate import FLAT
-from tests.zoo import Skips
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 5, 6])
@@ -31,21 +29,6 @@ def test_all_kinds_of_parallelism_are_looked_at():
 
 def test_micro_batches_divide_the_batch():
     assert {plan.parts for plan in plans(3, batch=6)} == {1, 2}
-
-
-@pytest.fixture(scope="module")
-def graph_of():
-    import torch
-
-    model, graphs = Skips(), {}
-
-    def graph(plan: Plan):
-        key = plan.parts, plan.local_dp
-        if key not in graphs:
-            graphs[key] = traced(model, plan, (2, 3, 24, 24), torch.nn.CrossEntropyLoss())
-        return graphs[key]
-
-    return graph
 
 
 def test_the_fastest_comes_first_and_refusals_have_reasons(graph_of):

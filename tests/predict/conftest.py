@@ -1,0 +1,27 @@
+"""What several tests of predictions ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engines.layer.graph import ModelGraph
+from engines.plan import Plan
+from engines.training import traced
+from tests.zoo import Skips
+
+
+@pytest.fixture(scope="module")
+def graph_of() -> Callable[[Plan], ModelGraph]:
+    """The micro-batches of four small images, each traced once."""
+    model, graphs = Skips(), {}
+
+    def graph(plan: Plan) -> ModelGraph:
+        key = plan.parts, plan.local_dp
+        if key not in graphs:
+            graphs[key] = traced(model, plan, (4, 3, 24, 24), torch.nn.CrossEntropyLoss())
+        return graphs[key]
+
+    return graph
