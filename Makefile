@@ -2,7 +2,7 @@
 # make demo        a training on several ranks, in a terminal
 # make lab         the tutorials in JupyterLab
 # make test        lint, formatting, types, tests
-# make bench       seconds per step of ResNet-110 v2 at 512 x 512 on 5 ranks
+# make bench       measures everything and writes BENCHMARKS.md: ten minutes in which nothing else may run
 # make gpu-check   what a machine with a GPU has to show, with that machine's own Python
 # make clean       remove what was installed and built
 
@@ -21,14 +21,8 @@ PURE := $(wildcard engines/errors.py engines/facts.py engines/guard.py engines/k
 	engines/replica/asynchrony.py engines/replica/staleness.py \
 	engines/spoken.py)
 
-# Open MPI refuses more ranks than cores, and root, unless told before the launch; so does JupyterLab root.
-# Threads are shared out among the ranks, or they would fight for the cores.
-RANKS := 5
-CORES := $(shell getconf _NPROCESSORS_ONLN)
-MPI_ENV := OMP_WAIT_POLICY=passive MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe \
-	OMP_NUM_THREADS=$(shell echo $$(( $(CORES) > $(RANKS) ? $(CORES) / $(RANKS) : 1 )))
+# JupyterLab refuses root unless told.
 ifeq ($(shell id -u),0)
-MPI_ENV += OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 LAB_FLAGS := --allow-root
 endif
 
@@ -66,9 +60,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest --doctest-modules $(PURE) tests
 
 bench: $(STAMP)
-	$(MPI_ENV) $(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m mpi4py -m engines bench step \
-		--model engines.models:resnet110_v2 --image-size 512 --batch-size 1 \
-		--split-size 2 --spatial-size 1 --num-spatial-parts 4 --slice-method square
+	$(BIN)/python -m mpi4dl_nb.benchmarks
 
 gpu-check:
 	$(PYTHON) -m engines gpu-check

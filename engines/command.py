@@ -17,9 +17,11 @@ from engines.bench.bubble import bench_bubble
 from engines.bench.flags import allreduce_parser, throughput_parser, throughput_recipe
 from engines.bench.halo import bench_halo
 from engines.bench.memory import bench_memory
+from engines.bench.overhead import bench_overhead
 from engines.bench.overlap import bench_overlap
 from engines.bench.read import bench_read, read_parser
 from engines.bench.step import bench_step
+from engines.bench.streaming import bench_streaming
 from engines.bench.throughput import bench_throughput
 from engines.bench.verify import verify
 from engines.checkpoint.interrupts import StoppedError
@@ -166,6 +168,14 @@ def _bench_bubble(world: World, arguments: Sequence[str]) -> bool:
     return True
 
 
+def _bench_streaming(world: World, arguments: Sequence[str]) -> bool:
+    """Tiles in turn within a bound of memory."""
+    if world.size > 1:
+        raise PlanError(f"Tiles in turn are one process's work, but there are {world.size}. Start 1.")
+    _print(world, bench_streaming(arguments))
+    return True
+
+
 def _bench_throughput(world: World, arguments: Sequence[str]) -> bool:
     """Images per second, in the lines that the field's synthetic benchmarks print."""
     chosen = throughput_parser().parse_args(arguments)
@@ -182,6 +192,17 @@ def _bench_allreduce(world: World, arguments: Sequence[str]) -> bool:
     chosen = allreduce_parser().parse_args(arguments)
     for line in bench_allreduce(world, chosen.max_bytes, chosen.iterations):
         _print(world, line)
+    return True
+
+
+def _bench_overhead(world: World, arguments: Sequence[str]) -> bool:
+    """What an instruction costs beside its kernels."""
+    flags = options.Parser(description="Measure what an instruction of a program costs beside its kernels.")
+    flags.add_argument("--iterations", type=options.positive, default=7)
+    chosen = flags.parse_args(arguments)
+    if world.rank == 0:
+        _print(world, bench_overhead(chosen.iterations))
+    world.rest()
     return True
 
 
@@ -211,7 +232,9 @@ _COMMANDS: dict[str, Command] = {
     "bench memory": _bench_memory,
     "bench halo": _bench_halo,
     "bench bubble": _bench_bubble,
+    "bench overhead": _bench_overhead,
     "bench overlap": _bench_overlap,
+    "bench streaming": _bench_streaming,
     "bench throughput": _bench_throughput,
     "bench allreduce": _bench_allreduce,
     "bench read": _bench_read,

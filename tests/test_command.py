@@ -358,7 +358,9 @@ def test_bench_step_is_one_line(engines: Shell):
     assert done.returncode == 0, done.stderr
     (text,) = done.stdout.splitlines()
     line = json.loads(text)
-    assert set(line) == {"images_per_s", "one_process_images_per_s", "ratio", "spread", "threads"}
+    assert set(line) == {
+        "images_per_s", "one_process_images_per_s", "ratio", "of_limit", "spread", "threads", "phases",
+    }  # fmt: skip
     assert line["ratio"] == pytest.approx(line["images_per_s"] / line["one_process_images_per_s"], abs=1e-3)
     assert line["images_per_s"] > 0
     assert line["spread"] == 0  # of one step

@@ -6,15 +6,13 @@ Read from the kernel's own account of the process (Linux), after everything is i
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from engines.bench.apart import apart
 from engines.bench.verify import batches
 from engines.comm.device import (
     choose_device,
@@ -24,7 +22,6 @@ from engines.comm.device import (
     process_bytes,
 )
 from engines.comm.world import World
-from engines.errors import RankError
 from engines.oracle import OneProcess
 from engines.program.worker import Inputs
 from engines.training import RankTraining, Recipe
@@ -43,7 +40,7 @@ def bench_memory(world: World, recipe: Recipe, arguments: Sequence[str], seed: i
     peaks = world.gather(_rank_bytes(world, recipe, seed))
     give_memory_back()  # one process with the whole image has to fit now
     world.rest()
-    whole = world.gather(_alone_bytes(arguments) if world.rank == 0 else None)[0]
+    whole = world.gather(apart("engines.bench.memory:alone", arguments) if world.rank == 0 else None)[0]
     return {
         "peak_bytes": peaks,
         "one_process_peak_bytes": whole,
@@ -85,17 +82,6 @@ def alone(arguments: Sequence[str]) -> None:
             process.step(batch)
 
     print(json.dumps(_peak_bytes(device, work)), flush=True)
-
-
-def _alone_bytes(arguments: Sequence[str]) -> int:
-    """In a process of its own, which knows nothing of MPI."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
-    code = "import sys; from engines.bench.memory import alone; alone(sys.argv[1:])"
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RankError(f"One process with the whole image ended with code {done.returncode}: {done.stderr[-300:]}")
-    return int(json.loads(done.stdout.splitlines()[-1]))
 
 
 def _peak_bytes(device: torch.device, work: Callable[[], object]) -> int:

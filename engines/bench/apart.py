@@ -1,0 +1,30 @@
+"""Work in a process of its own, which knows nothing of MPI: what it prints last is its answer, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from engines.errors import RankError
+
+__all__ = ["apart"]
+
+
+def apart(function: str, arguments: Sequence[str], threads: int | None = None) -> Any:
+    """Call `PACKAGE.MODULE:FUNCTION` with a list of texts there. `threads`: how many torch has (None: as here).
+
+    Raises RankError where it fails.
+    """
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
+    environment |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    module, _, name = function.partition(":")
+    code = f"import sys; from {module} import {name}; {name}(sys.argv[1:])"
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RankError(f"{name} in a process of its own ended with code {done.returncode}: {done.stderr[-300:]}")
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,132 @@
+"""Tiles in turn within a bound of memory, against one process with the whole image and no bound.
+
+Both train the same steps in processes of their own, one after the other. `needs` is how many times the bound the plain
+training takes, `time_ratio` how many times as long a step is in turn, `grad_rel` how far the last gradients lie apart.
+The bound is the kernel's (`RLIMIT_DATA`, Linux): an allocation beyond it fails.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from engines.bench.apart import apart
+from engines.bench.memory import host_peak_bytes
+from engines.bench.verify import batches
+from engines.comm.device import cores, keep_memory_tight, process_bytes
+from engines.oracle import OneProcess
+from engines.streaming.training import StreamedTraining
+
+__all__ = ["alone", "bench_streaming", "streamed", "streaming_parser"]
+
+_MIB = 1 << 20
+
+
+def streaming_parser() -> ArgumentParser:
+    """The flags of a step, and the bound."""
+    from engines import options
+
+    flags = options.parser("Train an image tile after tile within a bound of memory, beside one process with it all.")
+    flags.add_argument("--iterations", type=options.positive, default=3)
+    flags.add_argument("--memory-mb", type=options.positive, default=512, help="beyond what the process has before")
+    flags.add_argument("--folder", default=tempfile.gettempdir(), help="where values lie while other tiles compute")
+    return flags
+
+
+def bench_streaming(arguments: Sequence[str]) -> dict[str, object]:
+    """One line of what was measured. Raises PlanError, and RankError where the bound is too small."""
+    chosen = streaming_parser().parse_args(list(arguments))
+    with tempfile.TemporaryDirectory() as folder:
+        ways = {name: Path(folder, name) for name in ("streamed", "alone")}
+        lines = {
+            name: apart(f"engines.bench.streaming:{name}", [str(path), *arguments], cores())
+            for name, path in ways.items()
+        }
+        ours, theirs = (load_file(path) for path in ways.values())
+    return {
+        "memory_bytes": chosen.memory_mb * _MIB,
+        "peak_bytes": lines["streamed"]["peak_bytes"],
+        "one_process_peak_bytes": lines["alone"]["peak_bytes"],
+        "needs": round(lines["alone"]["peak_bytes"] / (chosen.memory_mb * _MIB), 2),
+        "step_s": round(lines["streamed"]["step_s"], 4),
+        "one_process_step_s": round(lines["alone"]["step_s"], 4),
+        "time_ratio": round(lines["streamed"]["step_s"] / lines["alone"]["step_s"], 3),
+        "spread": round(max(line["spread"] for line in lines.values()), 3),
+        "stored_bytes": lines["streamed"]["stored_bytes"],
+        "grad_rel": _apart(ours, theirs),
+    }
+
+
+def streamed(arguments: Sequence[str]) -> None:
+    """Train in turn within the bound; gradients into the file that is named first, a line of JSON for the rest."""
+    from engines import options
+
+    path, chosen = _told(arguments)
+    _, recipe = options.recipe(chosen, options.plan(chosen).ranks)
+    whole = batches(recipe, chosen.seed, steps=1)[0]
+    keep_memory_tight(True)
+    training = StreamedTraining(recipe, chosen.folder)
+    most = process_bytes("VmData") + chosen.memory_mb * _MIB
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    feed = training.cut(whole)
+    try:
+        line = _measured(lambda: training.step(feed), chosen.iterations)
+    except (RuntimeError, MemoryError) as error:
+        sys.exit(f"{chosen.memory_mb} MB are too little ({error}). Use more tiles, or more memory.")
+    save_file(_flat(training.gradients), path)
+    print(json.dumps(line | {"stored_bytes": training.store.end_bytes}), flush=True)
+
+
+def alone(arguments: Sequence[str]) -> None:
+    """The same with the plain model and the whole image."""
+    from engines import options
+
+    path, chosen = _told(arguments)
+    model, recipe = options.recipe(chosen, options.plan(chosen).ranks)
+    whole, dtype = batches(recipe, chosen.seed, steps=1)[0], getattr(torch, recipe.plan.precision)
+    count = recipe.plan.micro_batches
+    process = OneProcess(model, nn.CrossEntropyLoss(), recipe.optimiser, dtype, micro_batches=count)
+    torch.set_num_threads(cores())
+    line = _measured(lambda: process.step(whole), chosen.iterations)
+    save_file(_flat(process.gradients), path)
+    print(json.dumps(line), flush=True)
+
+
+def _told(arguments: Sequence[str]) -> tuple[Path, Namespace]:
+    return Path(arguments[0]), streaming_parser().parse_args(arguments[1:])
+
+
+def _measured(step: Callable[[], object], iterations: int) -> dict[str, float]:
+    """The peak of all steps, and the median of those behind the first."""
+    seconds: list[float] = []
+
+    def work() -> None:
+        for _ in range(iterations + 1):
+            start_s = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start_s)
+
+    peak_bytes = host_peak_bytes(work)
+    median_s = statistics.median(seconds[1:])
+    return {"peak_bytes": peak_bytes, "step_s": median_s, "spread": (max(seconds[1:]) - min(seconds[1:])) / median_s}
+
+
+def _flat(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: grad.contiguous() for name, grad in gradients.items()}
+
+
+def _apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The distance of all gradients together, as a part of their norm."""
+    flat = [torch.cat([tensors[name].double().flatten() for name in sorted(ours)]) for tensors in (ours, theirs)]
+    return float((flat[0] - flat[1]).norm() / flat[1].norm())

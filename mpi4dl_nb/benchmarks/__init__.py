@@ -1,0 +1,1 @@
+"""All benchmarks in one go, as a page with pictures: `make bench`."""

@@ -1,0 +1,76 @@
+"""`python -m mpi4dl_nb.benchmarks`: measures all studies and writes the page, its JSON and its pictures.
+
+Ratios are held against the figures that lie there; what changed beyond noise is told, and fails nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from engines.errors import Mpi4dlError, PlanError
+from mpi4dl_nb.benchmarks.cases import STUDIES, Study
+from mpi4dl_nb.benchmarks.guard import Change, changes
+from mpi4dl_nb.benchmarks.page import page
+from mpi4dl_nb.benchmarks.rows import Findings
+from mpi4dl_nb.benchmarks.suite import measured
+from mpi4dl_nb.draw.benchmarks import show_growth
+
+__all__ = ["main"]
+
+PAGE, DATA, PICTURES = "BENCHMARKS.md", "benchmarks.json", "figures"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code is 0, 1 where something could not be measured, or 2 where nothing could be asked for."""
+    chosen = _parser().parse_args(arguments)
+    folder = Path(chosen.folder)
+    try:
+        studies = _chosen(chosen.only)
+        found = measured(studies)
+        changed = _changed(studies, folder / DATA, found)
+    except Mpi4dlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    _write(folder, studies, found, changed)
+    for said in (*found.failures, *(change.words for change in changed or ())):
+        print(said)
+    return 1 if found.failures else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(prog="python -m mpi4dl_nb.benchmarks", description=__doc__.splitlines()[0])
+    flags.add_argument("--folder", default=".", help="where the page is written")
+    flags.add_argument("--only", nargs="+", default=[""], metavar="TITLE", help="studies whose titles begin so")
+    return flags
+
+
+def _chosen(only: Sequence[str]) -> list[Study]:
+    found = [study for study in STUDIES if study.title.startswith(tuple(only))]
+    if not found:
+        raise PlanError(f"No study begins with {' or '.join(only)}. There are {', '.join(s.title for s in STUDIES)}.")
+    return found
+
+
+def _changed(studies: Sequence[Study], before: Path, found: Findings) -> list[Change] | None:
+    return list(changes(studies, Findings.load(before), found)) if before.exists() else None
+
+
+def _write(folder: Path, studies: Sequence[Study], found: Findings, changed: Sequence[Change] | None) -> None:
+    (folder / PICTURES).mkdir(parents=True, exist_ok=True)
+    pictures = {}
+    for study in studies:
+        if study.grows and found.rows[study.title]:
+            figure = show_growth(study, found.rows[study.title])
+            path = f"{PICTURES}/{study.title.lower().replace(' ', '_')}.png"
+            (folder / path).write_bytes(figure.png())
+            pictures[study.title] = path, figure.alt
+    found.save(folder / DATA)
+    (folder / PAGE).write_text(page(studies, found, pictures, changed))
+    print(f"{folder / PAGE}: {sum(map(len, found.rows.values()))} rows")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,180 @@
+"""What `make bench` measures: studies, each a table of the page, and the commands behind their lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+__all__ = ["STUDIES", "Case", "Study"]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A command on so many ranks; it prints one line of JSON, or some. `at` is what grows in a study of growth."""
+
+    name: str
+    ranks: int
+    arguments: tuple[str, ...]
+    at: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """Cases whose lines are alike. `columns` are headings by the lines' fields (`a.b` is field b of field a).
+
+    `ratio` is the field that is held against earlier figures; `more_is_better` says which way. `grows` names what
+    grows from case to case, which a picture shows.
+    """
+
+    title: str
+    says: str
+    columns: Mapping[str, str]
+    cases: tuple[Case, ...]
+    ratio: str = "ratio"
+    more_is_better: bool = True
+    grows: str = ""
+    phases: bool = False
+
+
+_CHAIN = ("--model", "engines.bench.chain:chain")
+_MONAI = (
+    "--model", "monai.networks.nets:resnet18",
+    "--model-args", json.dumps({"spatial_dims": 2, "n_input_channels": 3, "num_classes": 10}),
+)  # fmt: skip
+_MONAI_HALVED = (
+    *_MONAI[:-1],
+    json.dumps({"spatial_dims": 2, "n_input_channels": 3, "num_classes": 10, "conv1_t_stride": 2}),
+)
+_SPEED = {
+    "images_per_s": "images/s",
+    "one_process_images_per_s": "one process",
+    "ratio": "ratio",
+    "of_limit": "of the limit",
+    "spread": "spread",
+}
+_MIB = 1 << 20
+
+
+def _strips(ranks: int) -> tuple[str, ...]:
+    if ranks == 1:
+        return ("--split-size", "1", "--spatial-size", "0")
+    tiles = ("--num-spatial-parts", str(ranks), "--slice-method", "horizontal")
+    return ("--split-size", "1", "--spatial-size", "1", *tiles)
+
+
+def _step(name: str, ranks: int, *more: str, times: int = 7, at: int | None = None) -> Case:
+    return Case(name, ranks, ("bench", "step", "--iterations", str(times), *more), at)
+
+
+def _images() -> Iterator[Case]:
+    for side_px in (256, 512, 1024, 2048, 4096):
+        size = ("--image-size", str(side_px))
+        times = 7 if side_px < 4096 else 3
+        yield _step(f"{side_px:,} px", 2, *_CHAIN, *size, *_strips(2), times=times, at=side_px)
+
+
+def _ranks() -> Iterator[Case]:
+    for ranks in (1, 2, 4, 8):
+        name = f"{ranks} rank{'s'[: ranks > 1]}"
+        yield _step(name, ranks, *_CHAIN, "--image-size", "1024", *_strips(ranks), at=ranks)
+
+
+def _layers() -> Iterator[Case]:
+    for layers in (20, 50, 100, 200):
+        more = ("--num-layers", str(layers), "--image-size", "512")
+        yield _step(f"{layers} layers", 2, *_CHAIN, *more, *_strips(2), at=layers)
+
+
+def _memory() -> Iterator[Case]:
+    for side_px in (512, 1024, 2048, 4096):
+        plan = ("--split-size", "1", "--spatial-size", "1", "--num-spatial-parts", "4")
+        arguments = ("bench", "memory", *_CHAIN, "--image-size", str(side_px), *plan)
+        yield Case(f"{side_px:,} px", 4, arguments, side_px)
+
+
+STUDIES: tuple[Study, ...] = (
+    Study(
+        "Against one process",
+        "Ranks of one thread each, on all cores, against the plain model in one process with as many threads as there "
+        "are cores, interleaved. The limit is the time of the kernels of convolutions and products alone.",
+        _SPEED,
+        (
+            _step("MONAI ResNet-18, 1,024 px, 2 strips", 2, *_MONAI, "--image-size", "1024", *_strips(2)),
+            _step(
+                "ResNet-110 v2, 512 px, 2 x 2 tiles and a layer stage", 5, "--image-size", "512", "--split-size", "2",
+                "--spatial-size", "1", "--num-spatial-parts", "4", "--slice-method", "square",
+            ),
+        ),
+        phases=True,
+    ),
+    Study(
+        "Larger images",
+        "Twenty layers of 16 filters on a quarter of the image's side, 2 strips on 2 ranks.",
+        _SPEED, tuple(_images()), grows="pixels a side", phases=True,
+    ),
+    Study(
+        "More ranks",
+        "The same layers at 1,024 px in as many strips as there are ranks. More ranks than cores take turns.",
+        _SPEED, tuple(_ranks()), grows="ranks", phases=True,
+    ),
+    Study(
+        "More layers",
+        "As many layers of 16 filters at 512 px, 2 strips on 2 ranks.",
+        _SPEED, tuple(_layers()), grows="layers", phases=True,
+    ),
+    Study(
+        "Memory",
+        "Peak bytes of a training step beyond what a process had before, of the fullest of 4 ranks with a quarter of "
+        "the image each, and of one process with all of it; 0.25 would be an even share.",
+        {"peak_bytes": "fullest rank", "one_process_peak_bytes": "one process", "share": "share"},
+        tuple(_memory()), ratio="share", more_is_better=False, grows="pixels a side",
+    ),
+    Study(
+        "Tiles in turn",
+        "One process trains 8 strips one after another within a bound of memory that the kernel enforces, beside one "
+        "process with the whole image and no bound: how many times the bound that needs, and how many times as long a "
+        "step takes in turn.",
+        {
+            "memory_bytes": "bound", "peak_bytes": "peak", "one_process_peak_bytes": "one process", "needs": "needs",
+            "stored_bytes": "in the file", "time_ratio": "time", "spread": "spread",
+        },
+        (
+            Case(
+                "MONAI ResNet-18 (stride 2), 1,536 px", 1,
+                (
+                    "bench", "streaming", "--memory-mb", "700", "--iterations", "3", "--image-size", "1536",
+                    "--split-size", "1", "--spatial-size", "1", "--slice-method", "8x1", *_MONAI_HALVED,
+                ),
+            ),
+        ),
+        ratio="time_ratio", more_is_better=False,
+    ),
+    Study(
+        "Halos",
+        "One exchange of 3 pixels around 4 strips of a 1,024 px image, there and back, against the same by hand in "
+        "mpi4py, and against its messages alone: 1 is as fast, more is slower.",
+        {
+            "forward.ms": "there, ms", "forward.ratio": "to by hand", "backward.ms": "back, ms",
+            "backward.ratio": "to by hand", "ratio_messages_only": "to messages alone", "forward.spread": "spread",
+        },
+        (Case("1,024 px, 4 ranks", 4, ("bench", "halo", "--slice-method", "vertical", "--num-spatial-parts", "4")),),
+        more_is_better=False,
+    ),
+    Study(
+        "Sums",
+        "A sum over 4 ranks as gradients are summed, beside MPI's own and gloo's: above 1 is faster than MPI's.",
+        {"ours_ms": "ours, ms", "raw_mpi_ms": "MPI, ms", "gloo_ms": "gloo, ms", "ratio_to_mpi": "ratio",
+         "spread": "spread"},
+        (Case("", 4, ("bench", "allreduce", "--max-bytes", str(64 * _MIB), "--iterations", "15")),),
+        ratio="ratio_to_mpi", grows="bytes",
+    ),
+    Study(
+        "Overhead",
+        "What an instruction of a program costs beside its kernels, in microseconds of one thread, and what a kernel's "
+        "call costs beside its work.",
+        {"instruction_us": "instruction", "call_us": "call", "back_call_us": "call, backward", "spread": "spread"},
+        (Case("1 rank", 1, ("bench", "overhead")),), ratio="instruction_us", more_is_better=False,
+    ),
+)  # fmt: skip
+"""In the order of the page; together they take some ten minutes on two cores."""
