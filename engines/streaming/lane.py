@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ class ShelvedLane(Lane):
     """A lane that brings back what an instruction reads, and knows what autograd keeps of each segment."""
 
     shelf: Shelf = field(kw_only=True)
+    hand: ThreadPoolExecutor = field(kw_only=True)  # the one thread that computes, for all tiles
     _saved: dict[str, list[Tensor]] = field(default_factory=dict)
     _touched: dict[str, Linear] = field(default_factory=dict)
 
@@ -32,11 +34,13 @@ class ShelvedLane(Lane):
     def do(self, instruction: Linear, phase: Phase) -> int:
         """Walk one instruction with all that it reads in memory; the bytes that were sent."""
         if phase is Phase.FORWARD:
-            self.shelf.use(self._read(instruction), changes=not isinstance(instruction, Compute))
+            self.shelf.use(self._read(instruction))
         else:
             self.shelf.use(self._saved.pop(instruction.name, ()))
-            self.shelf.use(self._gradients(instruction), changes=True)
+            self.shelf.use(self._gradients(instruction))
         try:
+            if isinstance(instruction, Compute):
+                return self.hand.submit(super().do, instruction, phase).result()
             return super().do(instruction, phase)
         finally:
             self.shelf.done()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,7 +54,10 @@ class StreamedTraining:
         trained = [w.requires_grad_() for name, w in self.weights.items() if name in recipe.graph.trainable]
         self.store = Store(folder)
         self._relay = Relay(len(self.programs))
-        self._shelves = [Shelf(self.store, [*self.weights.values(), *self.buffers.values()]) for _ in self.programs]
+        # Every thread that computes would have helpers of its own, which sleep while other tiles compute.
+        self._hand = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(self.threads,))
+        stays, reads_files = [*self.weights.values(), *self.buffers.values()], self.device.type == "cpu"
+        self._shelves = [Shelf(self.store, stays, reads_files) for _ in self.programs]
         self.workers = [
             self._worker(*each, recipe.optimiser(trained) if number == 0 and trained else None)
             for number, each in enumerate(zip(self.programs, self._relay.worlds, self._shelves, strict=True))
@@ -63,7 +67,7 @@ class StreamedTraining:
         recipe = self.recipe
         worker = Worker(
             program, world, self.weights, self.buffers, optimiser, self.device, recipe.seed, recipe.rules,
-            make_lane=partial(ShelvedLane, shelf=shelf),
+            make_lane=partial(ShelvedLane, shelf=shelf, hand=self._hand),
         )  # fmt: skip
         self._relay.enter(
             program.rank,
@@ -93,7 +97,7 @@ class StreamedTraining:
 
     def _pass(self, worker: Worker, feed: Callable[[int], Inputs]) -> None:
         """Forward and back, all micro-batches of one tile."""
-        torch.set_num_threads(self.threads)
+        torch.set_num_threads(1)
         parts = feed(worker.program.rank)
         worker.restart({number: {name: self._own(part) for name, part in own.items()} for number, own in parts.items()})
         while not (worker.done or isinstance(worker.program.steps[worker.position].instruction, Update)):
@@ -119,7 +123,8 @@ class StreamedTraining:
         return {plain_name(name): w.grad.clone() for name, w in self.weights.items() if w.grad is not None}
 
     def close(self) -> None:
-        """Give the disk's space back."""
+        """Give the disk's space back, and end the thread."""
+        self._hand.shutdown()
         self.store.close()
 
 
