@@ -26,7 +26,7 @@ from engines.program.worker import Worker
 __all__ = ["calibrate", "overheads"]
 
 SIZES = (Size(16, 32), Size(16, 96), Size(16, 256), Size(64, 16), Size(64, 64), Size(256, 8), Size(256, 32))
-THREADED = Size(32, 96)
+WARM_UP = Size(32, 96)
 _SEGMENTS = 40
 _ROUNDS = 15
 _SLICES_S, _GAP_S = 0.2, 5e-4
@@ -58,8 +58,8 @@ def calibrate(world: World, name: str = "this machine", rehearsal: Rehearsal | N
 
 def _together(world: World, machine: Machine, rehearsal: Rehearsal) -> Machine:
     """With what only ranks show that work at once, and wait for each other."""
-    seen = rehearsed(world, (rehearsal.strips, rehearsal.large, rehearsal.small))
-    return world.gather(explained(machine, rehearsal, *seen) if world.rank == 0 else None)[0]
+    seen = rehearsed(world, rehearsal)
+    return world.gather(explained(machine, rehearsal, seen) if world.rank == 0 else None)[0]
 
 
 def _one_by_one(world: World, work: Callable[[], Any]) -> Any:
@@ -71,25 +71,15 @@ def _one_by_one(world: World, work: Callable[[], Any]) -> Any:
 
 
 def _alone() -> tuple[list[Timed], dict[str, Any]]:
-    chain_seconds(THREADED)  # warms up
+    chain_seconds(WARM_UP)
     return timed(SIZES), {
         **overheads(),
         "weight_s": _weight_seconds(),
         "statistic_s": _statistic_seconds(),
         "copy_per_s": _copied_per_second(),
         "cores": cores(),
-        "fork_s": _fork_seconds(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
-
-
-def _fork_seconds() -> float:
-    """What each kernel takes beyond its even share, by the clock: threads that wait take no processor's time."""
-    one_s = chain_seconds(THREADED)
-    torch.set_num_threads(cores())
-    all_s = chain_seconds(THREADED)
-    torch.set_num_threads(1)
-    return max(0.0, all_s - one_s / cores())
 
 
 def _copied_per_second() -> float:

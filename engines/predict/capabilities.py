@@ -65,6 +65,11 @@ def capabilities(
     Of each kind some plans are looked at, evenly taken from all that are searched, or those that are `asked` for.
     `rank_bytes`: what a rank may use, the machine's if it is None. `seen(done, of)` is called after each plan.
     `machine` may be a name. Raises PlanError where there is no plan or no size.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import capabilities
+    >>> found = capabilities(resnet20_v1(), "Summit", ranks=2, sizes_px=(64,), batch=2)
+    >>> print(found.by_size[64])
     """
     chosen = tuple(spread(ranks, batch) if asked is None else asked)
     if not chosen or not sizes_px or min(sizes_px) < 1:

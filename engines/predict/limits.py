@@ -60,6 +60,13 @@ def largest_image(
     `rank_bytes`: what a rank may use, the machine's (it may be a name) if it is None. Nothing runs: memory is counted
     from the programs.
     Raises PlanError where no limit is known, or where the plan does not fit the model at any size; or TraceError.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Plan, largest_image
+    >>> one = largest_image(resnet20_v1(), Plan(split_size=1, spatial_size=0), "Summit", rank_bytes=10**9)
+    >>> four = largest_image(resnet20_v1(), Plan(split_size=1, slice_method="2x2"), "Summit", rank_bytes=10**9)
+    >>> four.size_px > 1.8 * one.size_px
+    True
     """
     machine = given(machine)
     limit = machine.rank_bytes(plan.ranks) if rank_bytes is None else rank_bytes

@@ -13,6 +13,7 @@ from torch import nn
 from engines.bench.verify import batches
 from engines.comm.waiting import looked_s
 from engines.comm.world import World
+from engines.layout import threads_of
 from engines.plan import Plan
 from engines.predict.actions import Work
 from engines.predict.cost import Prices, priced
@@ -26,7 +27,8 @@ __all__ = ["Programs", "Rehearsal", "Rehearsed", "explained", "rehearsed"]
 
 _WIDTHS, _DEPTH = (16, 32, 64), 4
 _STRIP_PX, _WIDTH_PX = 128, 128
-_LARGE_PX, _SMALL_PX = 160, 32
+_LARGEST_PX, _LARGE_PX, _SMALL_PX = 320, 160, 32
+_MOST_STAGES = 8
 _TURNS, _WARM_UP, _STEPS = 6, 2, 6
 _NO_WORSE = 0.5  # than samples say: a training may share the cores better than they did
 _OVERHEADS = {"compute": "instruction_s", "halo": "exchange_s", "all-reduce": "sum_s"}
@@ -34,23 +36,32 @@ _OVERHEADS = {"compute": "instruction_s", "halo": "exchange_s", "all-reduce": "s
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """One network three times: in a strip for each rank, where every layer has a halo and a sum, and in replicas, of
-    large images and of small ones.
+    """One network four times: in a strip for each rank, where every layer has a halo and a sum; in replicas, of large
+    images and of small ones; and in stages, whose ranks take turns with all cores, of images that are worth sharing out.
     """
 
     strips: Recipe
     large: Recipe
     small: Recipe
+    turns: Recipe
 
     @classmethod
     def of(cls, ranks: int) -> Rehearsal:
         """For so many ranks."""
         strips = Plan(split_size=1, spatial_size=1, num_spatial_parts=ranks, slice_method="horizontal")
         replicas = Plan(split_size=1, spatial_size=0, data_parallel=ranks)
+        stages = max(count for count in range(1, _MOST_STAGES + 1) if ranks % count == 0)
+        turns = Plan(split_size=stages, spatial_size=0, data_parallel=ranks // stages)
         return cls(
             prepare(_network(), strips, (1, 3, _STRIP_PX * ranks, _WIDTH_PX), device="cpu"),
             *(prepare(_network(), replicas, (1, 3, px, px), device="cpu") for px in (_LARGE_PX, _SMALL_PX)),
+            prepare(_network(), turns, (1, 3, _LARGEST_PX, _LARGEST_PX), device="cpu"),
         )
+
+    @property
+    def acts(self) -> tuple[tuple[Recipe, bool], ...]:
+        """In this order they are played: each on one core for a rank, or on all that the plan gives it."""
+        return (self.strips, False), (self.large, False), (self.small, False), (self.turns, True)
 
 
 def _network() -> nn.Module:
@@ -77,9 +88,9 @@ class Rehearsed:
 _UNSEEN = Rehearsed(0.0, ())
 
 
-def rehearsed(world: World, recipes: Sequence[Recipe]) -> list[Rehearsed]:
+def rehearsed(world: World, rehearsal: Rehearsal) -> list[Rehearsed]:
     """Some steps of each, in turns; collective. The same on all ranks."""
-    acts = [_Act(world, recipe) for recipe in recipes]
+    acts = [_Act(world, *each) for each in rehearsal.acts]
     for _ in range(_TURNS):
         for act in acts:
             act.play()
@@ -89,9 +100,10 @@ def rehearsed(world: World, recipes: Sequence[Recipe]) -> list[Rehearsed]:
 class _Act:
     """One training of a rehearsal, on this rank."""
 
-    def __init__(self, world: World, recipe: Recipe) -> None:
+    def __init__(self, world: World, recipe: Recipe, all_cores: bool) -> None:
         self.world, self.training = world, RankTraining(world, recipe)
-        self.training.threads = 1
+        if not all_cores:
+            self.training.threads = 1
         self.inputs = self.training.cut(batches(recipe, 0, steps=1)[0])
         self.steps: list[float] = []
         self.spent: list[list[float]] = []
@@ -129,22 +141,24 @@ def _medians(steps: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(statistics.median(each) for each in zip(*steps, strict=True))
 
 
-def explained(machine: Machine, rehearsal: Rehearsal, strips: Rehearsed, large: Rehearsed, small: Rehearsed) -> Machine:
+def explained(machine: Machine, rehearsal: Rehearsal, seen: Sequence[Rehearsed]) -> Machine:
     """The machine whose ranks would have taken as long.
 
     What working at once costs is seen in what large images take more than small ones, for which the instructions are
-    the same; then what these take by themselves, what tiles compute longer since they wait for each other, and last how
-    long waiting goes on after its end. One rank alone has nobody to share with.
+    the same; then what these take by themselves, what tiles compute longer since they wait for each other, how
+    long waiting goes on after its end, and last what a kernel of several threads takes longer than its part. One rank
+    alone has nobody to share with.
     """
-    recipes = (rehearsal.strips, rehearsal.large, rehearsal.small)
-    tiled, many, few = played = [Programs(*each) for each in zip(recipes, (strips, large, small), strict=True)]
+    tiled, many, few, turns = played = [Programs(*act, each) for act, each in zip(rehearsal.acts, seen, strict=True)]
     bare = replace(machine, contention=1.0, cold=1.0, **dict.fromkeys(_OVERHEADS.values(), 0.0))
     if len(few.programs) > 1:
         longer = (many.taken_s() - few.taken_s()) / (many.total_s(bare) - few.total_s(bare))
         bare = replace(bare, contention=max(_NO_WORSE, longer))
     machine = replace(bare, **_typical(tiled.over_s(bare)) | _typical(few.over_s(bare)))
-    machine = _updating(replace(machine, cold=tiled.cold(machine)), played)
-    return replace(machine, wake_s=tiled.wake_s(machine))
+    machine = _updating(replace(machine, cold=tiled.cold(machine)), played[:-1])
+    if len(tiled.programs) > 1:
+        machine = tiled.as_long(machine, "wake_s")
+    return turns.as_long(machine, "fork_s")
 
 
 def _typical(over: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -166,6 +180,7 @@ class Programs:
     """A rehearsal as a machine would run it, and as it was `seen`."""
 
     recipe: Recipe
+    all_cores: bool = False
     seen: Rehearsed = _UNSEEN
 
     def __post_init__(self) -> None:
@@ -214,17 +229,17 @@ class Programs:
         again_s = self.total_s(replace(machine, cold=2.0), "compute") - warm_s  # all of such work
         return 1 + max(0.0, self.taken_s("compute") - warm_s) / again_s if again_s else 1.0
 
-    def wake_s(self, machine: Machine) -> float:
-        """How long a rank takes to go on once its message has come: what is left to be explained of a step."""
-        if len(self.programs) == 1:
-            return 0.0  # nobody waits
+    def as_long(self, machine: Machine, name: str) -> Machine:
+        """The machine with so much of the time `name` that a step takes as long as it did, as far as that explains it."""
         low_s, high_s = 0.0, self.seen.step_s / len(_WIDTHS) / _DEPTH
         for _ in range(12):
             middle_s = (low_s + high_s) / 2
-            too_fast = self.seconds(replace(machine, wake_s=middle_s)) < self.seen.step_s
+            too_fast = self.seconds(replace(machine, **{name: middle_s})) < self.seen.step_s
             low_s, high_s = (middle_s, high_s) if too_fast else (low_s, middle_s)
-        return low_s
+        return replace(machine, **{name: low_s})
 
     def seconds(self, machine: Machine) -> float:
         """Of a step of all ranks."""
-        return simulate(self.programs, self.tallies, machine, [1] * len(self.programs)).seconds
+        plan, cores = self.recipe.plan, machine.cores if self.all_cores else None
+        threads = [threads_of(plan, program.rank, cores or 1, machine.node_ranks) for program in self.programs]
+        return simulate(self.programs, self.tallies, machine, threads).seconds

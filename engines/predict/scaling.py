@@ -92,6 +92,16 @@ def scaling(
     stays. Every replica has a batch of that shape; and where replicas themselves get more ranks, their images get
     larger, so that a rank has as many pixels as under the first plan (sides in multiples of 32 px).
     `machine` may be a name. Raises PlanError where images, plans and ranks do not fit each other, or TraceError.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Plan, scaling
+    >>> weak = scaling(
+    ...     resnet20_v1(), "Summit", Plan(split_size=1, slice_method="1x2"), (2, 3, 64, 64), "weak", (2, 64, 2048)
+    ... )
+    >>> [point.ranks for point in weak.points]
+    [2, 64, 2048]
+    >>> 0.5 < weak.efficiency(weak.points[-1]) <= 1
+    True
     """
     if how not in HOW:
         raise PlanError(f"how={how!r} must be one of {', '.join(map(repr, HOW))}.")

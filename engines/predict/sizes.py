@@ -19,6 +19,13 @@ class Sizes:
     """A model with its loss (cross-entropy if it is None), and what studies call it: its class, if nothing is said.
 
     Where studies are given the same one, what was traced for one of them is not traced again, which takes seconds.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Plan, Sizes, forecast
+    >>> model = Sizes(resnet20_v1(), title="ResNet-20")
+    >>> plans = [Plan(split_size=1, spatial_size=0, data_parallel=ranks) for ranks in (1, 2)]
+    >>> [forecast(model, plan, (2, 3, 64, 64), "Summit").images for plan in plans]
+    [2, 4]
     """
 
     model: nn.Module
