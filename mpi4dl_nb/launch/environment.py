@@ -28,7 +28,9 @@ def mpi_environment(n: int) -> dict[str, str]:
     as_root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if os.getuid() == 0 else ()
     return {
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "OMP_WAIT_POLICY": "passive",  # ranks share cores: idle threads must not spin
+        # Threads look for the next kernel for some 0.1 ms, then sleep: ranks share cores (GNU OpenMP, LLVM OpenMP).
+        "GOMP_SPINCOUNT": "100000",
+        "KMP_BLOCKTIME": "1",
         "OMP_NUM_THREADS": str(threads_per_rank(n)),
         # Page faults are most of what a fresh tensor costs: freed memory stays with the process.
         "MALLOC_MMAP_MAX_": "0",
