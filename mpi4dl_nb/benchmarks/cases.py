@@ -24,7 +24,7 @@ class Study:
     """Cases whose lines are alike. `columns` are headings by the lines' fields (`a.b` is field b of field a).
 
     `ratio` is the field that is held against earlier figures; `more_is_better` says which way. `grows` names what
-    grows from case to case, which a picture shows.
+    grows from case to case, which a picture shows, with `drawn` (columns of bytes) in place of the ratio.
     """
 
     title: str
@@ -35,6 +35,7 @@ class Study:
     more_is_better: bool = True
     grows: str = ""
     phases: bool = False
+    drawn: tuple[str, ...] = ()
 
 
 _CHAIN = ("--model", "engines.bench.chain:chain")
@@ -96,8 +97,8 @@ def _memory() -> Iterator[Case]:
 STUDIES: tuple[Study, ...] = (
     Study(
         "Against one process",
-        "Ranks of one thread each, on all cores, against the plain model in one process with as many threads as there "
-        "are cores, interleaved. The limit is the time of the kernels of convolutions and products alone.",
+        "Ranks that share all cores against the plain model in one process with as many threads as there are cores, "
+        "interleaved. The limit is the time of the kernels of convolutions and products alone.",
         _SPEED,
         (
             _step("MONAI ResNet-18, 1,024 px, 2 strips", 2, *_MONAI, "--image-size", "1024", *_strips(2)),
@@ -129,6 +130,7 @@ STUDIES: tuple[Study, ...] = (
         "the image each, and of one process with all of it; 0.25 would be an even share.",
         {"peak_bytes": "fullest rank", "one_process_peak_bytes": "one process", "share": "share"},
         tuple(_memory()), ratio="share", more_is_better=False, grows="pixels a side",
+        drawn=("peak_bytes", "one_process_peak_bytes"),
     ),
     Study(
         "Tiles in turn",

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -21,7 +20,8 @@ from engines.errors import RankError
 from engines.spoken import spoken_bytes
 from mpi4dl_nb.benchmarks.cases import Case, Study
 from mpi4dl_nb.benchmarks.rows import Findings, Row, rows_of
-from mpi4dl_nb.launch.environment import mpi_environment, mpiexec
+from mpi4dl_nb.launch.engine_command import engine_command
+from mpi4dl_nb.launch.environment import mpi_environment
 
 __all__ = ["measured", "run"]
 
@@ -32,11 +32,10 @@ Runner = Callable[[Case], Sequence[dict[str, Any]]]
 
 def run(case: Case) -> list[dict[str, Any]]:
     """The lines that a case prints. Raises RankError where it fails or does not end."""
-    command = [mpiexec(), "--with-ft", "ulfm", "-n", str(case.ranks), sys.executable, "-m", "mpi4py", "-m", "engines"]
     environment = os.environ | mpi_environment(case.ranks)
     try:
         done = subprocess.run(
-            [*command, *case.arguments],
+            engine_command(case.ranks, *case.arguments),
             env=environment, capture_output=True, text=True, timeout=_LONGEST_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
