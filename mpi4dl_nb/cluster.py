@@ -21,6 +21,7 @@ from engines.predict.rehearsal import Rehearsal
 from mpi4dl_nb.calls import Call, Ranks
 from mpi4dl_nb.launch.across import CutOff
 from mpi4dl_nb.launch.allocation import chosen_hosts
+from mpi4dl_nb.launch.backend import chosen_backend
 from mpi4dl_nb.launch.loopback import LoopbackRanks
 from mpi4dl_nb.launch.mpi import MpiRanks
 from mpi4dl_nb.names import public_names
@@ -37,7 +38,8 @@ class Cluster:
     """`n` ranks that run functions together.
 
     `backend="mpi"` starts them as MPI processes, `"loopback"` as threads of this process: at once and without
-    MPI, but slower at work. After a failure the ranks are ready for the next call, unless one has died: then
+    MPI, but slower at work. `"auto"` takes MPI where this machine has one, and memory for so many processes;
+    `cluster.backend` tells which. After a failure the ranks are ready for the next call, unless one has died: then
     `dead` says so, and `heal()` helps.
 
     Ranks that wait for one that does not go on for `hang_after_s` seconds are released, and it is ended (None: they
@@ -60,8 +62,9 @@ class Cluster:
         _check_count(n)
         if hang_after_s is not None and not hang_after_s >= 1:
             raise PlanError(f"hang_after_s={hang_after_s!r} must be 1 second or more, or None for no limit.")
+        backend = chosen_backend(backend, n)
         if backend not in _BACKENDS:
-            raise PlanError(f"backend={backend!r} must be one of {', '.join(map(repr, _BACKENDS))}.")
+            raise PlanError(f"backend={backend!r} must be one of {', '.join(map(repr, ('auto', *_BACKENDS)))}.")
         self.hosts = chosen_hosts(hosts, backend == "mpi")
         self.n, self.backend, self.hang_after_s = n, backend, hang_after_s
         self._hurry: tuple[int, Callable[[], bool]] = (0, lambda: False)

