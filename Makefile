@@ -2,6 +2,8 @@
 # make demo        a training on several ranks, in a terminal
 # make lab         the tutorials in JupyterLab
 # make test        lint, formatting, types, tests
+# make notebooks   runs all tutorials from top to bottom (make test does so, too)
+# make wheel       builds wheel and sdist, installs the wheel into an empty environment and tries it
 # make bench       measures everything and writes BENCHMARKS.md: ten minutes in which nothing else may run
 # make gpu-check   what a machine with a GPU has to show, with that machine's own Python
 # make clean       remove what was installed and built
@@ -26,7 +28,7 @@ ifeq ($(shell id -u),0)
 LAB_FLAGS := --allow-root
 endif
 
-.PHONY: setup demo lab test bench gpu-check clean
+.PHONY: setup demo lab test notebooks wheel bench gpu-check clean
 
 setup: $(STAMP)
 
@@ -58,6 +60,16 @@ test: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PURE)
 	$(BIN)/python -m pytest --doctest-modules $(PURE) tests
+
+notebooks: $(STAMP)
+	$(BIN)/python -m pytest tests/notebook/test_notebooks.py
+
+wheel: $(STAMP)
+	rm -rf dist build/empty
+	$(BIN)/python -c "from setuptools import build_meta as build; build.build_sdist('dist'); build.build_wheel('dist')"
+	$(PYTHON) -m venv build/empty
+	build/empty/bin/python -m pip install -c constraints.txt dist/*.whl
+	cd build && empty/bin/python -m mpi4dl_nb -n 4 verify --model resnet20_v1 --image-size 64 --split-size 1
 
 bench: $(STAMP)
 	$(BIN)/python -m mpi4dl_nb.benchmarks

@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from engines.errors import RankError
 from engines.options import positive
@@ -18,8 +19,8 @@ from mpi4dl_nb.launch.environment import mpi_environment
 __all__ = ["main"]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Becomes the launcher; returns only where there is none."""
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Becomes the launcher; where there is none, exits with code 2."""
     flags = argparse.ArgumentParser(prog="python -m mpi4dl_nb", description=__doc__.splitlines()[0])
     flags.add_argument("-n", type=positive, default=1, dest="ranks", metavar="RANKS", help="how many (default: 1)")
     flags.add_argument("command", nargs=argparse.REMAINDER, help="verify, train, predict, bench ..., with its flags")
@@ -27,10 +28,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         command = engine_command(chosen.ranks, *chosen.command)
     except RankError as error:
-        print(error, file=sys.stderr)
-        return 2
+        flags.error(str(error))
     os.execve(command[0], command, os.environ | mpi_environment(chosen.ranks))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -31,6 +31,12 @@ def forecast(
 
     `image_shape` is (N, C, H, W) of a batch. `machine` is what `cluster.calibrate()` has measured, or the name of one
     that is known, such as "Summit". Raises PlanError, TraceError or ImageError.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Plan, forecast
+    >>> foreseen = forecast(resnet20_v1(), Plan(split_size=2, num_spatial_parts=4), (2, 3, 64, 64), "Summit")
+    >>> foreseen.ranks, len(foreseen.memory), 0 < foreseen.seconds < 1
+    (5, 5, True)
     """
     graph = Sizes.of(model, loss).graph(plan, image_shape)
     return predicted.forecast(graph, plan, given(machine), optimiser_states(optimiser))

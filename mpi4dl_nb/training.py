@@ -69,6 +69,16 @@ class Training:
     `partial(torch.optim.lr_scheduler.StepLR, step_size=10)`.
 
     Raises PlanError, TraceError or ImageError before any rank is touched.
+
+    >>> import torch
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Cluster, Plan, Training
+    >>> plan = Plan(split_size=2, num_spatial_parts=4)
+    >>> with Cluster(plan.ranks, backend="loopback") as cluster:
+    ...     training = Training(resnet20_v1(), plan, cluster, (2, 3, 32, 32))
+    ...     loss = training.step(torch.randn(2, 3, 32, 32), torch.tensor([3, 7]))
+    ...     print(training.verify()["ok"])
+    True
     """
 
     def __init__(

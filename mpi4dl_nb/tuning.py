@@ -188,6 +188,13 @@ def tune(
     The rest as in `Training`. `.plan` is the best, and `.explanation` says in words what was predicted of each kind of
     parallelism; the result shows itself as a table, with these words.
     Raises PlanError where no plan can run or fits, TraceError, or RankError where the ranks are lost.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Cluster, tune
+    >>> with Cluster(2) as cluster:
+    ...     tuned = tune(resnet20_v1(), (2, 3, 64, 64), cluster, top=1, steps=1, progress=False)
+    >>> tuned.plan.ranks
+    2
     """
     if top < 0 or steps < 1:
         raise PlanError(f"top={top} plans are to be measured for steps={steps}: use 0 or more plans, 1 or more steps.")

@@ -95,7 +95,7 @@ STOCK: dict[str, Stock] = {
         "ResNet", _RESNET_18, {"embedding_size": 16, "hidden_sizes": [16, 24, 32, 48]}
     ),
 }
-"""Those of the README's table."""
+"""Those of VERIFIED.md's table."""
 
 MORE: dict[str, Stock] = {
     "MONAI BasicUNet": _segmenter("BasicUNet", {}, narrow={"features": [8, 8, 16, 24, 32, 8]}, small="48x80"),

@@ -1,4 +1,4 @@
-"""`python -m tests.verified [own] [combined] [fused] [stock]`: `verify` over models and plans, into README."""
+"""`python -m tests.verified [own] [combined] [fused] [stock]`: `verify` over models and plans, into VERIFIED.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engines.program.compile import compile_plan
 from engines.program.traffic import traffic
 from tests.stock import STOCK
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "VERIFIED.md"
 SIZES = ("128", "100x132")
 RESNETS = ("--model engines.models:resnet110_v2", "--model engines.models:resnet20_v1")
 UNET = "--model engines.models.unet:UNet --num-classes 3"
@@ -127,7 +127,7 @@ def main(names: Sequence[str]) -> int:
     made = {name: "".join(TABLES[name]()) for name in names or TABLES}
     for name, table in made.items():
         place = re.compile(rf"(<!-- verified {name}[^>]*-->\n).*?(<!-- /verified -->)", re.DOTALL)
-        README.write_text(place.sub(lambda match, table=table: match[1] + table + match[2], README.read_text()))
+        PAGE.write_text(place.sub(lambda match, table=table: match[1] + table + match[2], PAGE.read_text()))
     return int(any(WRONG in table for table in made.values()))
 
 

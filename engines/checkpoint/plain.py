@@ -30,6 +30,17 @@ def optimiser_state(
     """For `optimiser.load_state_dict`, where `optimiser` moves weights of `model` (and of `loss`), in whatever order.
 
     `path` is a checkpoint or a folder of them, of which it takes the newest. Raises CheckpointError.
+
+    >>> import tempfile, torch
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Cluster, Plan, Training, optimiser_state
+    >>> model, folder = resnet20_v1(), tempfile.mkdtemp()
+    >>> with Cluster(2, backend="loopback") as cluster:
+    ...     training = Training(model, Plan(split_size=2, spatial_size=0), cluster, (2, 3, 32, 32))
+    ...     loss = training.step(torch.randn(2, 3, 32, 32), torch.tensor([3, 7]))
+    ...     path = training.save(folder)
+    >>> optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    >>> optimiser.load_state_dict(optimiser_state(folder, model, optimiser))
     """
     checkpoint = Checkpoint.open(Path(path))
     checkpoint.check_files()
@@ -52,7 +63,22 @@ def optimiser_state(
 
 
 def scheduler_state(path: str | Path) -> dict[str, Any] | None:
-    """For `scheduler.load_state_dict`; None where there was none. Raises CheckpointError."""
+    """For `scheduler.load_state_dict`; None where there was none. Raises CheckpointError.
+
+    >>> import tempfile
+    >>> from functools import partial
+    >>> import torch
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Cluster, Plan, Training, scheduler_state
+    >>> halve, folder = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5), tempfile.mkdtemp()
+    >>> with Cluster(2, backend="loopback") as cluster:
+    ...     plan = Plan(split_size=2, spatial_size=0)
+    ...     training = Training(resnet20_v1(), plan, cluster, (2, 3, 32, 32), scheduler=halve)
+    ...     loss = training.step(torch.randn(2, 3, 32, 32), torch.tensor([3, 7]))
+    ...     path = training.save(folder)
+    >>> scheduler_state(folder)["last_epoch"]
+    1
+    """
     checkpoint = Checkpoint.open(Path(path))
     with checkpoint.reading():
         stored = checkpoint.manifest["scheduler"]

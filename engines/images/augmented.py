@@ -54,6 +54,12 @@ class Augmented:
     density of each. `brightness` and `contrast` change by up to the share `light`. With a `size` = (height, width),
     each image is a random rectangle of that size of the other; without a draw, its middle.
     Masks move with their images. Raises ImageError where a kind is unknown.
+
+    >>> from engines.images.synthetic import SyntheticImages
+    >>> from mpi4dl_nb import Augmented
+    >>> images = Augmented(SyntheticImages(8, (64, 64), classes=3), kinds=("flip", "rotate"), size=(32, 32))
+    >>> len(images), images.shape(0)
+    (8, (32, 32))
     """
 
     def __init__(

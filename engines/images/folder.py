@@ -27,6 +27,18 @@ def folder_images(
     Folders of one name SLIDE hold parts of one slide, in whichever class they are; a picture that lies in no such
     folder is a slide of its own. `names` are the classes of other images that these go with, such as those that a
     model was trained on. Raises ImageError where a class has no picture.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from PIL import Image
+    >>> from mpi4dl_nb import folder_images
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> for path in (folder / "benign" / "a.png", folder / "tumour" / "slide1" / "b.png"):
+    ...     path.parent.mkdir(parents=True)
+    ...     Image.new("RGB", (40, 30)).save(path)
+    >>> images = folder_images(folder, size=(24, 32))
+    >>> len(images), images.names
+    (2, ('benign', 'tumour'))
     """
     if not folder.is_dir():
         raise ImageError(

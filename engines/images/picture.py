@@ -82,6 +82,8 @@ def open_image(source: Source) -> Picture:
     from 0 to 1. An object with OpenSlide's `read_region`, `level_dimensions` and `level_downsamples` is taken as
     it is. Raises ImageError, which names the file and the reason.
 
+    >>> import numpy as np
+    >>> from mpi4dl_nb import open_image
     >>> open_image(np.zeros((4, 6), np.uint8)).shape()
     (4, 6)
     """

@@ -42,6 +42,18 @@ def table_images(
     Raises ImageError, which names the table, its lines and what is wrong with them, where a file is missing or a line
     cannot be understood; and unless `check` is off, so that bad images can be left out later, where a file is no
     picture, or has no such region, or its mask another size.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from PIL import Image
+    >>> from mpi4dl_nb import table_images
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> Image.new("RGB", (40, 30)).save(folder / "a.png")
+    >>> lines = "path,label,region", "a.png,tumour,0 8 24 32"
+    >>> size_bytes = (folder / "regions.csv").write_text("\\n".join(lines))
+    >>> images = table_images(folder / "regions.csv", size=(24, 32), names=("benign", "tumour"))
+    >>> images.label(0)
+    1
     """
     rows = list(_rows(table))
     troubles = _Troubles(table)

@@ -69,7 +69,8 @@ def capabilities(
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import capabilities
     >>> found = capabilities(resnet20_v1(), "Summit", ranks=2, sizes_px=(64,), batch=2)
-    >>> print(found.by_size[64])
+    >>> list(found.by_size)
+    [64]
     """
     chosen = tuple(spread(ranks, batch) if asked is None else asked)
     if not chosen or not sizes_px or min(sizes_px) < 1:

@@ -37,7 +37,7 @@ _OVERHEADS = {"compute": "instruction_s", "halo": "exchange_s", "all-reduce": "s
 @dataclass(frozen=True)
 class Rehearsal:
     """One network four times: in a strip for each rank, where every layer has a halo and a sum; in replicas, of large
-    images and of small ones; and in stages, whose ranks take turns with all cores, of images that are worth sharing out.
+    images and of small ones; and in stages, whose ranks take turns with all cores: of images that are worth it.
     """
 
     strips: Recipe
@@ -230,7 +230,7 @@ class Programs:
         return 1 + max(0.0, self.taken_s("compute") - warm_s) / again_s if again_s else 1.0
 
     def as_long(self, machine: Machine, name: str) -> Machine:
-        """The machine with so much of the time `name` that a step takes as long as it did, as far as that explains it."""
+        """The machine with so much of `name` that a step takes as long as it did, as far as that explains it."""
         low_s, high_s = 0.0, self.seen.step_s / len(_WIDTHS) / _DEPTH
         for _ in range(12):
             middle_s = (low_s + high_s) / 2

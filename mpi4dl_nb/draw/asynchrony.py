@@ -47,6 +47,13 @@ def show_asynchrony(studies: Study | Sequence[Study]) -> Drawing:
     """Losses (running means) against seconds and against images seen, and how often each staleness occurred.
 
     `studies` are of different modes, on the same task. Raises PlanError where there is none, or two of one mode.
+
+    >>> from engines.bench.asynchronous import bench_asynchronous, modes
+    >>> from mpi4dl_nb import Cluster, show_asynchrony
+    >>> asked = modes("server", replicas=2, steps=4, slow={})
+    >>> with Cluster(3, backend="loopback") as cluster:
+    ...     studies = cluster.call(lambda host: bench_asynchronous(host.world, asked))[0]
+    >>> figure = show_asynchrony(studies)
     """
     found = [studies] if isinstance(studies, Study) else list(studies)
     modes = [study.mode for study in found]

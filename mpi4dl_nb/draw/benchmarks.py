@@ -28,7 +28,7 @@ LOOKS = {
 
 
 def show_growth(study: Study, rows: Sequence[Row]) -> Drawing:
-    """The ratio of a study, or its `drawn` columns, against what grows; on the right, where it was counted, where the time of all ranks went.
+    """The ratio of a study, or its `drawn` columns, against what grows; on the right where the time of all ranks went.
 
     Raises PlanError where nothing grows or nothing was measured.
     """
@@ -42,12 +42,8 @@ def show_growth(study: Study, rows: Sequence[Row]) -> Drawing:
         _draw_phases(axes, rows)
     if right:
         draw_legend(figure, [LOOKS[name] for name in PHASES])
-    figure.suptitle(
-        f"{study.title}: {'' if study.drawn else study.columns[study.ratio] + ' '}by {study.grows}",
-        x=0.01,
-        ha="left",
-        fontsize=10,
-    )
+    what = "bytes" if study.drawn else study.columns[study.ratio]
+    figure.suptitle(f"{study.title}: {what} by {study.grows}", x=0.01, ha="left", fontsize=10)
     figure.alt = f"{study.title}. {'; '.join(_told(study, row) for row in rows)}."
     return figure
 

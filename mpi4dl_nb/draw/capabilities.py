@@ -33,6 +33,10 @@ def show_capabilities(found: Capabilities) -> Drawing:
     """A row for each kind of parallelism, a column for each size of image: what its best plan does in images/s.
 
     Where no plan of a kind fits, the cell says what the smallest one needs. Below are the fastest plans.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import capabilities, show_capabilities
+    >>> figure = show_capabilities(capabilities(resnet20_v1(), "Summit", ranks=2, sizes_px=(64,), batch=2))
     """
     sizes = list(found.by_size)
     width = (WIDTH_IN - 2 * MARGIN_IN - NAMES_IN) / len(sizes)

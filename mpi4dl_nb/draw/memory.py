@@ -57,6 +57,10 @@ def show_memory(
     `rank` is the fullest one if it is None; `optimiser_states` how many numbers the optimiser keeps for each weight:
     momentum 1, Adam 2.
     Nothing runs. Raises PlanError, TraceError or ImageError.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Plan, show_memory
+    >>> figure = show_memory(Plan(split_size=2, num_spatial_parts=4), resnet20_v1(), (2, 3, 64, 64), machine="Summit")
     """
     if isinstance(model, nn.Module):
         if image_shape is None:

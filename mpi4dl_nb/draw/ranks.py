@@ -52,6 +52,10 @@ def show_ranks(
     `image_shape` is (N, C, H, W) of a batch. A model is traced at that size, which takes seconds; its graph
     (`training.recipe.graph`) is not. With a `machine` (such as `cluster.calibrate()`, or a name) also the time of each
     rank. All numbers are counted from the ranks' programs. Raises PlanError, TraceError or ImageError.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Plan, show_ranks
+    >>> figure = show_ranks(Plan(split_size=2, num_spatial_parts=4), resnet20_v1(), (2, 3, 64, 64))
     """
     if model is None:
         return draw_ranks(plan)

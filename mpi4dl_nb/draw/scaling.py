@@ -35,6 +35,11 @@ def show_scaling(studies: Scaling | Mapping[str, Scaling]) -> Drawing:
     """Speed against ranks beside the ideal, with efficiencies; on the right where a rank's time goes.
 
     One study, or up to four by the names that they have in the figure. Raises PlanError where there is none.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Plan, scaling, show_scaling
+    >>> weak = scaling(resnet20_v1(), "Summit", Plan(split_size=1, slice_method="1x2"), (2, 3, 64, 64), "weak", (2, 64))
+    >>> figure = show_scaling({"weak": weak})
     """
     named = {studies.how: studies} if isinstance(studies, Scaling) else dict(studies)
     if not 1 <= len(named) <= MOST:
@@ -136,7 +141,13 @@ def _told(name: str, study: Scaling) -> str:
 
 
 def show_limits(limits: Sequence[Limit], machine: str = "") -> Drawing:
-    """The largest square image that fits under each plan, as bars. Raises PlanError where there is none to show."""
+    """The largest square image that fits under each plan, as bars. Raises PlanError where there is none to show.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Plan, largest_image, show_limits
+    >>> plan = Plan(split_size=1, slice_method="2x2")
+    >>> figure = show_limits([largest_image(resnet20_v1(), plan, "Summit", most_px=256)], "Summit")
+    """
     if not limits:
         raise PlanError("There is no limit to show: give what largest_image() has found, of one plan or of several.")
     figure = Drawing(figsize=(11, 1.3 + 0.42 * len(limits)), layout="constrained")

@@ -35,6 +35,11 @@ def show_schedule(schedule: Schedule) -> Drawing:
     In a bar stands its micro-batch, as in `schedule.picture()` where there is room. Beside a row stand the rank's
     stages, how much of the time it idles, and how many forwards it holds at most (`schedule.in_flight`). Raises
     PlanError where there is no work.
+
+    >>> from engines.pipeline.schedule import Batch, schedule
+    >>> from mpi4dl_nb import show_schedule
+    >>> made = schedule("1f1b", [[(0,), (1,)]], [Batch(0, (0, 1, 2))])
+    >>> figure = show_schedule(made)
     """
     if not schedule.length:
         raise PlanError("The schedule holds no work: make it of at least one batch with a micro-batch.")

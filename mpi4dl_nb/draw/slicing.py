@@ -83,6 +83,11 @@ def show_slicing(
 
     A model is traced at the picture's size, which takes seconds; a `Recipe` or `ModelGraph` is not. All numbers are
     read from the ranks' programs. Raises PlanError, TraceError or ImageError.
+
+    >>> from engines.images.samples import immunohistochemistry
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Plan, show_slicing
+    >>> figure = show_slicing(immunohistochemistry(), Plan(split_size=2, num_spatial_parts=4), resnet20_v1(), tile=0)
     """
     rasters = Rasters(open_image(image))
     if model is None:

@@ -44,6 +44,16 @@ def show_step(stepping: Stepping, channel: int = 0, image: int = 0, show: str = 
 
     `show` is the `activation`, the `gradient`, or what was `made`; `message` numbers what moved last. Raises PlanError
     where the step was given up.
+
+    >>> import torch
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Cluster, Plan, Training, show_step
+    >>> with Cluster(4, backend="loopback") as cluster:
+    ...     plan = Plan(split_size=1, slice_method="2x2")
+    ...     training = Training(resnet20_v1(), plan, cluster, (2, 3, 32, 32))
+    ...     with training.stepping(torch.randn(2, 3, 32, 32), torch.tensor([3, 7])) as stepping:
+    ...         event = stepping.until(kind="halo")
+    ...         figure = show_step(stepping)
     """
     return draw_step(stepping.view(channel, image, show), message)
 

@@ -57,6 +57,11 @@ def show_timeline(
     end) is the part of the step to be shown. `plan` adds each rank's stage and tile, and for a pipeline the share of
     time without computation beside the formula's. In a bar stands the pass and the micro-batch (F0, B0, W0), where
     there is room. Raises PlanError where nothing happened, on other ranks than the plan's, or outside of the span.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Plan, forecast, show_timeline
+    >>> plan = Plan(split_size=2, num_spatial_parts=4)
+    >>> figure = show_timeline(forecast(resnet20_v1(), plan, (2, 3, 64, 64), "Summit").timeline, plan)
     """
     charts = {"measured": timeline} | ({"predicted": predicted} if predicted is not None else {})
     rows = {name: _rows(chart, plan) for name, chart in charts.items()}

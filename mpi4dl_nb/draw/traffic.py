@@ -27,6 +27,11 @@ def show_traffic(model: nn.Module, plans: Mapping[str, Plan], image_shape: Seque
 
     `plans` go by the name that they have in the figure; `image_shape` is (N, C, H, W).
     Raises PlanError, TraceError or ImageError, as `Training` does.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Plan, show_traffic
+    >>> plans = {"before each layer": Plan(split_size=1), "fused": Plan(split_size=1, halo_d2=True)}
+    >>> figure = show_traffic(resnet20_v1(), plans, (2, 3, 64, 64))
     """
     if not plans:
         raise PlanError("There is no plan to show: give at least one, such as {'D1': Plan()}.")

@@ -20,7 +20,7 @@ _LIMITS = ("memory.max", "memory/memory.limit_in_bytes")  # of a container: cont
 
 
 def chosen_backend(wish: str, n: int) -> str:
-    """`auto`: `mpi` where there is an mpiexec, and memory for `n` processes; else `loopback`, and a warning says why."""
+    """`auto`: `mpi` where there is an mpiexec, and memory for `n` processes; else `loopback`, with a warning."""
     if wish != "auto":
         return wish
     try:

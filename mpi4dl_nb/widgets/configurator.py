@@ -50,6 +50,13 @@ class Configurator(Instrument):
     button starts `cluster`, or one over MPI where none is given, with the ranks that the plan needs, or resizes it.
     The time of each rank is predicted for the cluster as it was calibrated, or for the machine that is chosen:
     `machine` is one of one's own, or the name of one that is known; `forecast` is that of the plan.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Configurator, Plan
+    >>> configurator = Configurator(resnet20_v1(), (2, 3, 64, 64), plan=Plan(split_size=2, num_spatial_parts=4))
+    >>> configurator.knobs["split_size"].value = 3
+    >>> configurator.plan.ranks
+    6
     """
 
     def __init__(

@@ -37,6 +37,16 @@ class Monitor(Instrument):
 
     Numbers come every second, the figure as often as drawing costs the ranks next to nothing: another thread draws.
     After a stop `fit` has saved the training if it was told to `save`, and returns its History.
+
+    >>> import torch
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Cluster, Monitor, Plan, Training
+    >>> batch = torch.randn(2, 3, 32, 32), torch.tensor([3, 7])
+    >>> with Cluster(4, backend="loopback") as cluster:
+    ...     training = Training(resnet20_v1(), Plan(split_size=1), cluster, (2, 3, 32, 32))
+    ...     history = training.fit([batch], epochs=2, progress=False, monitor=Monitor())
+    >>> len(history.losses)
+    2
     """
 
     def __init__(self, training: Training | None = None) -> None:

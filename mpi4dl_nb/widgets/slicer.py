@@ -50,6 +50,13 @@ class Slicer(Instrument):
     its layers that read beyond their tiles; a module is traced at the picture's size first, which takes seconds.
     `fused_halos` compares the plan's halos with others; `plan` is the plan with those chosen. Controls can be set by
     code as well (`slicer.layer.value = 3`), and `figure` is what is shown. Raises PlanError, TraceError or ImageError.
+
+    >>> from engines.images.samples import immunohistochemistry
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Plan, Slicer
+    >>> slicer = Slicer(immunohistochemistry(), Plan(split_size=2, num_spatial_parts=4), resnet20_v1())
+    >>> slicer.layer.value = 3
+    >>> slicer.figure.savefig("slicing.png")
     """
 
     def __init__(self, image: Source, plan: Plan, model: nn.Module | Recipe | ModelGraph | None = None) -> None:

@@ -32,6 +32,16 @@ class Stepper(Instrument):
 
     `stepping` can be walked from cells as well; `refresh()` then shows where it is. `close()` gives the step up.
     Raises ImageError for a wrong shape or label.
+
+    >>> import torch
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Cluster, Plan, Stepper, Training
+    >>> with Cluster(4, backend="loopback") as cluster:
+    ...     training = Training(resnet20_v1(), Plan(split_size=1), cluster, (2, 3, 32, 32))
+    ...     stepper = Stepper(training, torch.randn(2, 3, 32, 32), torch.tensor([3, 7]))
+    ...     event = stepper.stepping.until(kind="halo", phase="backward")
+    ...     stepper.refresh()
+    ...     stepper.close()
     """
 
     def __init__(self, training: Training, images: Any, labels: Any) -> None:

@@ -35,6 +35,14 @@ class Tuner(Instrument):
     parallelism. With `neutral_batch`, what counts is the time for an update of so many images, as in `tune`.
     Without a browser: `measure_best()`, `choose(plan)`.
     Raises PlanError or TraceError where no plan can run, RankError where the cluster is not started.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Cluster, Plan, Tuner
+    >>> with Cluster(2) as cluster:
+    ...     tuner = Tuner(resnet20_v1(), (2, 3, 64, 64), cluster, progress=False)
+    ...     tuner.choose(Plan(split_size=1, spatial_size=0, data_parallel=2))
+    >>> tuner.plan.data_parallel
+    2
     """
 
     def __init__(

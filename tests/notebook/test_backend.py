@@ -17,7 +17,7 @@ def test_processes_need_memory(monkeypatch):
     monkeypatch.setattr(backend, "memory_bytes", lambda: 2 << 30)
     assert Cluster(4, backend="auto").backend == "mpi"
     with pytest.warns(
-        RuntimeWarning, match=r"5 processes and this one need 2\.5 GB of memory, of 2\.1 GB: the ranks are"
+        RuntimeWarning, match=r"5 processes and this one need 2\.3 GB of memory, of 2\.0 GB: the ranks are"
     ):
         assert Cluster(5, backend="auto").backend == "loopback"
 

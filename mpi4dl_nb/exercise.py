@@ -1,0 +1,30 @@
+"""The end of a tutorial: an answer of the reader's, held against what this machine computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["exercise"]
+
+
+def exercise(answer: Any, truth: Callable[[], Any], hint: str) -> str:
+    """What to say to an answer. `truth` is computed once there is one; a float is right within 5 %.
+
+    >>> exercise(None, lambda: 5, "Count the ranks of both stages.")
+    'Put your answer into the cell above, then run this one.'
+    >>> exercise(4, lambda: 5, "Count the ranks of both stages.")
+    'Not 4. Count the ranks of both stages.'
+    >>> exercise(5, lambda: 5, "Count the ranks of both stages.")
+    'Right: 5.'
+    >>> exercise(0.49, lambda: 0.5, "How much of the time does a rank wait?")
+    'Right: 0.5.'
+    """
+    if answer is None:
+        return "Put your answer into the cell above, then run this one."
+    right = truth()
+    near = isinstance(right, float) and isinstance(answer, (int, float)) and math.isclose(answer, right, rel_tol=0.05)
+    if near or answer == right:
+        return f"Right: {right}."
+    return f"Not {answer}. {hint}"
