@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from engines.comm.device import choose_device, held_bytes, memory_format, threads_of
+from engines.comm.device import choose_device, held_bytes, memory_format, threads_of, use_threads
 from engines.comm.world import World
 from engines.errors import LossError, PlanError, TraceError
 from engines.layer.graph import ModelGraph, TensorSpec
@@ -252,7 +252,7 @@ class RankTraining:
 
     def start(self, inputs: Inputs) -> None:
         """Go to the start of a step, gradients forgotten."""
-        torch.set_num_threads(self.threads)
+        use_threads(self.threads)
         for weight in self.weights.values():
             weight.grad = None
         self.worker.restart(

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import psutil
-import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engines.comm.device import use_threads
 from engines.errors import PlanError
 from engines.program.carry import Landing
 from engines.program.instructions import arriving
@@ -91,7 +91,7 @@ class RankWalk:
         The last exchange is watched: `landed` tells what arrived.
         """
         worker, start_s = self.training.worker, time.perf_counter()
-        torch.set_num_threads(self.training.threads)  # of this thread, which need not be the one that began
+        use_threads(self.training.threads)  # of this thread, which need not be the one that began
         if worker.position < target:
             self._landings = []
         while worker.position < target:

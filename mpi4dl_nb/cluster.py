@@ -74,6 +74,10 @@ class Cluster:
         self.machine: Machine | None = None
         self._turn = RLock()  # two calls at once, from a widget's thread and a cell, would mix their messages
 
+    @property
+    def _threads(self) -> int:
+        return threads_per_rank(self.n) if self.backend == "mpi" else 1
+
     def start(self) -> Cluster:
         """Start the ranks and wait for them. Raises RankError if they do not come, with what they said."""
         if self._ranks is None:
@@ -251,7 +255,7 @@ class Cluster:
     def _repr_html_(self) -> str:
         facts = {
             "Ranks": self.n,
-            **({"Hosts": self.hosts} if self.hosts else {"Threads per rank": threads_per_rank(self.n)}),
+            **({"Hosts": self.hosts} if self.hosts else {"Threads per rank": self._threads}),
             "Backend": _SAID[self.backend],
             "State": self.state,
         }

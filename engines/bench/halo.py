@@ -27,7 +27,7 @@ from torch import Tensor
 
 from engines.bench.halo_case import HaloCase, Made, made
 from engines.bench.halo_valid import pattern, valid
-from engines.comm.device import threads_of, wait_for
+from engines.comm.device import threads_of, use_threads, wait_for
 
 if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
     from engines.bench.halo_by_hand import ByHand
@@ -45,7 +45,7 @@ def bench_halo(
     from engines.bench.halo_by_hand import ByHand
 
     own = made(case, world)
-    torch.set_num_threads(threads_of(case.plan, world.rank))
+    use_threads(threads_of(case.plan, world.rank))
     checked = {"valid": valid(world, own.exchange, own.carrier, own.device)} if validate else {}
     works = _works(own, ByHand(world, own.exchange, own.device), with_compute)
     times: dict[str, list[float]] = {name: [] for name in works}

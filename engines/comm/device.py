@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,8 +28,10 @@ __all__ = [
     "peak_of_own_memory",
     "process_bytes",
     "ranks_here",
+    "share_process",
     "threads_of",
     "threads_per_rank",
+    "use_threads",
     "wait_for",
 ]
 
@@ -36,6 +39,7 @@ __all__ = [
 # How MPIs tell a process its number among those of its host, and how many these are: Open MPI, MPICH.
 _RANK_HERE = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _RANKS_HERE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_own = threading.local()
 _MMAP_THRESHOLD, _MMAP_MAX = -3, -4  # of `mallopt`, from glibc's malloc.h
 
 
@@ -124,6 +128,22 @@ def process_bytes(field: str) -> int:
 def cores() -> int:
     """The cores of this machine that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share_process() -> None:
+    """This thread is one rank of several in its process: its kernels have one thread, whatever it asks for later.
+
+    Where several threads of a process run kernels of several threads each, convolutions were seen to end the process
+    with a division by zero (torch 2.13, 4 ranks on 4 cores).
+    """
+    torch.set_num_threads(1)
+    _own.shares = True
+
+
+def use_threads(count: int) -> None:
+    """So many for the kernels of this thread, unless it shares its process with other ranks."""
+    if not getattr(_own, "shares", False):
+        torch.set_num_threads(count)
 
 
 def threads_per_rank(n: int) -> int:

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from engines.comm.device import share_process
 from engines.comm.waiting import waited
 from engines.comm.world import Message, Pending
 from engines.errors import RankError, ReleasedError
@@ -173,7 +173,7 @@ def run_ranks(size: int, work: Callable[[LoopbackWorld], Any]) -> list[Any]:
     worlds = loopback(size)
 
     def one(world: LoopbackWorld) -> Any:
-        torch.set_num_threads(1)
+        share_process()
         try:
             return work(world)
         except BaseException:

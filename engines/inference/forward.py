@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from engines.comm.device import autocast_type, choose_device, memory_format, threads_of
+from engines.comm.device import autocast_type, choose_device, memory_format, threads_of, use_threads
 from engines.comm.world import World
 from engines.errors import PlanError
 from engines.layer.graph import TensorSpec
@@ -76,7 +76,7 @@ class RankPrediction:
 
     def predict(self, inputs: Inputs) -> Prediction:
         """This rank's parts of the predictions for its parts of the images; what all tiles have is told by one."""
-        torch.set_num_threads(self.threads)
+        use_threads(self.threads)
         placed = {
             number: {name: part.to(self.device, memory_format=memory_format(part.dim())) for name, part in own.items()}
             for number, own in inputs.items()

@@ -17,7 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engines.comm.device import choose_device, keep_memory_tight, process_bytes, ranks_here, threads_per_rank
+from engines.comm.device import (
+    choose_device,
+    keep_memory_tight,
+    process_bytes,
+    ranks_here,
+    threads_per_rank,
+    use_threads,
+)
 from engines.comm.together import together
 from engines.comm.total import all_reduce
 from engines.comm.world import World
@@ -78,7 +85,7 @@ class Sweep:
         held: Mapping[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
         recipe.additions.adopt()
-        torch.set_num_threads(threads_per_rank(ranks_here(world.size)))
+        use_threads(threads_per_rank(ranks_here(world.size)))
         self.world, self.graph, self.ask = world, recipe.graph, ask
         self.device = choose_device(recipe.device, world.rank)
         self.state = self._own(recipe, held)

@@ -6,10 +6,8 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from threading import Thread
 
-import torch
-
 from engines import host
-from engines.comm.device import threads_per_rank
+from engines.comm.device import share_process
 from engines.comm.loopback import loopback
 from mpi4dl_nb.launch.reports import Ended, Still
 
@@ -21,14 +19,13 @@ class LoopbackRanks:
 
     def __init__(self, n: int) -> None:
         self._hosts = [host.Host(world) for world in loopback(n)]
-        self._threads = threads_per_rank(n)
 
     def submit(self, rank: int, common: bytes, own: bytes) -> Future[bytes]:
         """A thread of its own: a rank that never returns must not keep Python from ending."""
         future: Future[bytes] = Future()
 
         def work() -> None:
-            torch.set_num_threads(self._threads)
+            share_process()
             try:
                 future.set_result(host.execute(self._hosts[rank], common, own))
             except BaseException as error:

@@ -1,0 +1,126 @@
+"""README and the pages beside it: links lead somewhere, code runs, commands do what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(ROOT.glob("*.md"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+MODULE = re.compile(r"python -m ((?:engines|mpi4dl_nb|tests)[\w.]*)")
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ROW = re.compile(r"^\| [^|]+ \| [^|]+ \| `(-n \d+ [^`]+|published [^`]+)` \|$", re.MULTILINE)
+
+# What would take hours here, made small.
+SMALLER = {
+    "--image-size 1024x1360": "--image-size 64x80", "--num-epochs 8": "--num-epochs 1",
+    "--region 0,0,2000,2000": "--region 0,0,200,200",
+}  # fmt: skip
+
+
+def text_of(path: Path) -> str:
+    """A page; of a notebook, its words."""
+    if path.suffix == ".md":
+        return path.read_text()
+    cells = nbformat.read(path, as_version=4).cells
+    return "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+
+
+@pytest.mark.parametrize("path", [*PAGES, *NOTEBOOKS], ids=lambda path: path.stem)
+def test_links_and_modules_are_there(path: Path):
+    text = text_of(path)
+    for target in LINK.findall(text):
+        if not target.startswith(("https://", "#")):
+            assert (path.parent / target.partition("#")[0]).exists(), target
+    for module in MODULE.findall(text):
+        assert importlib.util.find_spec(module.rstrip(".")), module
+
+
+def test_every_notebook_and_page_is_linked():
+    readme = text_of(ROOT / "README.md")
+    linked = set(LINK.findall(readme))
+    assert {f"notebooks/{path.name}" for path in NOTEBOOKS} <= linked
+    assert {path.name for path in PAGES} - {"README.md"} <= linked
+
+
+def test_the_front_door_is_short_and_shows_a_picture():
+    readme = text_of(ROOT / "README.md")
+    assert len(readme.splitlines()) < 200
+    assert re.search(r"!\[.{40,}\]\(figures/", readme)
+
+
+def blocks(language: str, *pages: str) -> list[str]:
+    found = (BLOCK.findall(text_of(ROOT / page)) for page in pages)
+    return [code for each in found for name, code in each if name == language]
+
+
+@pytest.mark.parametrize("code", blocks("python", "README.md", "COMMANDS.md"), ids=["ten lines", "asynchrony"])
+def test_code_runs(code: str, tmp_path, capsys):
+    script = tmp_path / "cell.py"
+    script.write_text(code + "\nassert figure.alt\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "False" not in done.stdout
+
+
+def commands() -> Iterator[str]:
+    """All that README and COMMANDS.md let a reader type, one after another; `make` and `source` are not run here."""
+    for row in ROW.findall(text_of(ROOT / "README.md")):
+        yield f"python -m mpi4dl_nb {row}"
+    for block in blocks("bash", "README.md", "COMMANDS.md"):
+        for line in block.replace("\\\n", " ").splitlines():
+            if not line.startswith(("make ", "source ")):
+                yield line.partition("   # ")[0]
+
+
+def test_make_targets_are_there():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    asked = {name for path in PAGES for name in re.findall(r"(?:`|^)make ([a-z-]+)", text_of(path), re.MULTILINE)}
+    assert {"demo", "test", "lab", "bench", "notebooks"} <= asked <= targets
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Where the commands find the files that they name."""
+    made, random = tmp_path_factory.mktemp("typed"), np.random.default_rng(0)
+    for kind in ("images", "masks"):
+        (made / "brecahad" / kind).mkdir(parents=True)
+        for number in range(4):
+            pixels = random.integers(0, 256, (80, 96, 3), dtype=np.uint8)
+            picture = Image.fromarray(pixels if kind == "images" else 255 * (pixels[..., 0] > 127).astype(np.uint8))
+            picture.save(made / "brecahad" / kind / f"{number}.png")
+    slide = random.integers(0, 256, (512, 512, 3), dtype=np.uint8)
+    tifffile.imwrite(made / "slide.svs", slide, tile=(128, 128), photometric="rgb")
+    return made
+
+
+def test_there_are_commands():
+    assert sum("verify" in command for command in commands()) >= 10
+    assert sum("bench" in command for command in commands()) >= 7
+
+
+@pytest.mark.parametrize("command", list(commands()))
+def test_a_command_runs_as_typed(command: str, folder: Path):
+    for large, small in SMALLER.items():
+        command = command.replace(large, small)
+    _, *words = shlex.split(command)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-1000:]
+    if "verify" in words:
+        assert json.loads(done.stdout.splitlines()[-1])["ok"]
