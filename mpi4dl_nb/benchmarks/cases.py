@@ -145,7 +145,7 @@ STUDIES: tuple[Study, ...] = (
             Case(
                 "MONAI ResNet-18 (stride 2), 1,536 px", 1,
                 (
-                    "bench", "streaming", "--memory-mb", "700", "--iterations", "3", "--image-size", "1536",
+                    "bench", "streaming", "--memory-mb", "620", "--iterations", "3", "--image-size", "1536",
                     "--split-size", "1", "--spatial-size", "1", "--slice-method", "8x1", *_MONAI_HALVED,
                 ),
             ),
