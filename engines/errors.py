@@ -26,10 +26,10 @@ class Mpi4dlError(Exception):
     """Whatever this package raises on purpose."""
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows of it: the user's own lines, and the message. All is in `__traceback__` still."""
+        """What a notebook shows: the user's own lines, the message, its notes. All is in `__traceback__` still."""
         frames = [each for each in traceback.extract_tb(self.__traceback__) if _is_theirs(each.filename)]
         name = type(self).__name__
-        return ["".join(traceback.format_list(frames)), f"{name}: {self}"]
+        return ["".join(traceback.format_list(frames)), f"{name}: {self}", *getattr(self, "__notes__", ())]
 
 
 def _is_theirs(file: str) -> bool:

@@ -63,7 +63,8 @@ def _draw_lines(axes: Axes, study: Study, rows: Sequence[Row]) -> None:
     """What a study draws in place of its ratio: bytes, each column a line."""
     for column, marker in zip(study.drawn, "os^", strict=False):
         axes.plot(_sizes(rows), [row.number(column) for row in rows], marker=marker, label=study.columns[column])
-    axes.set(yscale="log", ylabel="bytes")
+    axes.set_yscale("log", base=2)
+    axes.set(ylabel="bytes")
     axes.yaxis.set_major_formatter(lambda value, _: spoken_bytes(int(value)))
     axes.legend(frameon=False)
 

@@ -36,6 +36,17 @@ def test_a_cell_tells_the_users_lines_and_the_message(shell, capsys):
     assert len(told.splitlines()) < 10
 
 
+def test_what_is_known_of_a_failed_rank_is_told(shell, capsys):
+    shell.run_cell(
+        "from mpi4dl_nb import Cluster\n"
+        "with Cluster(2, backend='loopback') as cluster:\n"
+        "    cluster.call(lambda host: 1 // host.world.rank)"
+    )
+    told = capsys.readouterr().out
+    assert "Rank 0: ZeroDivisionError" in told
+    assert "On rank 0" in told
+
+
 def test_all_of_it_is_still_there():
     with pytest.raises(RuntimeError) as caught:
         Cluster(3, backend="loopback").call(print)
