@@ -26,7 +26,7 @@ from engines.bench.memory import host_peak_bytes
 from engines.bench.verify import batches
 from engines.comm.device import cores, keep_memory_tight, process_bytes
 from engines.oracle import OneProcess
-from engines.streaming.training import StreamedTraining
+from engines.streaming.training import StreamedTraining, check
 
 __all__ = ["alone", "bench_streaming", "streamed", "streaming_parser"]
 
@@ -46,7 +46,10 @@ def streaming_parser() -> ArgumentParser:
 
 def bench_streaming(arguments: Sequence[str]) -> dict[str, object]:
     """One line of what was measured. Raises PlanError, and RankError where the bound is too small."""
+    from engines import options
+
     chosen = streaming_parser().parse_args(list(arguments))
+    check(options.plan(chosen))
     with tempfile.TemporaryDirectory() as folder:
         ways = {name: Path(folder, name) for name in ("streamed", "alone")}
         lines = {
@@ -59,8 +62,8 @@ def bench_streaming(arguments: Sequence[str]) -> dict[str, object]:
         "peak_bytes": lines["streamed"]["peak_bytes"],
         "one_process_peak_bytes": lines["alone"]["peak_bytes"],
         "needs": round(lines["alone"]["peak_bytes"] / (chosen.memory_mb * _MIB), 2),
-        "step_s": round(lines["streamed"]["step_s"], 4),
-        "one_process_step_s": round(lines["alone"]["step_s"], 4),
+        "step_s": round(lines["streamed"]["step_s"], 6),
+        "one_process_step_s": round(lines["alone"]["step_s"], 6),
         "time_ratio": round(lines["streamed"]["step_s"] / lines["alone"]["step_s"], 3),
         "spread": round(max(line["spread"] for line in lines.values()), 3),
         "stored_bytes": lines["streamed"]["stored_bytes"],

@@ -31,7 +31,7 @@ from engines.streaming.shelf import Shelf
 from engines.streaming.store import Store
 from engines.training import Recipe, cut_inputs, own_copy
 
-__all__ = ["StreamedTraining"]
+__all__ = ["StreamedTraining", "check"]
 
 
 class StreamedTraining:

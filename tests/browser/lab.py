@@ -45,7 +45,7 @@ class Lab:
     url: str = ""
 
     def start(self) -> Lab:
-        """Start it on a free port. Raises TimeoutError with its log where it does not come."""
+        """Start it on a free port. Raises TimeoutError with its log where it does not come; then nothing is left."""
         own = {kind: str(self.folder / kind.lower()) for kind in FOLDERS}
         flags = ["--no-browser", "--ip=127.0.0.1", "--port=0", "--allow-root", f"--IdentityProvider.token={TOKEN}"]
         flags.append("--expose-app-in-browser")
@@ -60,15 +60,16 @@ class Lab:
             self.url = self._found(Path(own["JUPYTER_RUNTIME_DIR"]))
             time.sleep(0.1)
         if not self.url:
+            self.stop()
             raise TimeoutError((self.folder / "lab.log").read_text())
         return self
 
     def _found(self, runtime: Path) -> str:
         for file in runtime.glob("jpserver-*.json"):
-            url = json.loads(file.read_text())["url"]
             try:
+                url = json.loads(file.read_text())["url"]
                 urllib.request.urlopen(f"{url}api?token={TOKEN}", timeout=2)
-            except OSError:
+            except (OSError, json.JSONDecodeError):  # it does not listen yet, or has not written all of the file
                 return ""
             return url
         return ""
