@@ -2,7 +2,7 @@
 # make demo        a training on several ranks, in a terminal
 # make lab         the tutorials in JupyterLab
 # make test        lint, formatting, types, tests
-# make notebooks   runs all tutorials from top to bottom (make test does so, too)
+# make notebooks   runs all tutorials from top to bottom, those with widgets in a page of Chromium, too
 # make wheel       builds wheel and sdist, installs the wheel into an empty environment and tries it
 # make bench       measures everything and writes BENCHMARKS.md: ten minutes in which nothing else may run
 # make gpu-check   what a machine with a GPU has to show, with that machine's own Python
@@ -62,10 +62,10 @@ test: $(STAMP)
 	$(BIN)/python -m pytest --doctest-modules $(PURE) tests
 
 notebooks: $(STAMP)
-	$(BIN)/python -m pytest tests/notebook/test_notebooks.py
+	$(BIN)/python -m pytest -m "nightly or not nightly" tests/notebook/test_notebooks.py tests/browser/test_tutorials.py
 
 wheel: $(STAMP)
-	rm -rf dist build/empty
+	rm -rf dist build
 	$(BIN)/python -c "from setuptools import build_meta as build; build.build_sdist('dist'); build.build_wheel('dist')"
 	$(PYTHON) -m venv build/empty
 	build/empty/bin/python -m pip install -c constraints.txt dist/*.whl

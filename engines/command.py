@@ -1,4 +1,7 @@
-"""The commands, each on every rank. Exit code 0: done and right; 1: ran, but wrong; 2: cannot be run as asked."""
+"""The commands, each on every rank. Exit code 0: done and right; 1: ran, but wrong; 2: cannot be run as asked.
+
+What reads images or files imports that itself: a machine that only checks its GPU has torch and mpi4py, no more.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,13 @@ from engines.bench.halo import bench_halo
 from engines.bench.memory import bench_memory
 from engines.bench.overhead import bench_overhead
 from engines.bench.overlap import bench_overlap
-from engines.bench.read import bench_read, read_parser
 from engines.bench.step import bench_step
-from engines.bench.streaming import bench_streaming
 from engines.bench.throughput import bench_throughput
 from engines.bench.verify import verify
 from engines.checkpoint.interrupts import StoppedError
 from engines.comm.world import World
 from engines.errors import CheckpointError, ImageError, PlanError, RankError, ReleasedError, TraceError
-from engines.inference.command import predict
 from engines.layout import check_fits
-from engines.train_command import train_command
 
 __all__ = ["main"]
 
@@ -90,8 +89,17 @@ def _print(world: World, line: dict[str, object]) -> None:
         print(json.dumps(line), flush=True)
 
 
+def _train(world: World, arguments: Sequence[str]) -> bool:
+    """Epochs over images, with checkpoints."""
+    from engines.train_command import train_command
+
+    return train_command(world, arguments)
+
+
 def _predict(world: World, arguments: Sequence[str]) -> bool:
     """A region of a picture, tile after tile."""
+    from engines.inference.command import predict
+
     _print(world, predict(world, arguments))
     return True
 
@@ -172,6 +180,8 @@ def _bench_streaming(world: World, arguments: Sequence[str]) -> bool:
     """Tiles in turn within a bound of memory."""
     if world.size > 1:
         raise PlanError(f"Tiles in turn are one process's work, but there are {world.size}. Start 1.")
+    from engines.bench.streaming import bench_streaming
+
     _print(world, bench_streaming(arguments))
     return True
 
@@ -208,6 +218,8 @@ def _bench_overhead(world: World, arguments: Sequence[str]) -> bool:
 
 def _bench_read(world: World, arguments: Sequence[str]) -> bool:
     """A picture's pixels on the ranks and in one process."""
+    from engines.bench.read import bench_read, read_parser
+
     chosen = read_parser().parse_args(arguments)
     line = bench_read(world, chosen.image, chosen.slice_method, chosen.halo_px, chosen.level)
     _print(world, line)
@@ -225,7 +237,7 @@ def _bench_asynchronous(world: World, arguments: Sequence[str]) -> bool:
 
 
 _COMMANDS: dict[str, Command] = {
-    "train": train_command,
+    "train": _train,
     "predict": _predict,
     "verify": _verify,
     "bench step": _bench_step,

@@ -70,3 +70,11 @@ class ReleasedError(RankError):
 
 class LossError(RankError):
     """The loss is not a finite number; no weight was changed."""
+
+    @classmethod
+    def of(cls, loss: float) -> LossError:
+        """What is said of this loss."""
+        return cls(
+            f"The loss is {loss}. No weight was changed. Lower the learning rate, or look for values in the images or "
+            "labels that are not finite."
+        )

@@ -121,7 +121,7 @@ _ALIASES = {"local_dp": ("--local-DP",), "halo_d2": ("--halo-D2",)}
 def positive(text: str) -> int:
     """A whole number of at least 1."""
     if not text.isdecimal() or not int(text):
-        raise PlanError(f"{text!r} must be a whole number of at least 1.")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1.")
     return int(text)
 
 

@@ -266,10 +266,7 @@ class RankTraining:
         step = self.program.steps[self.worker.position - 1]
         made = getattr(step.instruction, "outputs", ()) if step.phase is Phase.FORWARD else ()
         if self.graph.loss in made and not math.isfinite(loss := self.worker.losses[step.micro_batch]):
-            raise LossError(
-                f"The loss is {loss}. No weight was changed. Lower the learning rate, or look for "
-                "values in the images or labels that are not finite."
-            )
+            raise LossError.of(loss)
 
     def cut(self, inputs: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
         """This rank's parts of the whole inputs of a step."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import psutil
 import torch
 
-from engines.comm.device import cores
+from engines.comm.container import cores
 from engines.images.synthetic import SyntheticImages
 from engines.models import resnet20_v1
 from engines.report import Epoch, LeftOut, Told

@@ -62,10 +62,10 @@ class Cluster:
         _check_count(n)
         if hang_after_s is not None and not hang_after_s >= 1:
             raise PlanError(f"hang_after_s={hang_after_s!r} must be 1 second or more, or None for no limit.")
-        backend = chosen_backend(backend, n)
-        if backend not in _BACKENDS:
+        if backend not in ("auto", *_BACKENDS):
             raise PlanError(f"backend={backend!r} must be one of {', '.join(map(repr, ('auto', *_BACKENDS)))}.")
-        self.hosts = chosen_hosts(hosts, backend == "mpi")
+        self.hosts = chosen_hosts(hosts, backend != "loopback")
+        backend = chosen_backend(backend, n, self.hosts is not None)
         self.n, self.backend, self.hang_after_s = n, backend, hang_after_s
         self._hurry: tuple[int, Callable[[], bool]] = (0, lambda: False)
         self.dead, self._dead_rank = "", 0
@@ -191,7 +191,7 @@ class Cluster:
         return thread == get_ident() and is_late()
 
     def calibrate(self, store: str | PathLike[str] | None = None, again: bool = False) -> Machine:
-        """How fast these ranks compute and send: measured once, in some seconds, and remembered (`again`: anew).
+        """How fast these ranks compute and send: measured once, in less than a minute, and remembered (`again`: anew).
 
         It is their processors that are measured, in processor time, and not GPUs.
 

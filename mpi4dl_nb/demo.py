@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engines.comm.device import cores
+from engines.comm.container import cores
 from engines.images.crops import StainCrops
 from engines.images.picture import open_image
 from engines.images.samples import immunohistochemistry

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 
-from engines.comm.device import cores
+from engines.comm.container import cores
 from engines.plan import Plan
 from engines.report import Epoch, Event, Healed, LeftOut, Told
 from engines.training import StepReport

@@ -155,13 +155,22 @@ def _memory(pairs: Pairs) -> dict[str, float]:
 
 
 def _time(pairs: Pairs) -> dict[str, float]:
+    """How far off predictions are, how alike their order is to the measured one, and that one's halves."""
     errors = [abs(found.seconds / row.median_s - 1) for row, found in pairs]
-    tau = kendalltau([found.seconds for _, found in pairs], [row.median_s for row, _ in pairs]).statistic
+    halves = (
+        [row.seconds[: len(row.seconds) // 2] for row, _ in pairs],
+        [row.seconds[len(row.seconds) // 2 :] for row, _ in pairs],
+    )
     return {
         "time_median": round(statistics.median(errors), 4),
         "time_worst": round(max(errors), 4),
-        "kendall_tau": round(float(tau), 3),
+        "kendall_tau": _tau([found.seconds for _, found in pairs], [row.median_s for row, _ in pairs]),
+        "kendall_tau_of_halves": _tau(*([statistics.median(seconds) for seconds in half] for half in halves)),
     }
+
+
+def _tau(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return round(float(kendalltau(ours, theirs).statistic), 3)
 
 
 def _choice(pairs: Pairs) -> dict[str, object]:

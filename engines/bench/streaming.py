@@ -24,8 +24,11 @@ from torch import Tensor, nn
 from engines.bench.apart import apart
 from engines.bench.memory import host_peak_bytes
 from engines.bench.verify import batches
-from engines.comm.device import cores, keep_memory_tight, process_bytes
+from engines.comm.container import cores
+from engines.comm.device import choose_device, keep_memory_tight, process_bytes
+from engines.errors import RankError
 from engines.oracle import OneProcess
+from engines.streaming.store import on_disk
 from engines.streaming.training import StreamedTraining, check
 
 __all__ = ["alone", "bench_streaming", "streamed", "streaming_parser"]
@@ -40,7 +43,7 @@ def streaming_parser() -> ArgumentParser:
     flags = options.parser("Train an image tile after tile within a bound of memory, beside one process with it all.")
     flags.add_argument("--iterations", type=options.positive, default=3)
     flags.add_argument("--memory-mb", type=options.positive, default=512, help="beyond what the process has before")
-    flags.add_argument("--folder", default=tempfile.gettempdir(), help="where values lie while other tiles compute")
+    flags.add_argument("--folder", default=on_disk(), help="where values lie while other tiles compute")
     return flags
 
 
@@ -85,6 +88,8 @@ def streamed(arguments: Sequence[str]) -> None:
     feed = training.cut(whole)
     try:
         line = _measured(lambda: training.step(feed), chosen.iterations)
+    except RankError as error:
+        sys.exit(str(error))
     except (RuntimeError, MemoryError) as error:
         sys.exit(f"{chosen.memory_mb} MB are too little ({error}). Use more tiles, or more memory.")
     save_file(_flat(training.gradients), path)
@@ -99,7 +104,10 @@ def alone(arguments: Sequence[str]) -> None:
     model, recipe = options.recipe(chosen, options.plan(chosen).ranks)
     whole, dtype = batches(recipe, chosen.seed, steps=1)[0], getattr(torch, recipe.plan.precision)
     count = recipe.plan.micro_batches
-    process = OneProcess(model, nn.CrossEntropyLoss(), recipe.optimiser, dtype, micro_batches=count)
+    process = OneProcess(
+        model, nn.CrossEntropyLoss(), recipe.optimiser, dtype, recipe.draws, count, recipe.rules,
+        choose_device(recipe.device, rank=0),
+    )  # fmt: skip
     torch.set_num_threads(cores())
     line = _measured(lambda: process.step(whole), chosen.iterations)
     save_file(_flat(process.gradients), path)

@@ -9,17 +9,16 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import psutil
 import torch
 
 from engines import layout
+from engines.comm.container import cores
 from engines.errors import PlanError
 from engines.plan import Plan
 
 __all__ = [
     "autocast_type",
     "choose_device",
-    "cores",
     "give_memory_back",
     "has_own_memory",
     "held_bytes",
@@ -51,14 +50,20 @@ def choose_device(wish: str, rank: int) -> torch.device:
     """
     if wish == "auto":
         wish = "cuda" if torch.cuda.is_available() else "cpu"
-    if wish == "cuda":
-        if not torch.cuda.is_available():
-            raise PlanError("device='cuda', but torch sees no GPU here. Use device='auto' or 'cpu'.")
-        return torch.device("cuda", _told(_RANK_HERE, rank) % torch.cuda.device_count())
     try:
-        return torch.device(wish)
+        device = torch.device(wish)
     except RuntimeError as error:
         raise PlanError(f"device={wish!r} is unknown. Use auto, cpu, cuda or cuda:0.") from error
+    if not has_own_memory(device):
+        return device
+    count = torch.cuda.device_count()
+    if not count:
+        raise PlanError(f"device={wish!r}, but torch sees no GPU here. Use device='auto' or 'cpu'.")
+    if device.index is None:
+        return torch.device("cuda", _told(_RANK_HERE, rank) % count)
+    if device.index >= count:
+        raise PlanError(f"device={wish!r}, but torch sees {count} GPUs here, numbered from 0. Use device='auto'.")
+    return device
 
 
 def ranks_here(n: int) -> int:
@@ -101,6 +106,8 @@ def held_bytes(device: torch.device) -> int:
     """What this rank holds now: of a GPU the tensors there, otherwise all memory of its process."""
     if has_own_memory(device):
         return torch.cuda.memory_allocated(device)
+    import psutil  # a machine that only checks its GPU may have none
+
     return int(psutil.Process().memory_info().rss)
 
 
@@ -123,11 +130,6 @@ def process_bytes(field: str) -> int:
     """The kernel's account of this process (Linux): `VmRSS` is what memory it has now, `VmHWM` the most it ever had."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
-def cores() -> int:
-    """The cores of this machine that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def share_process() -> None:

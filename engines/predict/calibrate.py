@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -12,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.comm.device import cores
+from engines.comm.container import cores, memory_bytes
+from engines.comm.device import ranks_here
 from engines.comm.world import Message, World
 from engines.layer.graph import Ref
 from engines.predict.machine import Machine
@@ -35,7 +35,7 @@ _APART = 7  # chains by which a rank is before its neighbour, when all time kern
 
 
 def calibrate(world: World, name: str = "this machine", rehearsal: Rehearsal | None = None) -> Machine:
-    """The machine as these ranks see it, the same on all of them; collective. It takes some ten seconds.
+    """The machine as these ranks see it, the same on all of them; collective. It takes less than a minute.
 
     Kernels are timed on rank 0 while the others sleep, and on all ranks at once; then these train a small network
     together: `rehearsal` is `Rehearsal.of(world.size)`, where it was traced elsewhere.
@@ -47,9 +47,11 @@ def calibrate(world: World, name: str = "this machine", rehearsal: Rehearsal | N
         crowded = world.gather(timed(SIZES, turn=world.rank * _APART)) if world.size > 1 else []
         known = speeds(samples, crowded, alone["call_s"], alone["back_call_s"], alone["cores"])
         latency_s, bytes_per_s = _messages(world)
+        on_host = max(world.gather(ranks_here(world.size)))
         machine = Machine(
             name=name, source=f"measured on {world.size} ranks", latency_s=latency_s, bytes_per_s=bytes_per_s,
-            speeds=known, slice_s=_slice_seconds(world), ranks=world.size, **alone,
+            speeds=known, slice_s=_slice_seconds(world), ranks=world.size,
+            node_ranks=on_host if on_host < world.size else None, **alone,
         )  # fmt: skip
         return _together(world, machine, rehearsal or Rehearsal.of(world.size))
     finally:
@@ -78,7 +80,7 @@ def _alone() -> tuple[list[Timed], dict[str, Any]]:
         "statistic_s": _statistic_seconds(),
         "copy_per_s": _copied_per_second(),
         "cores": cores(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": memory_bytes(),
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,6 @@ class ShelvedLane(Lane):
     """A lane that brings back what an instruction reads, and knows what autograd keeps of each segment."""
 
     shelf: Shelf = field(kw_only=True)
-    hand: ThreadPoolExecutor = field(kw_only=True)  # the one thread that computes, for all tiles
     _saved: dict[str, list[Tensor]] = field(default_factory=dict)
     _touched: dict[str, Linear] = field(default_factory=dict)
 
@@ -39,8 +37,6 @@ class ShelvedLane(Lane):
             self.shelf.use(self._saved.pop(instruction.name, ()))
             self.shelf.use(self._gradients(instruction))
         try:
-            if isinstance(instruction, Compute):
-                return self.hand.submit(super().do, instruction, phase).result()
             return super().do(instruction, phase)
         finally:
             self.shelf.done()
@@ -49,9 +45,10 @@ class ShelvedLane(Lane):
     def touched(self) -> Iterator[Tensor]:
         """What instructions have made or added to since this was asked last, as far as it lives.
 
-        What outlives the step stays where it is: others read that, too.
+        Of what outlives the step only the prediction is large; the rest stays where it is: others read that, too.
         """
-        kept = {self.leaves[name].untyped_storage()._cdata for name in self.way.lasting & self.leaves.keys()}
+        lasting = self.way.lasting - {self.way.prediction}
+        kept = {self.leaves[name].untyped_storage()._cdata for name in lasting & self.leaves.keys()}
         names = [*self._begun, *(name for each in self._touched.values() for name in _named(each))]
         saved = [tensor for name in self._touched for tensor in self._saved.get(name, ())]
         made = [tensor for name in self._touched for tensor in self._made.get(name, ())]

@@ -52,12 +52,10 @@ class Shelf:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if storage.nbytes() < LEAST_BYTES or key in self._stay or tensor in self._away:
+            if storage.nbytes() < LEAST_BYTES or key in self._stay or tensor in self._away or self.store.holds(storage):
                 continue
             if key in self._used:
                 self._later.append(tensor)
-            elif self.store.holds(storage):
-                self.store.rest(storage)
             else:
                 if key not in stored:
                     stored[key] = self.store.put(storage)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engines.comm.device import choose_device, cores, memory_format
+from engines.comm.container import cores
+from engines.comm.device import choose_device, memory_format
 from engines.errors import LossError, PlanError
 from engines.layer.graph import plain_name
 from engines.plan import Plan
@@ -25,8 +25,8 @@ from engines.program.compile import compile_plan
 from engines.program.instructions import SumGradients, Update
 from engines.program.program import Program, Step
 from engines.program.worker import Inputs, Worker
-from engines.streaming.baton import Relay
 from engines.streaming.lane import ShelvedLane
+from engines.streaming.relay import Relay
 from engines.streaming.shelf import Shelf
 from engines.streaming.store import Store
 from engines.training import Recipe, cut_inputs, own_copy
@@ -54,8 +54,6 @@ class StreamedTraining:
         trained = [w.requires_grad_() for name, w in self.weights.items() if name in recipe.graph.trainable]
         self.store = Store(folder)
         self._relay = Relay(len(self.programs))
-        # Every thread that computes would have helpers of its own, which sleep while other tiles compute.
-        self._hand = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(self.threads,))
         stays, reads_files = [*self.weights.values(), *self.buffers.values()], self.device.type == "cpu"
         self._shelves = [Shelf(self.store, stays, reads_files) for _ in self.programs]
         self.workers = [
@@ -67,7 +65,7 @@ class StreamedTraining:
         recipe = self.recipe
         worker = Worker(
             program, world, self.weights, self.buffers, optimiser, self.device, recipe.seed, recipe.rules,
-            make_lane=partial(ShelvedLane, shelf=shelf, hand=self._hand),
+            make_lane=partial(ShelvedLane, shelf=shelf),
         )  # fmt: skip
         self._relay.enter(
             program.rank,
@@ -83,29 +81,36 @@ class StreamedTraining:
         """
         for weight in self.weights.values():
             weight.grad = None
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
         try:
             self._relay.run([partial(self._pass, worker, feed) for worker in self.workers])
             first = self.workers[0]
             losses = first.losses
-            if not all(map(math.isfinite, losses.values())):
-                raise LossError(f"The loss is {losses}. No weight was changed. Lower the learning rate.")
+            for loss in losses.values():
+                if not math.isfinite(loss):
+                    raise LossError.of(loss)
             while not first.done:
                 first.step()
         finally:
+            torch.set_num_threads(before)
             self._let_go()
         return losses
 
     def _pass(self, worker: Worker, feed: Callable[[int], Inputs]) -> None:
         """Forward and back, all micro-batches of one tile."""
-        torch.set_num_threads(1)
-        parts = feed(worker.program.rank)
-        worker.restart({number: {name: self._own(part) for name, part in own.items()} for number, own in parts.items()})
+        worker.restart(self._owned(feed(worker.program.rank)))
         while not (worker.done or isinstance(worker.program.steps[worker.position].instruction, Update)):
             worker.step()
 
-    def _own(self, part: Tensor) -> Tensor:
-        """A copy on the device: its memory will be given up, and the caller's must not be."""
-        return part.to(self.device).clone(memory_format=memory_format(part.dim()))
+    def _owned(self, parts: Inputs) -> Inputs:
+        """Copies on the device: their memory will be given up, and the caller's must not be."""
+        return {
+            number: {
+                name: part.to(self.device).clone(memory_format=memory_format(part.dim())) for name, part in own.items()
+            }
+            for number, own in parts.items()
+        }
 
     def _let_go(self) -> None:
         for worker, shelf in zip(self.workers, self._shelves, strict=True):
@@ -123,8 +128,7 @@ class StreamedTraining:
         return {plain_name(name): w.grad.clone() for name, w in self.weights.items() if w.grad is not None}
 
     def close(self) -> None:
-        """Give the disk's space back, and end the thread."""
-        self._hand.shutdown()
+        """Give the disk's space back."""
         self.store.close()
 
 

@@ -29,11 +29,12 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path(chosen.folder)
     try:
         studies = _chosen(chosen.only)
+        before = _before(folder / DATA, studies)
         found = measured(studies)
-        changed = _changed(studies, folder / DATA, found)
     except Mpi4dlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    changed = list(changes(studies, before, found)) if before else None
     _write(folder, studies, found, changed)
     for said in (*found.failures, *(change.words for change in changed or ())):
         print(said)
@@ -54,8 +55,14 @@ def _chosen(only: Sequence[str]) -> list[Study]:
     return found
 
 
-def _changed(studies: Sequence[Study], before: Path, found: Findings) -> list[Change] | None:
-    return list(changes(studies, Findings.load(before), found)) if before.exists() else None
+def _before(path: Path, studies: Sequence[Study]) -> Findings | None:
+    """The figures that lie there. Raises PlanError where they can't be read, or would be lost."""
+    if not path.exists():
+        return None
+    before = Findings.load(path)
+    if lost := [title for title, rows in before.rows.items() if rows and title not in {s.title for s in studies}]:
+        raise PlanError(f"{path} also has figures of {', '.join(lost)}. Choose another --folder, or measure all.")
+    return before
 
 
 def _write(folder: Path, studies: Sequence[Study], found: Findings, changed: Sequence[Change] | None) -> None:

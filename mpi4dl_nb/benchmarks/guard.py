@@ -46,7 +46,7 @@ def changes(studies: Sequence[Study], before: Findings, now: Findings) -> Iterat
     for study in studies:
         earlier = before.by_name(study.title)
         for name, row in now.by_name(study.title).items():
-            if name not in earlier:
+            if name not in earlier or not earlier[name].has(study.ratio):
                 continue
             was, is_ = earlier[name].number(study.ratio), row.number(study.ratio)
             noise = max(LEAST, earlier[name].spread, row.spread)

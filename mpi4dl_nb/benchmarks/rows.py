@@ -34,6 +34,14 @@ class Row:
             value = value[part]
         return float(max(value) if isinstance(value, list) else value)
 
+    def has(self, column: str) -> bool:
+        """Whether the line has such a field: one of an older version may not."""
+        try:
+            self.number(column)
+        except (KeyError, TypeError, ValueError):
+            return False
+        return True
+
     @property
     def spread(self) -> float:
         """How far measurements of this line lay apart, 0 where it does not tell."""
@@ -70,7 +78,7 @@ class Findings:
             rows = {title: [Row(**row) for row in rows] for title, rows in kept["rows"].items()}
             return cls(kept["machine"], rows)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise PlanError(f"{path} holds no figures of benchmarks: {error}. Run all of them again.") from error
+            raise PlanError(f"{path} holds no figures of benchmarks: {error}. Delete it, and measure all.") from error
 
     def by_name(self, title: str) -> dict[str, Row]:
         """The rows of a study."""

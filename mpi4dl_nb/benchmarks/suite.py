@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import torch
 
-from engines.comm.device import cores
+from engines.comm.container import cores
 from engines.errors import RankError
 from engines.spoken import spoken_bytes
 from mpi4dl_nb.benchmarks.cases import Case, Study
@@ -43,7 +43,10 @@ def run(case: Case) -> list[dict[str, Any]]:
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["nothing was said"])[0]
         raise RankError(f"`{' '.join(case.arguments)}` on {case.ranks} ranks ended with {done.returncode}: {said}")
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    try:
+        return [json.loads(line) for line in done.stdout.splitlines()]
+    except json.JSONDecodeError as error:
+        raise RankError(f"`{' '.join(case.arguments)}` on {case.ranks} ranks printed {error.doc!r}.") from error
 
 
 def measured(studies: Sequence[Study], runner: Runner = run, told: Callable[[str], object] = print) -> Findings:

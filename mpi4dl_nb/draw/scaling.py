@@ -79,7 +79,7 @@ def _draw_speeds(axes: Axes, named: Mapping[str, Scaling], grows: bool) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: spoken_rate(value))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(color="#dddddd", linewidth=0.6)
-    axes.legend(loc="upper left", fontsize=9, frameon=False)
+    axes.legend(loc="lower right", fontsize=9, frameon=False)
 
 
 def _apart(counts: Sequence[int], factor: float = 1.5) -> list[int]:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 
-import psutil
-
+from engines.comm.container import memory_bytes
 from engines.errors import RankError
 from engines.spoken import spoken_bytes
 from mpi4dl_nb.launch.environment import mpiexec
 
-__all__ = ["chosen_backend", "memory_bytes"]
+__all__ = ["chosen_backend"]
 
 RANK_BYTES = 400 << 20
 """What a process that has imported torch holds before it trains."""
 
-_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")  # of a container: control groups of version 2, and 1
 
-
-def chosen_backend(wish: str, n: int) -> str:
-    """`auto`: `mpi` where there is an mpiexec, and memory for `n` processes; else `loopback`, with a warning."""
+def chosen_backend(wish: str, n: int, has_hosts: bool = False) -> str:
+    """`auto`: `mpi` where there are hosts, or an mpiexec and memory for `n` processes; else, told, `loopback`."""
     if wish != "auto":
         return wish
+    if has_hosts:
+        return "mpi"
     try:
         mpiexec()
     except RankError as error:
@@ -33,9 +31,3 @@ def chosen_backend(wish: str, n: int) -> str:
         why = f"{n} processes and this one need {spoken_bytes((n + 1) * RANK_BYTES)} of memory, of {spoken_bytes(have)}"
     warnings.warn(f"{why}: the ranks are threads of this kernel (loopback).", RuntimeWarning, stacklevel=3)
     return "loopback"
-
-
-def memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """The memory of this machine, or of the container that this process is in."""
-    told = (path.read_text().strip() for name in _LIMITS if (path := groups / name).exists())
-    return min([psutil.virtual_memory().total, *(int(text) for text in told if text.isdecimal())])

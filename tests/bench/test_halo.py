@@ -86,8 +86,8 @@ REFUSED = {
     ("--num-spatial-parts", 6): "num_spatial_parts=6 is no square number",
     ("--slice-method", "diagonal"): "slice_method='diagonal' is unknown",
     ("--dtype", "float16"): "Argument --dtype/--precision: invalid choice: 'float16'",
-    ("--halo-len", 0): "Argument --halo-len: invalid positive value: '0'",
-    ("--iterations", "many"): "Argument --iterations: invalid positive value: 'many'",
+    ("--halo-len", 0): "Argument --halo-len: '0' must be a whole number of at least 1.",
+    ("--iterations", "many"): "Argument --iterations: 'many' must be a whole number of at least 1.",
     ("--image-size", "big"): "--image-size 'big' must be",
     ("--split-size", 2): "Unrecognized arguments: --split-size 2",
 }

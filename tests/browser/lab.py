@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ FOLDERS = ["JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUP
 PAGES = 3
 PROMPTS = "[...document.querySelectorAll('.jp-Notebook .jp-CodeCell .jp-InputPrompt')].map(each => each.textContent)"
 TEXTS = "[...document.querySelectorAll('.jp-Notebook .jp-OutputArea-output pre')].map(each => each.textContent.trim())"
+SAVED = "window.jupyterapp.shell.currentWidget.context.model.toJSON().cells"
 # JupyterLab's own commands, which come back when they are done; a click on its menu tells nothing.
 CURRENT = "window.jupyterapp?.shell.currentWidget"
 ANSWERED = f"""async () => {{
@@ -111,7 +113,10 @@ class NotebookPage:
         for _ in range(PAGES):
             self.errors.clear()
             try:
-                self._run(cells, dark)
+                self._show(self._stored(cells))
+                if dark:
+                    self.menu("Settings", "Theme", "JupyterLab Dark")
+                self._run_all(RUN_S)
                 if self._has_run(len(cells)):
                     return
                 self.failures.append(self._shown())
@@ -120,21 +125,31 @@ class NotebookPage:
                 self.failures.append(str(error))
         raise TimeoutError("JupyterLab did not run all cells:\n" + "\n".join(self.failures))
 
-    def _run(self, cells: Sequence[str], dark: bool) -> None:
-        self._load(cells)
-        if dark:
-            self.menu("Settings", "Theme", "JupyterLab Dark")
+    def run(self, path: Path, within_s: float) -> list[dict[str, object]]:
+        """Open a copy of a stored notebook and run all of it; its code cells, as they are saved."""
+        self.page.on("console", lambda said: said.type == "error" and self.errors.append(said.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        shutil.copy(path, self.lab.folder)
+        self._show(path.name)
+        self._run_all(within_s)
+        return [cell for cell in self.page.evaluate(f"() => {SAVED}") if cell["cell_type"] == "code"]
+
+    def _run_all(self, within_s: float) -> None:
         self.page.evaluate(RUN_ALL)
-        self.page.wait_for_function("() => window.ran", timeout=RUN_S * 1000)
+        self.page.wait_for_function("() => window.ran", timeout=within_s * 1000)
         self.wait_idle()
 
-    def _load(self, cells: Sequence[str]) -> None:
-        """The page of a new notebook, whose kernel has answered."""
+    def _stored(self, cells: Sequence[str]) -> str:
+        """The name of a new notebook of these cells."""
         self.opened += 1
         book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
         book.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
         name = f"tried{self.opened}.ipynb"
         nbformat.write(book, self.lab.folder / name)
+        return name
+
+    def _show(self, name: str) -> None:
+        """The page of a notebook, whose kernel has answered."""
         self.page.goto(f"{self.lab.url}lab/tree/{name}?token={TOKEN}&reset")
         self.page.wait_for_function(f"() => ({CURRENT})?.context.path === '{name}'", timeout=START_S * 1000)
         self.page.evaluate(ANSWERED)

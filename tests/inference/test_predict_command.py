@@ -75,7 +75,7 @@ def test_the_class_of_an_image(files: Path):
         ({"image": "nowhere.tif"}, ImageError, "nowhere.tif"),
         ({"to": None}, ImageError, "Say which file"),
         ({"kind": "colours"}, PlanError, "invalid choice"),
-        ({"memory-mb": 0}, PlanError, "invalid positive value"),
+        ({"memory-mb": 0}, PlanError, "must be a whole number of at least 1"),
         ({"num-classes": 4}, CheckpointError, r"weights of another model: of \d+ tensors 2 do not fit, such as head"),
         ({"weights": "nowhere.safetensors"}, CheckpointError, "no weights can be read"),
     ],

@@ -33,15 +33,9 @@ def test_where_there_is_no_mpiexec_ranks_are_threads(monkeypatch):
         assert cluster.call(lambda host: host.world.size) == [2, 2]
 
 
-@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
-def test_a_container_has_the_memory_of_its_group(name: str, tmp_path):
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("123456\n")
-    assert backend.memory_bytes(tmp_path) == 123456
-    path.write_text("max\n")
-    assert backend.memory_bytes(tmp_path) > 1 << 30
-    assert backend.memory_bytes(tmp_path / "nowhere") == backend.memory_bytes(tmp_path)
+def test_hosts_have_memory_of_their_own(monkeypatch):
+    monkeypatch.setattr(backend, "memory_bytes", lambda: 1 << 30)
+    assert Cluster(64, backend="auto", hosts=["node1:32", "node2:32"]).backend == "mpi"
 
 
 def test_another_backend_is_refused():

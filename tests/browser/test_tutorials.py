@@ -1,0 +1,32 @@
+"""The tutorials that have widgets, run in JupyterLab in a real page: no cell fails, and every widget is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mpi4dl_nb import Configurator, Monitor, Slicer, Stepper, Tuner
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+WIDGETS = "|".join(kind.__name__ for kind in (Configurator, Monitor, Slicer, Stepper, Tuner))
+INTERACTIVE = [path for path in sorted(NOTEBOOKS.glob("*.ipynb")) if re.search(rf"\b({WIDGETS})\(", path.read_text())]
+RUN_S = 400
+SHOWN = "() => document.querySelectorAll('.jp-OutputArea-output .jupyter-widgets').length"
+WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
+
+
+def test_there_are_tutorials_with_widgets():
+    assert len(INTERACTIVE) >= 5
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", INTERACTIVE, ids=lambda path: path.stem)
+def test_a_tutorial_runs_in_a_page(path: Path, notebook):
+    cells = notebook.run(path, RUN_S)
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert [output for output in outputs if output["output_type"] == "error"] == []
+    assert all(cell["execution_count"] for cell in cells if cell["source"])
+    assert any(WIDGET_TYPE in output.get("data", {}) for output in outputs)
+    notebook.page.wait_for_function(f"() => ({SHOWN})() > 0")

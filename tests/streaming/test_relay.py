@@ -1,0 +1,80 @@
+"""Ranks in one thread take turns, whoever has come furthest first."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from engines.comm.world import Message
+from engines.errors import RankError
+from engines.streaming.relay import Relay
+
+
+@pytest.fixture
+def relay():
+    made = Relay(3)
+    for rank in range(3):
+        made.enter(rank, lambda: None, lambda rank=rank: 10 * rank)
+    return made
+
+
+def test_each_waits_inside_its_work_and_all_are_one_thread(relay):
+    def work(world):
+        told = [world.gather((world.rank, number)) for number in range(3)]
+        return threading.get_ident(), told
+
+    ranks = relay.run([lambda world=world: work(world) for world in relay.worlds])
+    assert ranks == [(threading.get_ident(), [[(peer, n) for peer in range(3)] for n in range(3)])] * 3
+
+
+def test_a_failure_ends_the_others_and_the_relay_goes_on(relay):
+    ended = []
+
+    def work(world, fails):
+        try:
+            if world.rank == 1 and fails:
+                raise RankError("rank 1 has had enough")
+            return world.gather(world.rank)
+        finally:
+            ended.append(world.rank)
+
+    with pytest.raises(RankError, match="had enough"):
+        relay.run([lambda world=world: work(world, True) for world in relay.worlds])
+    assert sorted(ended) == [1, 2]  # rank 0 had not begun: the furthest goes first
+    again = relay.run([lambda world=world: work(world, False) for world in relay.worlds])
+    assert again == [[0, 1, 2]] * 3
+
+
+def test_the_furthest_of_those_that_can_go_on_is_next(relay):
+    order = []
+
+    def work(world):
+        order.append(world.rank)
+        world.gather(None)
+        order.append(world.rank)
+
+    relay.run([lambda world=world: work(world) for world in relay.worlds])
+    assert order == [2, 1, 0, 0, 2, 1]  # rank 0 waits for nobody: all had told it what it asks for
+
+
+def test_whether_gradients_are_wanted_is_each_ranks_own(relay):
+    seen = {}
+
+    def work(world):
+        with torch.set_grad_enabled(world.rank == 1):
+            world.gather(None)
+            seen[world.rank] = torch.is_grad_enabled()
+
+    relay.run([lambda world=world: work(world) for world in relay.worlds])
+    assert seen == {0: False, 1: True, 2: False}
+    assert torch.is_grad_enabled()
+
+
+def test_ranks_that_wait_for_each_other_are_told_and_do_not_hang(relay):
+    def work(world):
+        world.exchange([], [Message((world.rank + 1) % 3, 7, torch.empty(1))]).wait()
+
+    with pytest.raises(RankError, match=r"ranks \[0, 1, 2\] all wait for each other"):
+        relay.run([lambda world=world: work(world) for world in relay.worlds])
