@@ -14,7 +14,6 @@ from pathlib import Path
 from torch import nn
 
 from engines import options
-from engines.bench import asynchronous
 from engines.bench.allreduce import bench_allreduce
 from engines.bench.bubble import bench_bubble
 from engines.bench.flags import allreduce_parser, throughput_parser, throughput_recipe
@@ -228,6 +227,8 @@ def _bench_read(world: World, arguments: Sequence[str]) -> bool:
 
 def _bench_asynchronous(world: World, arguments: Sequence[str]) -> bool:
     """Replicas that do not wait for each other: one line for each mode."""
+    from engines.bench import asynchronous
+
     chosen = asynchronous.parser().parse_args(arguments)
     studies = asynchronous.chosen_studies(chosen, world.size)
     _, recipe = options.recipe(chosen, options.plan(chosen).ranks)

@@ -38,6 +38,7 @@ __all__ = [
 # How MPIs tell a process its number among those of its host, and how many these are: Open MPI, MPICH.
 _RANK_HERE = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _RANKS_HERE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_STATUS = Path("/proc/self/status")
 _own = threading.local()
 _MMAP_THRESHOLD, _MMAP_MAX = -3, -4  # of `mallopt`, from glibc's malloc.h
 
@@ -106,7 +107,9 @@ def held_bytes(device: torch.device) -> int:
     """What this rank holds now: of a GPU the tensors there, otherwise all memory of its process."""
     if has_own_memory(device):
         return torch.cuda.memory_allocated(device)
-    import psutil  # a machine that only checks its GPU may have none
+    if _STATUS.exists():
+        return process_bytes("VmRSS")
+    import psutil  # where the kernel has no such file: a machine that only checks its GPU need not have it
 
     return int(psutil.Process().memory_info().rss)
 
@@ -128,7 +131,7 @@ def keep_memory_tight(tight: bool) -> None:
 
 def process_bytes(field: str) -> int:
     """The kernel's account of this process (Linux): `VmRSS` is what memory it has now, `VmHWM` the most it ever had."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = _STATUS.read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
