@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engines.errors import PlanError, TraceError
 from engines.layer.graph import ModelGraph
@@ -52,7 +52,8 @@ def search(
     time for so many images: see `pace`.
 
     `batch` is the number of images of a batch, `graph_of` the traced micro-batch of a plan, `rank_bytes` what a rank
-    may use (None: any). `seen(done, of)` is called after each plan. Where only so many of the `best` are asked for,
+    may use (None: any); a plan that does not fit is taken with `checkpoint_activations`, if it fits so.
+    `seen(done, of)` is called after each plan. Where only so many of the `best` are asked for,
     others are left alone as soon as it is known that they are none of these (see `Bound`).
     Raises PlanError where no plan can run, with the reasons of some.
     """
@@ -88,14 +89,19 @@ class _Search:
     bounded: list[Bound] = field(default_factory=list)
 
     def forecast(self, plan: Plan) -> None:
-        """Simulate a plan."""
+        """Simulate a plan, and where it does not fit, the same with activations that are computed again."""
         try:
-            found = forecast(self.graph_of(plan), plan, self.prices, self.states)
+            found = self._simulated(plan)
+            if not self._fits(found) and not plan.checkpoint_activations:
+                found = min(found, self._simulated(_lean(plan)), key=lambda each: each.peak_bytes)
         except (PlanError, TraceError) as error:
             self._refuse(plan, error)
             return
         (self.fitting if self._fits(found) else self.too_large).append(found)
         self._tell()
+
+    def _simulated(self, plan: Plan) -> Forecast:
+        return forecast(self.graph_of(plan), plan, self.prices, self.states)
 
     def look_for(self, best: int, asked: Sequence[Plan]) -> None:
         """Simulate plans until it is known which are the best, those first that may be fastest."""
@@ -114,7 +120,8 @@ class _Search:
         bounds = Bounds(self.graph_of, self.prices, self.states)
         for plan in asked:
             try:
-                yield bounds.of(plan)
+                bound = bounds.of(plan)
+                yield bound if self._fits(bound) or plan.checkpoint_activations else bounds.of(_lean(plan))
             except (PlanError, TraceError) as error:
                 self._refuse(plan, error)
 
@@ -134,10 +141,15 @@ class _Search:
             least = min([*(each.peak_bytes for each in self.too_large), *(each.peak_bytes for each in self.bounded)])
             return (
                 f"No plan for {ranks} ranks fits: the smallest needs {least} bytes of a rank, but {self.rank_bytes} "
-                "are given. Use more ranks, smaller images, fewer of them in a batch, or checkpoint_activations."
+                "are given. Use more ranks, smaller images, or fewer of them in a batch."
             )
         reasons = " ".join(dict.fromkeys(text for _, text in self.refused[:2]))
         return f"No plan for {ranks} ranks can run. {reasons}"
+
+
+def _lean(plan: Plan) -> Plan:
+    """The same with less memory, for more time."""
+    return replace(plan, checkpoint_activations=True)
 
 
 def plans(ranks: int, batch: int) -> Iterator[Plan]:
@@ -145,7 +157,7 @@ def plans(ranks: int, batch: int) -> Iterator[Plan]:
 
     Left out: grids whose tiles are thinner than they need be, but for strips; several spatial stages, but for two of
     different grids on 12 ranks of a replica or more; more stages on a rank than two; micro-batches of a number that is
-    no power of two; and precision and checkpoints, which change what is computed or trade time for memory.
+    no power of two; and precision, which changes what is computed, and checkpoints, for which `search` sees.
 
     >>> for plan in plans(2, batch=1):
     ...     print(plan.summary)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from torch import nn
 
 from engines.errors import PlanError
+from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.predict.forecast import forecast
 from engines.predict.search import plans, search
+from engines.traces import Traces
 from tests.predict.test_simulate import FLAT
 
 
@@ -42,12 +47,24 @@ def test_the_fastest_comes_first_and_refusals_have_reasons(graph_of):
 
 
 def test_what_does_not_fit_is_set_apart(graph_of):
-    all_of_them = search(2, 2, graph_of, FLAT).fitting
-    sizes = sorted(each.peak_bytes for each in all_of_them)
+    lean = [replace(plan, checkpoint_activations=True) for plan in plans(2, 2)]
+    sizes = sorted(each.peak_bytes for each in search(2, 2, graph_of, FLAT, asked=lean).fitting)
     found = search(2, 2, graph_of, FLAT, rank_bytes=sizes[2])
     assert max(each.peak_bytes for each in found.fitting) <= sizes[2] < found.too_large[-1].peak_bytes
     with pytest.raises(PlanError, match=rf"No plan for 2 ranks fits: the smallest needs {sizes[0]} bytes"):
         search(2, 2, graph_of, FLAT, rank_bytes=10)
+
+
+@pytest.mark.parametrize("best", [None, 1])
+def test_what_does_not_fit_is_taken_with_activations_computed_again(best):
+    graph_of = Traces(resnet20_v1(), (4, 3, 64, 64), nn.CrossEntropyLoss()).graph
+    plan = Plan(split_size=2, spatial_size=0, parts=4)
+    lean = replace(plan, checkpoint_activations=True)
+    limit, least = (forecast(graph_of(each), each, FLAT).peak_bytes for each in (plan, lean))
+    assert least < limit
+    for rank_bytes, wanted in ((limit, plan), (limit - 1, lean), (least, lean)):
+        found = search(2, 4, graph_of, FLAT, rank_bytes=rank_bytes, asked=[plan], best=best)
+        assert [each.plan for each in found.fitting] == [wanted]
 
 
 def test_images_beyond_the_neutral_batch_do_not_count(graph_of):
