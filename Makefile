@@ -42,7 +42,8 @@ $(BIN)/python:
 # missing and try other versions of everything else, for an hour. So it fails at once, and is tried once more.
 PIP := $(BIN)/python -m pip install
 PINS := $(PIP) --no-deps -r constraints.txt
-OURS := $(PIP) -c constraints.txt -e '.[lab,wsi,zarr,test]'
+# As a path, and not as a list of packages: a script beside a clone called mpi4dl_nb would find that folder first.
+OURS := $(PIP) -c constraints.txt --config-settings editable_mode=compat -e '.[lab,wsi,zarr,test]'
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(PINS) || $(PINS)

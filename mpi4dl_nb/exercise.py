@@ -19,12 +19,15 @@ def exercise(answer: Any, truth: Callable[[], Any], hint: str) -> str:
     >>> exercise(5, lambda: 5, "Count the ranks of both stages.")
     'Right: 5.'
     >>> exercise(0.49, lambda: 0.5, "How much of the time does a rank wait?")
-    'Right: 0.5.'
+    'Right within 5 %: 0.5.'
     """
     if answer is None:
         return "Put your answer into the cell above, then run this one."
     right = truth()
-    near = isinstance(right, float) and isinstance(answer, (int, float)) and math.isclose(answer, right, rel_tol=0.05)
-    if near or answer == right:
+    if isinstance(answer, str) and not isinstance(right, str):
+        return f"Give {answer} without quotes."
+    if answer == right:
         return f"Right: {right}."
+    if isinstance(right, float) and isinstance(answer, (int, float)) and math.isclose(answer, right, rel_tol=0.05):
+        return f"Right within 5 %: {right:.4g}."
     return f"Not {answer}. {hint}"

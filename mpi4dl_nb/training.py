@@ -172,7 +172,8 @@ class Training:
         as a folder of pictures: these go in an order that follows from `seed` (0) alone, in epochs of at most `steps`
         steps, read ahead by `workers` threads of each rank; a bad image ends the training, or is left out
         (`on_bad_image="skip"`). After a break it goes on where it was, in the middle of an epoch too, unless
-        `go_on=False`; an epoch that has begun counts as one.
+        `go_on=False`. `epochs` are those still to come, the rest of one that has begun among them: where 2 of 60 are
+        done and the third has begun, 58 are left.
 
         An interrupt ends it when the step under way is done, or given up where that takes long; what it has learned is
         kept. A second one gives it up at once.
@@ -214,7 +215,9 @@ class Training:
         """Three optimiser steps from the model's own weights, ranks against one process in float64.
 
         On random batches, or those of `data`. In another `precision` than float64 ranks may be as far off as such a
-        process, four times. This training itself is not touched.
+        process, four times. This training itself is not touched. `ok` wants all to agree to 1e-10. What is wrong
+        differs by 1e-3 or more; a little beyond 1e-10 is rounding that the model itself makes larger, such as batch
+        norms over a handful of pixels: try larger images, or more of them in a batch.
         """
         start_s = time.perf_counter()
         recipe = comparable(self._prepare(replace(self.plan, precision=precision)))
@@ -240,9 +243,11 @@ class Training:
         Of a batch (N, C, H, W), of any N: the tensor `model.eval()(batch)`, computed under the plan.
 
         Of a picture of any size (a path, an (H, W, C) array, ...) or a `region` (y0, x0, height, width) of one `level`
-        of it: tile after tile on all ranks, none of which takes more than `memory_mb` megabytes. `kind` is `classes`,
+        of it: tile after tile on all ranks, none of which takes more than `memory_mb` megabytes. A pixel's byte x is
+        (x / 255 - 0.5) / 0.5 for the model, as for images that ranks read in training. `kind` is `classes`,
         `probabilities` or `scores`. Where the model answers for each pixel it is an array (H, W) or (H, W, K), or the
-        path of the pyramidal TIFF `to`; otherwise a class, or a tensor (K,). `predicted` has its costs.
+        path of the pyramidal TIFF `to`, of the model's own size (some make sides even); otherwise a class, or a tensor
+        (K,). `predicted` has its costs.
 
         Raises ImageError, PlanError or TraceError, before any rank is touched where that is possible.
         """

@@ -2,7 +2,9 @@
 # A notebook inside a batch job: Cluster(5) in it takes the hosts and tasks of the job.
 #   sbatch notebooks/slurm.sh              starts JupyterLab on the job's first host; the log says how to reach it
 #   sbatch notebooks/slurm.sh my_script.py runs a script instead
-# PBS: qsub -l select=2:ncpus=8:mpiprocs=3 notebooks/slurm.sh
+# Four GPUs on each of two nodes (most clusters also want --partition and --account):
+#   sbatch --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 notebooks/slurm.sh
+#   qsub -koed -l select=2:ncpus=32:mpiprocs=4:ngpus=4 notebooks/slurm.sh    (PBS; -koed writes the log at once)
 #SBATCH --job-name=mpi4dl_nb
 #SBATCH --nodes=2
 #SBATCH --ntasks=5
@@ -10,6 +12,7 @@
 #SBATCH --output=mpi4dl_nb-%j.log
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$PWD}}"
+# module load ...   what your cluster has as modules
 if [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi # the same folder on every host: shared, or installed on each
 
 if [ $# -gt 0 ]; then

@@ -261,7 +261,7 @@ def test_together_gives_back_what_each_rank_made():
 
 def test_fewer_images_than_a_step_takes():
     made = recipe(MODELS["classifier"], PLANS["one rank"])
-    with pytest.raises(ImageError, match=r"There are 3 images, but a step takes 4\. Lower --batch-size"):
+    with pytest.raises(ImageError, match=r"There are 3 images, but a step takes 4\. Use smaller batches"):
         run_ranks(
             1,
             lambda world: RankCourse(

@@ -95,7 +95,7 @@ class Feed:
         alone = partial(torch.set_num_threads, 1)  # or each would start as many threads as the training has
         self._pool = ThreadPoolExecutor(workers, "feed", alone) if workers else None
         if (total := len(own.images)) < count:
-            raise ImageError(f"There are {total} images, but a step takes {count}. Lower --batch-size, or add images.")
+            raise ImageError(f"There are {total} images, but a step takes {count}. Use smaller batches, or add images.")
 
     # ---- where it is
 

@@ -103,7 +103,7 @@ class OwnPart:
         if (shape := self.images.shape(piece.index)) != self.size:
             raise ImageError(
                 f"{self.images.name(piece.index)} has {shape[0]} x {shape[1]} pixels, but the training was made for "
-                f"{self.size[0]} x {self.size[1]}. Have the images scaled or cut to that size."
+                f"{self.size[0]} x {self.size[1]}. Have the images scaled or cut to that size (size=)."
             )
         read = self.images.part if piece.name == "images" else self.images.mask
         return read(piece.index, piece.tile, piece.draw)

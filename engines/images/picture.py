@@ -47,7 +47,7 @@ class Picture(Protocol):
 
     @property
     def microns_per_px(self) -> float | None:
-        """Of level 0; None where it is not known."""
+        """Of level 0; of another one times `levels[level].downsample`. None where it is not known."""
 
     @property
     def bytes_read(self) -> int:

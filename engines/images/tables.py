@@ -6,6 +6,7 @@ import csv
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from pathlib import Path
 
 from engines.errors import ImageError
@@ -16,24 +17,33 @@ from engines.spatial.tiles import Span, Tile
 __all__ = ["COLUMNS", "table_images", "write_table"]
 
 COLUMNS = ("path", "label", "mask", "region", "level", "slide")
-"""Of a table: only `path`, and one of `label` and `mask`, are needed. Paths are relative to the table. A region is
-`y0 x0 height width`, in pixels of the level. A slide is what images that resemble each other have in common."""
+"""Of a table, as `table_images` explains them."""
 
 _MOST_CLASSES, _FURTHEST_PX = 99_999, 1 << 31
 _TOLD = 5  # lines of a table, before the others are only counted
 
 
 def table_images(
-    table: Path,
+    table: str | PathLike[str],
     size: tuple[int, int] | None,
     fit: str = "scale",
     names: Sequence[str] | None = None,
     classes: int | None = None,
     threshold: int | None = None,
     check: bool = True,
-    within: Path | None = None,
+    within: str | PathLike[str] | None = None,
 ) -> ExampleImages:
-    """The images of a table; see `COLUMNS`, and `ExampleImages` for `size`, `fit` and `threshold`.
+    """The images of a table: a CSV file with a line for each, and these columns, in any order.
+
+    - `path`: the picture's file, from the table's folder on. This one is needed, and `label` or `mask` or both.
+    - `label`: the image's class, a name or a whole number from 0.
+    - `mask`: a file of class numbers by pixel (grey PNG, TIFF, `.npy`), as large as the region or as the whole level.
+    - `region`: `y0 x0 height width` in pixels of the level; none is the whole. What sticks out of the picture is white.
+    - `level`: of the pyramid; 0, where nothing is said, is the finest.
+    - `slide`: what images that resemble each other have in common, such as the patient: `split` keeps it on one side.
+
+    `size` is (height, width) in pixels that all images are brought to as `fit` says (None: as they are); for these and
+    `threshold` see `ExampleImages`.
 
     Labels that are all whole numbers from 0 are the classes. Otherwise they are names, and the classes are `names`,
     such as those of the table that a model was trained on, or else the names in their order. Masks have as many
@@ -55,6 +65,7 @@ def table_images(
     >>> images.label(0)
     1
     """
+    table = Path(table)
     rows = list(_rows(table))
     troubles = _Troubles(table)
     place = _Place(table.parent, Path(os.path.realpath(table.parent if within is None else within)))
@@ -77,11 +88,14 @@ def table_images(
     return ExampleImages(examples, names, size, fit, masks, threshold)
 
 
-def write_table(table: Path, rows: Iterable[Sequence[object]], columns: Sequence[str] = COLUMNS[:2]) -> int:
+def write_table(
+    table: str | PathLike[str], rows: Iterable[Sequence[object]], columns: Sequence[str] = COLUMNS[:2]
+) -> int:
     """Write a table of these columns, and say how many lines it has; paths become relative to it.
 
     Raises ImageError where it cannot be written.
     """
+    table = Path(table)
     lines = [[_cell(value, table.parent) for value in row] for row in rows]
     try:
         with table.open("w", newline="", encoding="utf-8") as file:

@@ -75,7 +75,8 @@ def fitted(graph: ModelGraph, ranks: int, bound_bytes: int) -> Turns:
             high = middle
             refusal = PlanError(
                 f"A tile of {sides[middle]} px takes {_mb(taken)} MB beside what a rank holds anyway, but only "
-                f"{_mb(bound_bytes)} MB of the bound are left for it. Allow more memory, or predict a coarser level."
+                f"{_mb(bound_bytes)} MB of the bound are left for it. Allow {_mb(taken - bound_bytes)} MB more "
+                "(memory_mb), or predict a coarser level."
             )
     if best is None and refusal is not None:
         raise refusal
@@ -107,7 +108,7 @@ def _chosen(graph: ModelGraph, ranks: int, bound_bytes: int, taken_bytes: int, s
     if left_bytes <= 0:
         raise PlanError(
             f"A rank takes {_mb(taken_bytes + AT_WORK_BYTES)} MB before it computes anything, and the bound is "
-            f"{_mb(bound_bytes)} MB. Allow more memory."
+            f"{_mb(bound_bytes)} MB. Allow more (memory_mb)."
         )
     return fitted(graph, ranks, left_bytes).grid
 

@@ -11,8 +11,8 @@ from mpi4dl_nb.launch.environment import mpiexec
 
 __all__ = ["chosen_backend"]
 
-RANK_BYTES = 400 << 20
-"""What a process that has imported torch holds before it trains."""
+RANK_BYTES = 600 << 20
+"""What a process that has imported torch holds, and a small training beside it."""
 
 
 def chosen_backend(wish: str, n: int, has_hosts: bool = False) -> str:

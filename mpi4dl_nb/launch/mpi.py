@@ -17,6 +17,7 @@ import psutil
 from ipyparallel.cluster.launcher import MPIEngineSetLauncher
 
 from engines import guard, host
+from engines.comm.container import cores
 from engines.errors import RankError
 from mpi4dl_nb.launch.across import Across
 from mpi4dl_nb.launch.causes import cause, excerpt
@@ -32,7 +33,8 @@ from mpi4dl_nb.launch.reports import Ended, Reports, Still
 
 __all__ = ["MpiRanks"]
 
-# On a loaded machine engines come one by one; this long without another, and it does not come at all.
+# On a loaded machine engines come one by one; this long without another (longer, the more work waits for each core),
+# and it does not come at all.
 _START_S, _LOOK_S, _STOP_S = 45.0, 0.1, 30.0
 _CONTROLLER_S, _PATIENCE_S = 30.0, 15.0
 
@@ -149,8 +151,8 @@ class MpiRanks:
                 raise self._trouble(f"The ranks did not start: of {self._n} processes {max(0, alive)} are left.")
             most = max(most, alive)
             silent_s = time.monotonic() - since
-            if silent_s > _START_S:
-                raise self._trouble(f"Of {self._n} ranks only {now} {what}, and no other for {_START_S:.0f} s.")
+            if silent_s > _START_S * _business():
+                raise self._trouble(f"Of {self._n} ranks only {now} {what}, and no other for {silent_s:.0f} s.")
             if silent_s > _PATIENCE_S and not told:
                 told = True
                 print(f"Of {self._n} ranks {now} {what}; still waiting for the others.", file=sys.stderr, flush=True)
@@ -260,3 +262,8 @@ class MpiRanks:
             in_loop(launcher.join(timeout=_STOP_S))
         if self._reports is not None:
             self._reports.close()
+
+
+def _business() -> float:
+    """How many times as long things take because of what waits for this machine's cores, up to eight."""
+    return min(8.0, max(1.0, os.getloadavg()[0] / cores()))

@@ -14,10 +14,10 @@ def test_what_is_asked_for_is_taken():
 
 
 def test_processes_need_memory(monkeypatch):
-    monkeypatch.setattr(backend, "memory_bytes", lambda: 2 << 30)
+    monkeypatch.setattr(backend, "memory_bytes", lambda: 3 << 30)
     assert Cluster(4, backend="auto").backend == "mpi"
     with pytest.warns(
-        RuntimeWarning, match=r"5 processes and this one need 2\.3 GB of memory, of 2\.0 GB: the ranks are"
+        RuntimeWarning, match=r"5 processes and this one need 3\.5 GB of memory, of 3\.0 GB: the ranks are"
     ):
         assert Cluster(5, backend="auto").backend == "loopback"
 

@@ -12,7 +12,7 @@ def test_a_container_has_the_memory_of_its_group(name: str, tmp_path):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("123456\n")
-    assert memory_bytes(tmp_path) == 123456
+    assert memory_bytes(tmp_path, tmp_path / "own") == 123456
     path.write_text("max\n")
     assert memory_bytes(tmp_path) > 1 << 30
     assert memory_bytes(tmp_path / "nowhere") == memory_bytes(tmp_path)
@@ -36,4 +36,21 @@ def test_a_container_has_the_cores_of_its_quota(files: dict[str, str], expected:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
-    assert cores(tmp_path) == (expected or 4)
+    assert cores(tmp_path, tmp_path / "own") == (expected or 4)
+
+
+@pytest.mark.parametrize(
+    ("told", "files", "expected"),
+    [
+        ("0::/jobs/7\n", {"jobs/7/memory.max": "500", "jobs/memory.max": "700"}, 500),
+        ("0::/jobs/7\n", {"jobs/7/memory.max": "max", "jobs/memory.max": "700"}, 700),
+        ("9:cpu:/x\n4:memory,hugetlb:/jobs/7\n0::/\n", {"memory/jobs/7/memory.limit_in_bytes": "500"}, 500),
+        ("4:memory:/of/the/host\n", {"memory/memory.limit_in_bytes": "600"}, 600),
+    ],
+)
+def test_the_group_may_lie_in_others(told: str, files: dict[str, str], expected: int, tmp_path):
+    (tmp_path / "own").write_text(told)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert memory_bytes(tmp_path, tmp_path / "own") == expected
