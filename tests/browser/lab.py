@@ -126,13 +126,25 @@ class NotebookPage:
         raise TimeoutError("JupyterLab did not run all cells:\n" + "\n".join(self.failures))
 
     def run(self, path: Path, within_s: float) -> list[dict[str, object]]:
-        """Open a copy of a stored notebook and run all of it; its code cells, as they are saved."""
+        """Open a copy of a stored notebook and run all of it; its cells, as they are saved."""
         self.page.on("console", lambda said: said.type == "error" and self.errors.append(said.text))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         shutil.copy(path, self.lab.folder)
         self._show(path.name)
         self._run_all(within_s)
-        return [cell for cell in self.page.evaluate(f"() => {SAVED}") if cell["cell_type"] == "code"]
+        return self.page.evaluate(f"() => {SAVED}")
+
+    def await_widget(self, cell: int, within_s: float = START_S) -> None:
+        """Wait until a cell shows a widget. Those out of sight are not made, and pictures that come move all others."""
+        self.page.wait_for_function(
+            f"""number => {{
+                {CURRENT}.content.scrollToItem(number, 'start');
+                return {CURRENT}.content.widgets[number].node.querySelector('.jupyter-widgets');
+            }}""",
+            arg=cell,
+            timeout=within_s * 1000,
+            polling=200,
+        )
 
     def _run_all(self, within_s: float) -> None:
         self.page.evaluate(RUN_ALL)
