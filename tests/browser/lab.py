@@ -31,9 +31,9 @@ ANSWERED = f"""async () => {{
     await session.ready;
     await session.session.kernel.info;
 }}"""
-RUN_ALL = (
-    "() => { window.ran = false; "
-    "window.jupyterapp.commands.execute('notebook:run-all-cells').finally(() => { window.ran = true }) }"
+RUN = (
+    "cells => { window.ran = false; "
+    "window.jupyterapp.commands.execute(`notebook:run-${cells}`).finally(() => { window.ran = true }) }"
 )
 IDLE = ".jp-Notebook-ExecutionIndicator[data-status=idle]"
 
@@ -116,7 +116,7 @@ class NotebookPage:
                 self._show(self._stored(cells))
                 if dark:
                     self.menu("Settings", "Theme", "JupyterLab Dark")
-                self._run_all(RUN_S)
+                self._run("all-cells", RUN_S)
                 if self._has_run(len(cells)):
                     return
                 self.failures.append(self._shown())
@@ -125,14 +125,22 @@ class NotebookPage:
                 self.failures.append(str(error))
         raise TimeoutError("JupyterLab did not run all cells:\n" + "\n".join(self.failures))
 
-    def run(self, path: Path, within_s: float) -> list[dict[str, object]]:
-        """Open a copy of a stored notebook and run all of it; its cells, as they are saved."""
+    def open_copy(self, path: Path) -> None:
+        """Open a copy of a stored notebook."""
         self.page.on("console", lambda said: said.type == "error" and self.errors.append(said.text))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         shutil.copy(path, self.lab.folder)
         self._show(path.name)
-        self._run_all(within_s)
+
+    @property
+    def cells(self) -> list[dict[str, object]]:
+        """Those of the notebook, as they would be saved now."""
         return self.page.evaluate(f"() => {SAVED}")
+
+    def run(self, cells: str, at: int, within_s: float) -> None:
+        """Run `all-above` a cell, or `all-below` from it on."""
+        self.page.evaluate(f"number => {{ const notebook = {CURRENT}.content; notebook.activeCellIndex = number }}", at)
+        self._run(cells, within_s)
 
     def await_widget(self, cell: int, within_s: float = START_S) -> None:
         """Wait until a cell shows a widget. Those out of sight are not made, and pictures that come move all others."""
@@ -146,8 +154,8 @@ class NotebookPage:
             polling=200,
         )
 
-    def _run_all(self, within_s: float) -> None:
-        self.page.evaluate(RUN_ALL)
+    def _run(self, cells: str, within_s: float) -> None:
+        self.page.evaluate(RUN, cells)
         self.page.wait_for_function("() => window.ran", timeout=within_s * 1000)
         self.wait_idle()
 

@@ -23,14 +23,19 @@ def test_there_are_tutorials_with_widgets():
 @pytest.mark.nightly
 @pytest.mark.parametrize("path", INTERACTIVE, ids=lambda path: path.stem)
 def test_a_tutorial_runs_in_a_page(path: Path, notebook):
-    cells = notebook.run(path, RUN_S)
-    code = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert [output for cell in code for output in cell["outputs"] if output["output_type"] == "error"] == []
-    assert all(cell["execution_count"] for cell in code if cell["source"])
-    widgets = [number for number, cell in enumerate(cells) if any(map(is_widget, cell.get("outputs", ())))]
+    notebook.open_copy(path)
+    closing = next(
+        (n for n, cell in enumerate(notebook.cells) if ".close()" in cell["source"]), len(notebook.cells) - 1
+    )
+    notebook.run("all-above", closing, RUN_S)
+    widgets = [number for number, cell in enumerate(notebook.cells) if any(map(is_widget, cell.get("outputs", ())))]
     assert widgets
     for number in widgets:
         notebook.await_widget(number)
+    notebook.run("all-below", closing, RUN_S)
+    code = [cell for cell in notebook.cells if cell["cell_type"] == "code"]
+    assert [output for cell in code for output in cell["outputs"] if output["output_type"] == "error"] == []
+    assert all(cell["execution_count"] for cell in code if cell["source"])
 
 
 def is_widget(output: dict) -> bool:
