@@ -21,7 +21,7 @@ _BEGINNINGS = {
     "addmm": "product", "bmm": "product", "einsum": "product", "moments": "moments", "batch_norm": "norm",
     "whole_batch_norm": "whole_norm", "instance_norm": "whole_norm", "group_norm": "whole_norm",
     "layer_norm": "whole_norm", "max_pool": "pool", "avg_pool": "pool", "average_pool": "pool", "adaptive": "pool",
-    "upsample": "pool", "pad": "pad", "cat": "copy", "clone": "copy", "_to_copy": "copy", "stack": "copy",
+    "upsample": "pool", "pad": "pad", "cat": "copy", "pixel_": "copy", "clone": "copy", "_to_copy": "copy", "stack": "copy",
     "constant_pad": "pad", "softmax": "transcendental", "log_softmax": "transcendental",
     "cross_entropy": "transcendental", "binary_cross_entropy": "transcendental", "expand": "copy",
     "exp": "transcendental", "logical": "pointwise", "log": "transcendental", "sigmoid": "transcendental",
