@@ -138,7 +138,8 @@ STUDIES: tuple[Study, ...] = (
         "process with the whole image and no bound: how many times the bound that needs, and how many times as long a "
         "step takes in turn.",
         {
-            "memory_bytes": "bound", "peak_bytes": "peak, with the file's pages", "one_process_peak_bytes": "one process", "needs": "needs",
+            "memory_bytes": "bound", "peak_bytes": "peak, with the file's pages",
+            "one_process_peak_bytes": "one process", "needs": "needs",
             "stored_bytes": "in the file", "time_ratio": "time", "spread": "spread",
         },
         (
