@@ -23,6 +23,7 @@ class ShelvedLane(Lane):
     shelf: Shelf = field(kw_only=True)
     _saved: dict[str, list[Tensor]] = field(default_factory=dict)
     _touched: dict[str, Linear] = field(default_factory=dict)
+    _going_back: Linear | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,9 +37,11 @@ class ShelvedLane(Lane):
         else:
             self.shelf.use(self._saved.pop(instruction.name, ()))
             self.shelf.use(self._gradients(instruction))
+            self._going_back = instruction
         try:
             return super().do(instruction, phase)
         finally:
+            self._going_back = None
             self.shelf.done()
             self._touched[instruction.name] = instruction
 
@@ -47,6 +50,8 @@ class ShelvedLane(Lane):
 
         Of what outlives the step only the prediction is large; the rest stays where it is: others read that, too.
         """
+        if self._going_back is not None:
+            self.shelf.use(self._gradients(self._going_back))  # it may have begun one
         lasting = self.way.lasting - {self.way.prediction}
         kept = {self.leaves[name].untyped_storage()._cdata for name in lasting & self.leaves.keys()}
         names = [*self._begun, *(name for each in self._touched.values() for name in _named(each))]

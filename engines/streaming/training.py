@@ -1,8 +1,10 @@
 """Tiles in turn: one process trains an image far larger than its memory, tile after tile.
 
-The programs are those of a spatial plan, one for each tile, and run as ever; but one at a time, in the order in which
-what they wait for is there. What a tile holds while others compute lies in a file. All tiles have one set of weights,
+The programs are those of a plan, one for each tile of each stage, and run as ever; but one at a time, in the order in
+which what they wait for is there. What a tile holds while others compute lies in a file. There is one set of weights,
 whose gradients therefore add up by themselves, and one update follows when the last tile has gone back.
+
+Late layers have many weights and few pixels: a last stage that is whole spares them being read for every tile.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from torch import Tensor
 
 from engines.comm.container import cores
 from engines.comm.device import choose_device, memory_format
+from engines.comm.world import World
 from engines.errors import LossError, PlanError
 from engines.layer.graph import plain_name
+from engines.layout import Layout
 from engines.plan import Plan
 from engines.program.compile import compile_plan
-from engines.program.instructions import SumGradients, Update
+from engines.program.instructions import Phase, SumGradients, Update
 from engines.program.program import Program, Step
 from engines.program.worker import Inputs, Worker
 from engines.streaming.lane import ShelvedLane
@@ -35,7 +39,7 @@ __all__ = ["StreamedTraining", "check"]
 
 
 class StreamedTraining:
-    """The training of a plan of one spatial stage, all of its tiles in this process.
+    """The training of a plan, the tiles of all of its stages in this process.
 
     `folder`: where values lie meanwhile (None: where temporary files do). Raises PlanError where the plan is another
     one, RankError where nothing can be stored.
@@ -45,26 +49,29 @@ class StreamedTraining:
         check(recipe.plan)
         recipe.additions.adopt()
         self.recipe, self.threads = recipe, threads or cores()
-        self.programs = [_passes(program) for program in compile_plan(recipe.graph, recipe.plan)]
+        leaders = [stage.ranks[0] for stage in Layout.of(recipe.plan).stages]
+        self.programs = [_passes(each, each.rank in leaders) for each in compile_plan(recipe.graph, recipe.plan)]
         self.device = choose_device(recipe.device, rank=0)
-        held_in = recipe.graph.inputs["images"].dtype
-        first = self.programs[0]
-        self.weights = {name: own_copy(recipe.state[name], held_in, self.device) for name in first.weights}
-        self.buffers = {name: own_copy(recipe.state[name], held_in, self.device) for name in first.buffers}
+        held_in, state = recipe.graph.inputs["images"].dtype, recipe.state
+        self.weights = {name: own_copy(state[name], held_in, self.device) for name in recipe.graph.weights}
         trained = [w.requires_grad_() for name, w in self.weights.items() if name in recipe.graph.trainable]
+        self.buffers = {name: own_copy(state[name], held_in, self.device) for name in recipe.graph.buffers}
         self.store = Store(folder)
         self._relay = Relay(len(self.programs))
         stays, reads_files = [*self.weights.values(), *self.buffers.values()], self.device.type == "cpu"
         self._shelves = [Shelf(self.store, stays, reads_files) for _ in self.programs]
         self.workers = [
-            self._worker(*each, recipe.optimiser(trained) if number == 0 and trained else None)
-            for number, each in enumerate(zip(self.programs, self._relay.worlds, self._shelves, strict=True))
+            self._worker(program, world, shelf, trained if program.rank == leaders[-1] else ())
+            for program, world, shelf in zip(self.programs, self._relay.worlds, self._shelves, strict=True)
         ]
+        self._leaders = [self.workers[rank] for rank in leaders]
 
-    def _worker(self, program: Program, world, shelf: Shelf, optimiser: torch.optim.Optimizer | None) -> Worker:  # type: ignore[no-untyped-def]
+    def _worker(self, program: Program, world: World, shelf: Shelf, moved: Sequence[Tensor]) -> Worker:
+        """That of one tile. Weights are moved where the gradient starts: only there it is known how it is scaled."""
         recipe = self.recipe
         worker = Worker(
-            program, world, self.weights, self.buffers, optimiser, self.device, recipe.seed, recipe.rules,
+            program, world, self.weights, self.buffers, recipe.optimiser(moved) if moved else None, self.device,
+            recipe.seed, recipe.rules if moved else None,
             make_lane=partial(ShelvedLane, shelf=shelf),
         )  # fmt: skip
         self._relay.enter(
@@ -85,13 +92,13 @@ class StreamedTraining:
         torch.set_num_threads(self.threads)
         try:
             self._relay.run([partial(self._pass, worker, feed) for worker in self.workers])
-            first = self.workers[0]
-            losses = first.losses
+            losses = self._leaders[-1].losses
             for loss in losses.values():
                 if not math.isfinite(loss):
                     raise LossError.of(loss)
-            while not first.done:
-                first.step()
+            for worker in self._leaders:
+                while not worker.done:
+                    worker.step()
         finally:
             torch.set_num_threads(before)
             self._let_go()
@@ -114,7 +121,7 @@ class StreamedTraining:
 
     def _let_go(self) -> None:
         for worker, shelf in zip(self.workers, self._shelves, strict=True):
-            worker.steps = self.workers[0].steps  # what is drawn at random follows from it
+            worker.steps = self._leaders[-1].steps  # what is drawn at random follows from it
             worker.restart({})
             shelf.clear()
 
@@ -135,23 +142,19 @@ class StreamedTraining:
 def check(plan: Plan) -> None:
     """Raises PlanError where a plan's tiles cannot be computed in turn."""
     wanted = {
-        "split_size": 1, "spatial_size": 1, "schedule": "fill_drain", "data_parallel": 1, "bidirectional": False,
-        "overlap_halos": False, "sync_batchnorm": True, "checkpoint_activations": False,
+        "schedule": "fill_drain", "data_parallel": 1, "local_dp": 1, "bidirectional": False, "overlap_halos": False,
+        "sync_batchnorm": True, "checkpoint_activations": False,
     }  # fmt: skip
     wrong = [f"{name}={getattr(plan, name)!r}" for name, value in wanted.items() if getattr(plan, name) != value]
     if wrong:
         right = ", ".join(f"{name}={value!r}" for name, value in wanted.items())
-        raise PlanError(
-            f"{', '.join(wrong)}: tiles in turn are those of one spatial stage in one process. Use {right}."
-        )
+        raise PlanError(f"{', '.join(wrong)}: tiles in turn are those of one replica in one process. Use {right}.")
 
 
-def _passes(program: Program) -> Program:
-    """Without what ranks do together at the update: the first one updates the weights that all share."""
+def _passes(program: Program, leads: bool) -> Program:
+    """Without what ranks do together at the update; where it leads its stage, it moves the stage's buffers."""
     steps: Sequence[Step] = [step for step in program.steps if not isinstance(step.instruction, SumGradients)]
-    kept = [
-        step
-        for step in steps
-        if step.phase.value != "update" or (program.rank == 0 and isinstance(step.instruction, Update))
-    ]
+    kept = (
+        step for step in steps if step.phase is not Phase.UPDATE or (leads and isinstance(step.instruction, Update))
+    )
     return replace(program, steps=tuple(kept))

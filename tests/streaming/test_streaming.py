@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -42,6 +43,11 @@ PLANS = {
     "2x2": Plan(**TILED, slice_method="2x2"),
     "uneven strips, two micro-batches": Plan(**TILED, slice_method="1x3", parts=2),
     "fused": Plan(**TILED, slice_method="3x2", halo_d2=True, fused_layers=2),
+    "strips, then whole": Plan(**TILED | {"split_size": 2}, slice_method="3x1", parts=2),
+    "two tilings, then whole": Plan(
+        **TILED | {"split_size": 3, "spatial_size": 2}, num_spatial_parts=(4, 2), slice_method="vertical"
+    ),
+    "stages": Plan(**TILED | {"split_size": 3, "spatial_size": 0}, parts=2),
 }
 
 
@@ -55,13 +61,14 @@ def make(tmp_path):
     """A training in turn, its batches, and one process."""
     made = []
 
-    def training(plan: Plan, steps: int = 3, reads_files: bool = True):
+    def training(plan: Plan, steps: int = 3, reads_files: bool = True, **rules):
         torch.manual_seed(0)
         model = Net()
-        recipe = prepare(model, plan, SHAPE, device="cpu")
+        recipe = prepare(model, plan, SHAPE, device="cpu", **rules)
         one = OneProcess(
-            model, nn.CrossEntropyLoss(), recipe.optimiser, torch.float64, recipe.draws, plan.micro_batches
-        )
+            model, nn.CrossEntropyLoss(), recipe.optimiser, torch.float64, recipe.draws, plan.micro_batches,
+            recipe.rules,
+        )  # fmt: skip
         made.append(StreamedTraining(recipe, tmp_path, threads=1))
         for shelf_ in made[0]._shelves:
             shelf_.reads_files = reads_files
@@ -101,6 +108,15 @@ def test_three_steps_are_those_of_one_process(name: str, reads_files: bool, make
     assert_alike(training, one)
     assert training.store.written_bytes > training.store.end_bytes > 0
     assert not list(tmp_path.iterdir())  # the file has no name
+
+
+def test_all_gradients_are_clipped_together_and_the_scheduler_goes_on(make):
+    scheduler = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    training, whole, one = make(PLANS["strips, then whole"], clip_norm=0.01, scheduler=scheduler)
+    for batch in whole:
+        training.step(training.cut(batch))
+        one.step(batch)
+    assert_alike(training, one)
 
 
 def test_while_a_tile_waits_it_holds_next_to_nothing(make):
@@ -174,7 +190,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
     ("knobs", "said"),
     [
         ({"data_parallel": 2}, "data_parallel=2"),
-        ({"split_size": 2}, "split_size=2"),
+        ({"split_size": 2, "local_dp": 2}, "local_dp=2"),
         ({"schedule": "zero_bubble"}, "schedule='zero_bubble'"),
         ({"sync_batchnorm": False}, "sync_batchnorm=False"),
         ({"overlap_halos": True}, "overlap_halos=True"),
