@@ -165,7 +165,7 @@ class _Pricing:
         return Work(count_bytes / self.machine.copy_per_s, self.machine.crowded("copy", (2 * count_bytes,)))
 
     def _exchange(self, exchange: Exchange, step: Step) -> Iterator[Action]:
-        """Pack, send, wait for what is expected, unpack; the rank's own pixels are copied where they have no room.
+        """Pack, send, wait for what is expected, unpack; the rank's own pixels are copied where that is not spared.
 
         On a host whose cores the ranks share, whoever waits for a message fetches it, when it has the time for that.
         """
@@ -182,9 +182,15 @@ class _Pricing:
             yield Await(route)
             yield Fetch(route, exchange.bytes_of([move]))
         own = 0
-        if forward and exchange.window and exchange.own and exchange.target not in self._way(step).roomy:
+        if exchange.window and exchange.own and not self._spared(exchange, step):
             own = exchange.bytes_of([Move(0, 0, exchange.own & exchange.window)])
         yield self._copied(exchange.bytes_of(receives) + own)
+
+    def _spared(self, exchange: Exchange, step: Step) -> bool:
+        """Whether a rank's own pixels lie in the window already, or their gradients may stay in the window's."""
+        if step.phase is Phase.FORWARD:
+            return exchange.target in self._way(step).roomy
+        return exchange.surrounds and len(self.program.way(step.micro_batch).reads[exchange.source]) == 1
 
     @staticmethod
     def _turned(moves: Sequence[Move]) -> tuple[Move, ...]:

@@ -98,7 +98,7 @@ class SegmentCount:
         back, gradients = self._back([call for call in calls if call.leads_back])
         trains = {name: size for name, size in gradients.sizes.items() if name in self.way.graph.weights}
         grads = {name: size for name, size in gradients.sizes.items() if name not in trains}
-        moves = (*gradients.moved, *self._joins(grads, gradients.passed))
+        moves = (*gradients.moved, *self._joins(grads, gradients.passed), *(2 * size for size in trains.values()))
         kept = {key: size for key, size in self.fresh.items() if key in keeps or key in self._outputs()}
         matrices = (len(self.way.graph.weights[name].shape) > 1 for name in trains)
         ops = tuple(_counted(call.op.kernel, call.effect, call.locals) for call in calls)

@@ -171,8 +171,9 @@ class Carrier:
 
     def _start_from_own(self, grad: Tensor | None, source: Tensor, alone: bool) -> None:
         """Add the gradient of the pixels that never left."""
-        if alone and self._keeps_all:
-            source.grad = grad[self._kept[1]]
+        if self._keeps_all and source.grad is None:
+            own = grad[self._kept[1]]
+            source.grad = own if alone else own.clone()
             return
         if source.grad is None:
             source.grad = torch.zeros_like(source)

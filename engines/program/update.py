@@ -31,7 +31,9 @@ class GradientSum:
         sizes = [weight.numel() for weight in self.shared]
         self.flat = self.shared[0].new_empty(sum(sizes), requires_grad=False)
         pairs = zip(self.shared, self.flat.split(sizes), strict=True)
-        self.sums = [part.view(weight.shape) for weight, part in pairs]
+        self.sums = [
+            part.as_strided(weight.shape, weight.stride()) for weight, part in pairs
+        ]  # each lies as its weight
         self.total = Total(world, self.flat, bucket.group, bucket.tag, again=True)
 
     def begin(self) -> Total:

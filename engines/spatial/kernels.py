@@ -179,19 +179,20 @@ def _average_pool(
 
 
 def _pad(x: Tensor, margins: Sequence[int], fill: float, axes: tuple[int, int] = (-2, -1)) -> Tensor:
-    """`F.pad` by constants; also where nothing of x is left, because all that is wanted lies outside.
+    """`F.pad` by constants, of rows and columns on any `axes`; also where nothing of x is left.
 
-    Where nothing is added the result is a view, and rows and columns may lie on any `axes`.
+    What is cut out is a copy that lies without gaps, as is its gradient: of views batch norms were seen to take 2 to 4
+    times as long.
     """
     left, right, above, below = margins
-    if max(margins) <= 0:
-        rows = x.narrow(axes[0], -above, x.shape[axes[0]] + above + below)
-        return rows.narrow(axes[1], -left, x.shape[axes[1]] + left + right)
-    height, width = x.shape[-2] + above + below, x.shape[-1] + left + right
-    seen = min(above, 0) + x.shape[-2] + min(below, 0), min(left, 0) + x.shape[-1] + min(right, 0)
-    if min(seen) <= 0:
-        return functional.pad(x[..., :0, :0], (width, 0, height, 0), value=fill)
-    return functional.pad(x, margins, value=fill)
+    around = [0] * (2 * x.dim())  # the last axis first
+    for axis, (before, behind) in zip(axes, ((above, below), (left, right)), strict=True):
+        if x.shape[axis] + min(before, 0) + min(behind, 0) <= 0:  # all that is wanted lies outside
+            before, behind = x.shape[axis] + before + behind, 0
+            x = x.narrow(axis, 0, 0)
+        place = 2 * (x.dim() - 1 - axis % x.dim())
+        around[place : place + 2] = before, behind
+    return functional.pad(x, around, value=fill)
 
 
 def _adaptive_average(x: Tensor, rows: tuple[tuple[int, int], ...], cols: tuple[tuple[int, int], ...]) -> Tensor:
