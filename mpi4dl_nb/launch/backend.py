@@ -11,8 +11,8 @@ from mpi4dl_nb.launch.environment import mpiexec
 
 __all__ = ["chosen_backend"]
 
-RANK_BYTES = 600 << 20
-"""What a process that has imported torch holds, and a small training beside it."""
+RANK_BYTES, NOTEBOOK_BYTES = 600 << 20, 1 << 30
+"""What a process that has imported torch holds with a small training, and the notebook's with figures and checks."""
 
 
 def chosen_backend(wish: str, n: int, has_hosts: bool = False) -> str:
@@ -26,8 +26,9 @@ def chosen_backend(wish: str, n: int, has_hosts: bool = False) -> str:
     except RankError as error:
         why = str(error).partition(".")[0]
     else:
-        if (have := memory_bytes()) >= (n + 1) * RANK_BYTES:
+        have, need = memory_bytes(), n * RANK_BYTES + NOTEBOOK_BYTES
+        if have >= need:
             return "mpi"
-        why = f"{n} processes and this one need {spoken_bytes((n + 1) * RANK_BYTES)} of memory, of {spoken_bytes(have)}"
+        why = f"{n} processes and this one need {spoken_bytes(need)} of memory, of {spoken_bytes(have)}"
     warnings.warn(f"{why}: the ranks are threads of this kernel (loopback).", RuntimeWarning, stacklevel=3)
     return "loopback"

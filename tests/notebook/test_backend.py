@@ -15,11 +15,11 @@ def test_what_is_asked_for_is_taken():
 
 def test_processes_need_memory(monkeypatch):
     monkeypatch.setattr(backend, "memory_bytes", lambda: 3 << 30)
-    assert Cluster(4, backend="auto").backend == "mpi"
+    assert Cluster(3, backend="auto").backend == "mpi"
     with pytest.warns(
-        RuntimeWarning, match=r"5 processes and this one need 3\.5 GB of memory, of 3\.0 GB: the ranks are"
+        RuntimeWarning, match=r"4 processes and this one need 3\.3 GB of memory, of 3\.0 GB: the ranks are"
     ):
-        assert Cluster(5, backend="auto").backend == "loopback"
+        assert Cluster(4, backend="auto").backend == "loopback"
 
 
 def test_where_there_is_no_mpiexec_ranks_are_threads(monkeypatch):
