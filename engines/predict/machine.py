@@ -66,7 +66,7 @@ class Machine:
     The ranks of a node share its `cores` (None: each has its own device) in turns of `slice_s`; with all of them busy,
     everything takes `contention` times as long, beside what its `Speed` says of that. A rank that waited goes on
     `wake_s` after what it waited for, and then computes `cold` times as long: caches hold what others used.
-    A kernel of several threads takes `fork_s` to share out and to end together.
+    A kernel of several threads takes `fork_s` for each of them but the first, to share out and to end together.
     `memory_bytes` are a node's where ranks share its cores, else a device's. `ranks`: how many there were when it was
     measured.
     """
@@ -141,7 +141,7 @@ class Machine:
         (2.5, 0.5)
         """
         count = min(threads, self.cores or 1)
-        return seconds if count <= 1 else min(seconds, seconds / count + self.fork_s)
+        return seconds if count <= 1 else min(seconds, seconds / count + (count - 1) * self.fork_s)
 
     def slowdown(self, busy: int, crowded: float = 1.0) -> float:
         """How much longer work takes while so many cores are busy; with all of them, `crowded` times `contention`.
