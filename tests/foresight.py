@@ -31,7 +31,7 @@ from mpi4dl_nb import Cluster
 from mpi4dl_nb.tuning import Candidate, Tuning
 from tests.typical import typical
 
-BATCH, GROUP, STEPS, TOP = 4, 8, 2, 4
+BATCH, GROUP, STEPS, TOP = 4, 8, 3, 4
 SIZES = (128, 192)
 
 

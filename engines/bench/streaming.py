@@ -34,6 +34,7 @@ from engines.streaming.training import StreamedTraining, check
 __all__ = ["alone", "bench_streaming", "streamed", "streaming_parser"]
 
 _MIB = 1 << 20
+_KEPT_BYTES = 4 << 20  # of smaller blocks the memory is kept: most tensors of a tile are, and fresh pages take long
 
 
 def streaming_parser() -> ArgumentParser:
@@ -81,7 +82,7 @@ def streamed(arguments: Sequence[str]) -> None:
     path, chosen = _told(arguments)
     _, recipe = options.recipe(chosen, options.plan(chosen).ranks)
     whole = batches(recipe, chosen.seed, steps=1)[0]
-    keep_memory_tight(True)
+    keep_memory_tight(True, _KEPT_BYTES)
     training = StreamedTraining(recipe, chosen.folder)
     most = process_bytes("VmData") + chosen.memory_mb * _MIB
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))

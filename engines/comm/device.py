@@ -114,8 +114,8 @@ def held_bytes(device: torch.device) -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def keep_memory_tight(tight: bool) -> None:
-    """Whether large blocks go back to the system as soon as they are free, where the C library can do so (glibc).
+def keep_memory_tight(tight: bool, above_bytes: int = 1 << 20) -> None:
+    """Whether blocks of so many bytes go back to the system as soon as they are free, where the C library can (glibc).
 
     Otherwise it keeps what is free for later, and what a process holds is more than its tensors by as much again.
     Huge pages (`THP_MEM_ALLOC_ENABLE=1`) make up for the time that fresh pages take.
@@ -125,7 +125,7 @@ def keep_memory_tight(tight: bool) -> None:
         return
     if tight:
         give_memory_back()
-    mallopt(_MMAP_THRESHOLD, 1 << 20 if tight else 32 << 20)
+    mallopt(_MMAP_THRESHOLD, above_bytes if tight else 32 << 20)
     mallopt(_MMAP_MAX, 1 << 16 if tight else int(os.environ.get("MALLOC_MMAP_MAX_", "65536")))
 
 

@@ -134,9 +134,9 @@ STUDIES: tuple[Study, ...] = (
     ),
     Study(
         "Tiles in turn",
-        "One process trains 8 strips one after another within a bound of memory that the kernel enforces, beside one "
-        "process with the whole image and no bound: how many times the bound that needs, and how many times as long a "
-        "step takes in turn.",
+        "One process trains 8 strips one after another, then the late layers whole, within a bound of memory that the "
+        "kernel enforces, beside one process with the whole image and no bound: how many times the bound that needs, "
+        "and how many times as long a step takes in turn.",
         {
             "memory_bytes": "bound", "peak_bytes": "peak, with the file's pages",
             "one_process_peak_bytes": "one process", "needs": "needs",
@@ -147,7 +147,8 @@ STUDIES: tuple[Study, ...] = (
                 "MONAI ResNet-18 (stride 2), 1,536 px", 1,
                 (
                     "bench", "streaming", "--memory-mb", "600", "--iterations", "3", "--image-size", "1536",
-                    "--split-size", "1", "--spatial-size", "1", "--slice-method", "8x1", *_MONAI_HALVED,
+                    "--split-size", "2", "--balance", "6,4", "--spatial-size", "1", "--slice-method", "8x1",
+                    *_MONAI_HALVED,
                 ),
             ),
         ),
