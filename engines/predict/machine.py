@@ -66,7 +66,7 @@ class Machine:
     The ranks of a node share its `cores` (None: each has its own device) in turns of `slice_s`; with all of them busy,
     everything takes `contention` times as long, beside what its `Speed` says of that. A rank that waited goes on
     `wake_s` after what it waited for, and then computes `cold` times as long: caches hold what others used.
-    A kernel of several threads takes `fork_s` for each of them but the first, to share out and to end together.
+    A kernel of several threads takes `thread_s` for each of them but the first: to share out, and to end together.
     `memory_bytes` are a node's where ranks share its cores, else a device's. `ranks`: how many there were when it was
     measured.
     """
@@ -90,7 +90,7 @@ class Machine:
     slice_s: float = 3e-3
     wake_s: float = 0.0
     cold: float = 1.0
-    fork_s: float = 0.0
+    thread_s: float = 0.0
     memory_bytes: int | None = None
     ranks: int | None = None
     node_ranks: int | None = None
@@ -136,12 +136,12 @@ class Machine:
 
         A kernel that is too small for that is left to one of them.
 
-        >>> machine = Machine("two cores", "an example", {}, cores=2, fork_s=0.5)
+        >>> machine = Machine("two cores", "an example", {}, cores=2, thread_s=0.5)
         >>> machine.threaded(4.0, threads=2), machine.threaded(0.5, threads=2)
         (2.5, 0.5)
         """
         count = min(threads, self.cores or 1)
-        return seconds if count <= 1 else min(seconds, seconds / count + (count - 1) * self.fork_s)
+        return seconds if count <= 1 else min(seconds, seconds / count + (count - 1) * self.thread_s)
 
     def slowdown(self, busy: int, crowded: float = 1.0) -> float:
         """How much longer work takes while so many cores are busy; with all of them, `crowded` times `contention`.
@@ -166,7 +166,7 @@ class Machine:
         if not all(isinstance(text, str) for text in texts):
             raise TypeError("a name is no text")
         times = [self.call_s, self.back_call_s, self.instruction_s, self.weight_s, self.statistic_s, self.wake_s]
-        times += [self.exchange_s, self.sum_s, self.message_s, self.least_s, self.fork_s]
+        times += [self.exchange_s, self.sum_s, self.message_s, self.least_s, self.thread_s]
         links = [Link(self.latency_s, self.bytes_per_s), *([self.between] if self.between else [])]
         times += [link.latency_s for link in links] + [size for each in speeds for size in (*each.at, *each.half)]
         rates = [

@@ -158,7 +158,7 @@ def explained(machine: Machine, rehearsal: Rehearsal, seen: Sequence[Rehearsed])
     machine = _updating(replace(machine, cold=tiled.cold(machine)), played[:-1])
     if len(tiled.programs) > 1:
         machine = tiled.as_long(machine, "wake_s")
-    return turns.as_long(machine, "fork_s")
+    return turns.as_long(machine, "thread_s")
 
 
 def _typical(over: Mapping[str, Sequence[float]]) -> dict[str, float]:

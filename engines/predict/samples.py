@@ -68,8 +68,8 @@ CONVOLUTIONS = (
 )  # fmt: skip
 """From the first layers of a network to its last ones, in tiles and whole.
 
-One small image alone PyTorch computes in another way than several or large ones, which is up to 3 times as fast; so
-small ones come by the four.
+Small images come four at a time: PyTorch computes one alone in another way, which can be three times as fast, and which
+few steps of a training use.
 """
 
 
@@ -192,7 +192,7 @@ def _convolution(filters: Filters) -> _Call:
 
 
 def _transposed(channels: int, side: int) -> _Call:
-    """One that doubles the pixels along each side; of two images, as small ones come by the four elsewhere."""
+    """One that doubles the pixels along each side; of two images, see `CONVOLUTIONS`."""
     x, weight = _values(2, channels, side, side), _kernels(channels, max(1, channels // 2), 2)
     return "tile.conv_transpose", (x, weight, None, [2, 2], [1, 1], 1, (0, 0, 0, 0))
 

@@ -13,6 +13,7 @@ from engines.predict.classes import BY_ARITHMETIC, class_of, shape_of
 from engines.predict.effects import Effect, Local, effect_of, locals_of
 from engines.predict.ledger import Gradients, Ledger
 from engines.predict.tallies import OpTally, SegmentTally
+from engines.program.in_place import in_place
 from engines.program.instructions import DEVICE, SEED, Compute, Exchange, LocalOp
 from engines.program.program import Way
 from engines.program.room import roomy
@@ -83,6 +84,11 @@ class SegmentCount:
     keys: dict[str, str] = field(default_factory=dict)
     fresh: dict[str, int] = field(default_factory=dict)
 
+    @cached_property
+    def over(self) -> frozenset[str]:
+        """The values that lie where what they are made of lay."""
+        return in_place(self.segment)
+
     def tally(self) -> SegmentTally:
         """The count, once; its outputs are then the rank's values."""
         for name in self.segment.inputs:
@@ -98,11 +104,12 @@ class SegmentCount:
         back, gradients = self._back([call for call in calls if call.leads_back])
         trains = {name: size for name, size in gradients.sizes.items() if name in self.way.graph.weights}
         grads = {name: size for name, size in gradients.sizes.items() if name not in trains}
-        moves = (*gradients.moved, *self._joins(grads, gradients.passed), *(2 * size for size in trains.values()))
+        matrices = [name for name in trains if len(self.way.graph.weights[name].shape) > 1]
+        fresh = (2 * trains[name] for name in matrices)  # a gradient is laid as its weight is, or added to the last one
+        moves = (*gradients.moved, *self._joins(grads, gradients.passed), *fresh)
         kept = {key: size for key, size in self.fresh.items() if key in keeps or key in self._outputs()}
-        matrices = (len(self.way.graph.weights[name].shape) > 1 for name in trains)
         ops = tuple(_counted(call.op.kernel, call.effect, call.locals) for call in calls)
-        return SegmentTally(ops, keeps, kept, inside.peak, back, grads, trains, any(matrices), moves)
+        return SegmentTally(ops, keeps, kept, inside.peak, back, grads, trains, bool(matrices), moves)
 
     def _joins(self, grads: Mapping[str, int], passed: Collection[str]) -> Iterator[int]:
         """The bytes moved to add gradients of inputs to those that they have from what reads them later on.
@@ -185,6 +192,9 @@ class SegmentCount:
             self.fresh.pop(call.op.out, None)
             self.keys[call.op.out] = key
             self.fresh[key] = TensorSpec(exchange.shape_of(exchange.window), exchange.dtype).bytes
+        elif call.op.out in self.over:
+            self.fresh.pop(call.op.out, None)
+            self.keys[call.op.out] = self.keys[call.reads[0]]
         if call.effect.saves_bytes and call.leads_back:
             self.fresh[f"{call.op.out}:saved"] = call.effect.saves_bytes
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from engines.layer.graph import Ref
+from engines.program.in_place import IN_PLACE, in_place
 from engines.program.instructions import SEED, Compute
 from engines.program.room import Room, roomy
 from engines.spatial.kernels import kernel
@@ -31,16 +32,18 @@ class Segment:
         read = {name for op in segment.ops for name in op.reads}
         trained = [owned[name] for name in sorted(read & owned.keys()) if _is_trained(owned[name])]
         self.late = trained if any(weight.dim() > 1 for weight in trained) else []
+        over = in_place(segment)
+        plain = [kernel(IN_PLACE[op.kernel] if op.out in over else op.kernel) for op in segment.ops]
         self.calls = [
             (
                 op.out,
-                roomy(segment, op, rooms or {}) or kernel(op.kernel),
-                kernel(op.kernel),
+                roomy(segment, op, rooms or {}) or run,
+                run,
                 _lookup(op.arguments),
                 _lookup(dict(op.keywords)),
                 of_no_use,
             )
-            for op, of_no_use in zip(segment.ops, read_last(segment), strict=True)
+            for op, run, of_no_use in zip(segment.ops, plain, read_last(segment), strict=True)
         ]
 
     def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:

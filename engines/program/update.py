@@ -31,9 +31,8 @@ class GradientSum:
         sizes = [weight.numel() for weight in self.shared]
         self.flat = self.shared[0].new_empty(sum(sizes), requires_grad=False)
         pairs = zip(self.shared, self.flat.split(sizes), strict=True)
-        self.sums = [
-            part.as_strided(weight.shape, weight.stride()) for weight, part in pairs
-        ]  # each lies as its weight
+        # Each lies as its weight does: copies and updates go straight through memory.
+        self.sums = [part.as_strided(weight.shape, weight.stride()) for weight, part in pairs]
         self.total = Total(world, self.flat, bucket.group, bucket.tag, again=True)
 
     def begin(self) -> Total:

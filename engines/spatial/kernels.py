@@ -179,10 +179,9 @@ def _average_pool(
 
 
 def _pad(x: Tensor, margins: Sequence[int], fill: float, axes: tuple[int, int] = (-2, -1)) -> Tensor:
-    """`F.pad` by constants, of rows and columns on any `axes`; also where nothing of x is left.
+    """`F.pad` by constants, where `axes` are those of rows and columns; also where nothing of x is left.
 
-    What is cut out is a copy that lies without gaps, as is its gradient: of views batch norms were seen to take 2 to 4
-    times as long.
+    What is cut out is a copy without gaps, and so is its gradient: batch norms took 2 to 4 times as long on views.
     """
     left, right, above, below = margins
     around = [0] * (2 * x.dim())  # the last axis first
@@ -192,7 +191,7 @@ def _pad(x: Tensor, margins: Sequence[int], fill: float, axes: tuple[int, int] =
             x = x.narrow(axis, 0, 0)
         place = 2 * (x.dim() - 1 - axis % x.dim())
         around[place : place + 2] = before, behind
-    return functional.pad(x, around, value=fill)
+    return functional.pad(x, around, value=fill) if any(around) else x
 
 
 def _adaptive_average(x: Tensor, rows: tuple[tuple[int, int], ...], cols: tuple[tuple[int, int], ...]) -> Tensor:

@@ -51,7 +51,7 @@ class ShelvedLane(Lane):
         Of what outlives the step only the prediction is large; the rest stays where it is: others read that, too.
         """
         if self._going_back is not None:
-            self.shelf.use(self._gradients(self._going_back))  # it may have begun one
+            self.shelf.use(self._gradients(self._going_back))  # one may have been begun since
         lasting = self.way.lasting - {self.way.prediction}
         kept = {self.leaves[name].untyped_storage()._cdata for name in lasting & self.leaves.keys()}
         names = [*self._begun, *(name for each in self._touched.values() for name in _named(each))]

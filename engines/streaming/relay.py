@@ -49,11 +49,11 @@ class Relay:
 
     def __init__(self, size: int) -> None:
         self._mail = _Pauses(size)
-        self._progress: dict[int, Callable[[], int]] = {}
+        self._progress: dict[int, Callable[[], Sequence[int]]] = {}
         self.worlds = [LoopbackWorld(rank, size, self._mail) for rank in range(size)]
 
-    def enter(self, rank: int, before_rest: Callable[[], object], progress: Callable[[], int]) -> None:
-        """What a rank does before others run, and how far it has come."""
+    def enter(self, rank: int, before_rest: Callable[[], object], progress: Callable[[], Sequence[int]]) -> None:
+        """What a rank does before others run, and how far it has come: what is larger is further."""
         self._mail.before_rest[rank], self._progress[rank] = before_rest, progress
 
     def run(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -80,6 +80,7 @@ class Relay:
         """Of those that can go on, the one that has come furthest.
 
         So a tile whose halo has come goes on with it, before another one begins what it will have to wait with.
+        What it waits with is put away; messages that nobody has read are not.
         """
         able = [rank for rank in sorted(ranks) if self._mail.lets(rank)]
         if not able:

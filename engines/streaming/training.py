@@ -69,6 +69,7 @@ class StreamedTraining:
     def _worker(self, program: Program, world: World, shelf: Shelf, moved: Sequence[Tensor]) -> Worker:
         """That of one tile. Weights are moved where the gradient starts: only there it is known how it is scaled."""
         recipe = self.recipe
+        stage = Layout.of(recipe.plan).roles[program.rank][0].stage
         worker = Worker(
             program, world, self.weights, self.buffers, recipe.optimiser(moved) if moved else None, self.device,
             recipe.seed, recipe.rules if moved else None,
@@ -77,7 +78,7 @@ class StreamedTraining:
         self._relay.enter(
             program.rank,
             lambda: shelf.put_away(tensor for lane in worker.lanes.values() for tensor in lane.touched()),
-            lambda: worker.position,
+            lambda: (stage, worker.position),  # a late stage reads what early ones have sent
         )
         return worker
 
@@ -152,7 +153,7 @@ def check(plan: Plan) -> None:
 
 
 def _passes(program: Program, leads: bool) -> Program:
-    """Without what ranks do together at the update; where it leads its stage, it moves the stage's buffers."""
+    """Without what ranks do together at the update; with an update where it leads its stage."""
     steps: Sequence[Step] = [step for step in program.steps if not isinstance(step.instruction, SumGradients)]
     kept = (
         step for step in steps if step.phase is not Phase.UPDATE or (leads and isinstance(step.instruction, Update))

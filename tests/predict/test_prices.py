@@ -73,7 +73,7 @@ def test_on_shared_cores_whoever_waits_for_a_message_fetches_it():
 
 def test_threads_share_a_kernel_and_wait_for_each_other():
     segment = SegmentTally((OpTally("aten.relu.default", "pointwise", 0, 8),), frozenset(), {}, 0, 0, {}, {}, False)
-    slow = replace(SHARED, fork_s=0.5)
+    slow = replace(SHARED, thread_s=0.5)
     assert [segment_work(segment, slow, threads, Phase.FORWARD).seconds for threads in (1, 2)] == [8, 4.5]
 
 

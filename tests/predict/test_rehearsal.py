@@ -14,7 +14,7 @@ from engines.predict.rehearsal import Programs, Rehearsal, Rehearsed, explained
 from tests.predict.test_simulate import FLAT
 
 RANKS = 4
-FOUND = ("contention", "instruction_s", "exchange_s", "sum_s", "cold", "wake_s", "fork_s")
+FOUND = ("contention", "instruction_s", "exchange_s", "sum_s", "cold", "wake_s", "thread_s")
 REAL = replace(
     FLAT,
     cores=2,
@@ -25,7 +25,7 @@ REAL = replace(
     sum_s=1e-4,
     cold=1.2,
     wake_s=1.5e-4,
-    fork_s=2e-3,
+    thread_s=2e-3,
 )
 
 

@@ -16,7 +16,7 @@ from engines.streaming.relay import Relay
 def relay():
     made = Relay(3)
     for rank in range(3):
-        made.enter(rank, lambda: None, lambda rank=rank: 10 * rank)
+        made.enter(rank, lambda: None, lambda rank=rank: (10 * rank,))
     return made
 
 

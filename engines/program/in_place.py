@@ -1,0 +1,54 @@
+"""ReLUs that write over what they read, where nobody asks for that again: neither later operators nor backward.
+
+Its gradient follows from its result, whose bits are the same. Other activations' do not, or not bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from engines.program.instructions import Compute, LocalOp
+from engines.spatial.kernels import has_kernel
+
+__all__ = ["IN_PLACE", "in_place"]
+
+IN_PLACE = {"aten.relu.default": "aten.relu_.default"}
+"""By kernels the ones that write over their argument."""
+
+FORGETFUL = (
+    "aten.conv2d.default", "tile.conv_transpose", "tile.batch_norm", "tile.whole_batch_norm", "aten.batch_norm.default",
+    "aten.add.Tensor",
+)  # fmt: skip
+"""Kernels that make new memory, and whose backward does not ask for what they made."""
+
+
+def in_place(segment: Compute) -> frozenset[str]:
+    """The results of a segment that may lie where what they are made of lay.
+
+    >>> from engines.layer.graph import Ref
+    >>> ops = LocalOp("y", "aten.add.Tensor", (Ref("a"), Ref("b"))), LocalOp("z", "aten.relu.default", (Ref("y"),))
+    >>> sorted(in_place(Compute("s", ops, ("a", "b"), ("z",), True)))
+    ['z']
+    >>> sorted(in_place(Compute("s", ops, ("a", "b"), ("y", "z"), True)))
+    []
+    """
+    active = [op for op in segment.ops if op.kernel in IN_PLACE and not _is_replaced(op)]
+    if not active:
+        return frozenset()
+    made = {op.out: op for op in segment.ops}
+    asked_for = Counter(segment.outputs) + Counter(name for op in segment.ops for name in op.reads)
+    return frozenset(op.out for op in active if asked_for[op.reads[0]] == 1 and _is_free(op.reads[0], made))
+
+
+def _is_free(name: str, made: dict[str, LocalOp]) -> bool:
+    """Whether a value that is read once lies in memory of its own, which nobody keeps."""
+    op = made.get(name)
+    if op is not None and op.kernel == "getitem":  # one of several results, if no other one is the same
+        alike = sum(each.kernel == op.kernel and each.arguments == op.arguments for each in made.values())
+        op = made.get(op.reads[0]) if alike == 1 else None
+    return op is not None and op.kernel in FORGETFUL and not _is_replaced(op)
+
+
+def _is_replaced(op: LocalOp) -> bool:
+    """Whether a user's own kernel stands for one of ATen's."""
+    return op.kernel.startswith("aten.") and has_kernel(op.kernel)
