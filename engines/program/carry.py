@@ -173,7 +173,7 @@ class Carrier:
         """Add the gradient of the pixels that never left."""
         if self._keeps_all and source.grad is None:
             own = grad[self._kept[1]]
-            source.grad = own if alone else own.clone()  # others will add to it in place
+            source.grad = own if alone else torch.empty_like(source).copy_(own)  # others will add to it in place
             return
         if source.grad is None:
             source.grad = torch.zeros_like(source)
