@@ -29,8 +29,18 @@ _BY_OTHERS = (MPI.ERR_REVOKED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 # does nothing and Shrink never returns. Other MPIs are not believed: none was seen to survive the death of a rank.
 _FT = "OMPI_MCA_mpi_ft_enable"
 _ULFM = MPI.get_vendor()[0] == "Open MPI" and os.environ.get(_FT) in ("1", "true")
+# Requests under way, of which nobody asks any more, and what MPI reads and writes meanwhile.
+_left: list[tuple[Sequence[MPI.Request], Sequence[Tensor]]] = []
 # Messages are words of an element's size: MPI moves them and does not add.
 _WORDS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
+
+
+def _ended(request: MPI.Request) -> bool:
+    """Whether MPI uses its memory no more."""
+    try:
+        return MPI.Is_finalized() or request.Test()
+    except MPI.Exception:
+        return True
 
 
 class _Requests:
@@ -47,6 +57,12 @@ class _Requests:
         buffers: Sequence[Tensor] = (),
     ) -> None:
         self.requests, self.staged, self.world, self.buffers = list(requests), staged, world, buffers
+
+    def __del__(self) -> None:
+        """After a failure nobody waits for what is under way: its memory stays as long as MPI may use it."""
+        if not all(map(_ended, self.requests)):
+            _left[:] = [(requests, kept) for requests, kept in _left if not all(map(_ended, requests))]
+            _left.append((self.requests, self.buffers))
 
     def wait(self, nap_s: float = _NAP_S) -> None:
         with self.world:
@@ -96,11 +112,13 @@ class _Route:
     def _connect(self, comm: MPI.Intracomm) -> None:
         requests = [comm.Recv_init(_buffer(m.tensor), m.peer, m.tag) for m in self.receives]
         requests += [comm.Send_init(_buffer(m.tensor), m.peer, m.tag) for m in self.sends]
-        self.comm, self.pending = comm, _Requests(requests, [], self.world)
+        buffers = [message.tensor for message in (*self.receives, *self.sends)]
+        self.comm, self.pending = comm, _Requests(requests, [], self.world, buffers)
 
     def __del__(self) -> None:
-        if not MPI.Is_finalized():
-            for request in self.pending.requests:
+        """What is under way after a failure is not freed: MPI ends the program where such a send fails in the end."""
+        for request in self.pending.requests:
+            if request and _ended(request):
                 request.Free()
 
 

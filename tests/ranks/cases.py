@@ -133,6 +133,18 @@ def a_sum_is_begun_again_and_again_in_the_same_memory(world: World) -> None:
 
 
 @case
+def messages_that_a_failure_left_under_way_keep_their_memory(world: World) -> None:
+    """Some ranks drop what others still write into, or read from: that ended their processes."""
+    peer = world.rank ^ 1
+    for begin in (world.exchange, lambda *messages: world.prepare(*messages)()):
+        time.sleep(0.1 * (world.rank == 1))
+        sent, got = torch.ones(1 << 20), torch.empty(1 << 20)
+        pending = begin([Message(peer, 5, sent)], [Message(peer, 5, got)])
+        del sent, got, pending
+        fail_and_recover(world)
+
+
+@case
 def values_are_collected_on_one_rank(world: World) -> None:
     found = world.collect(torch.full((1 << 16,), float(world.rank)))
     assert [tensor[-1].item() for tensor in found] == ([] if world.rank else [0.0, 1.0, 2.0, 3.0])
