@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from engines import layout
+from engines.comm import first_call  # noqa: F401
 from engines.comm.container import cores
 from engines.errors import PlanError
 from engines.plan import Plan
