@@ -30,6 +30,7 @@ HELP: Mapping[str, str] = {
     "stages_per_rank": "stages on each rank behind the spatial ones, for the schedule interleaved",
     "precision": "the type of activations and halos",
     "checkpoint_activations": "keep what comes from other ranks, and compute the rest again for backward",
+    "offload_activations": "what is kept for backward lies in a file: a GPU's on the host, a host's on its disk",
     "sync_batchnorm": "batch norm over all tiles, as one process does it; off: each tile by itself",
 }
 
@@ -38,7 +39,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Tiles": ("spatial_size", "num_spatial_parts", "slice_method", "halo_d2", "fused_layers", "overlap_halos"),
     "Pipeline": ("parts", "schedule", "stages_per_rank"),
     "Directions and replicas": ("bidirectional", "times", "local_dp", "data_parallel", "accumulate"),
-    "Numbers": ("precision", "checkpoint_activations", "sync_batchnorm"),
+    "Numbers": ("precision", "checkpoint_activations", "offload_activations", "sync_batchnorm"),
 }
 CHOICES: Mapping[str, tuple[str, ...]] = {"schedule": SCHEDULES, "precision": PRECISIONS}
 WRITTEN: Mapping[str, tuple[str, ...]] = {

@@ -13,14 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from engines.comm.device import choose_device, held_bytes, memory_format, threads_of, use_threads
+from engines.comm.device import choose_device, has_own_memory, held_bytes, memory_format, threads_of, use_threads
 from engines.comm.world import World
 from engines.errors import LossError, PlanError, TraceError
 from engines.layer.graph import ModelGraph, TensorSpec
 from engines.layer.names import OWNERS, StateNames, state_names
+from engines.offload.lane import OffloadedLane
+from engines.offload.shelf import Shelf
+from engines.offload.store import Store
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
 from engines.program.instructions import Phase
+from engines.program.lane import Lane
 from engines.program.places import said
 from engines.program.program import Feed, Program
 from engines.program.timeline import Event
@@ -212,8 +216,14 @@ class RankTraining:
         self.worker = Worker(
             program, world, self.weights, self.buffers, optimiser, self.device, recipe.seed, recipe.rules,
             keeps_graphs=not recipe.plan.checkpoint_activations,
+            make_lane=self._offloaded() if recipe.plan.offload_activations else Lane,
         )  # fmt: skip
         self.worker.words = said(recipe.graph, recipe.plan, program)
+
+    def _offloaded(self) -> Callable[..., Lane]:
+        """What makes lanes whose activations lie in a file of this rank's own. Raises RankError where there is none."""
+        stays = [*self.weights.values(), *self.buffers.values()]
+        return partial(OffloadedLane, shelf=Shelf(Store(), stays, reads_files=not has_own_memory(self.device)))
 
     @property
     def trained(self) -> list[Tensor]:

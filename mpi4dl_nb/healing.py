@@ -118,7 +118,8 @@ def plan_for(training: Training, ranks: int) -> Plan:
     These are as many batches and micro-batches. Raises PlanError where there is none.
     """
     now, batch = training.plan, training.recipe.graph.inputs["images"].shape[0] * training.plan.parts
-    same = {name: getattr(now, name) for name in ("precision", "checkpoint_activations", "sync_batchnorm")}
+    kept = ("precision", "checkpoint_activations", "offload_activations", "sync_batchnorm")
+    same = {name: getattr(now, name) for name in kept}
     asked = [
         replace(plan, **same)
         for plan in plans(ranks, batch)

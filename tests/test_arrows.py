@@ -32,6 +32,7 @@ PURE = (
     "engines.program.timeline",
     "engines.program.traffic",
     "engines.comm.sums",
+    "engines.offload.least",
     "engines.predict.actions",
     "engines.predict.classes",
     "engines.predict.cores",

@@ -51,6 +51,7 @@ COMBINED = {
         "--split-size 3 --slice-method 1x2 --parts 2 --local-dp 2 --bidirectional --data-parallel 2 "
         "--halo-d2 --fused-layers 2 --checkpoint-activations"
     ),
+    "tiles + pipeline, activations in a file": f"{TILES} --parts 4 --schedule 1f1b --offload-activations",
 }
 WRONG = "wrong"
 STOCK_PLANS = ((2, "2x2"), (1, "1x3"), (1, "3x1"), (2, "2x3"), (1, "1x5"))  # stages, tiles

@@ -27,8 +27,8 @@ from engines.bench.verify import batches
 from engines.comm.container import cores
 from engines.comm.device import choose_device, keep_memory_tight, process_bytes
 from engines.errors import RankError
+from engines.offload.store import on_disk
 from engines.oracle import OneProcess
-from engines.streaming.store import on_disk
 from engines.streaming.training import StreamedTraining, check
 
 __all__ = ["alone", "bench_streaming", "streamed", "streaming_parser"]

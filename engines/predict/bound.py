@@ -160,7 +160,8 @@ class _Planned:
             for phase in (Phase.FORWARD, Phase.BACKWARD)
         )
         waits_s = self._communication_seconds(mine, ranks.ranks, tiled)
-        kept_bytes = 0.0 if again else sum(each.kept_bytes * part / each.part for each in mine)
+        away = again or plan.offload_activations
+        kept_bytes = 0.0 if away else sum(each.kept_bytes * part / each.part for each in mine)
         owned = [self.model.owned[layer] for layer in span]
         return _Stage(
             forward_s + waits_s,

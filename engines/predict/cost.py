@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from engines.offload.least import LEAST_BYTES
 from engines.predict.actions import Action, Await, Fetch, Finish, Join, Post, Work
 from engines.predict.classes import BY_ARITHMETIC
 from engines.predict.machine import Machine
@@ -28,10 +29,14 @@ __all__ = ["Prices", "amount_of", "priced", "segment_work"]
 
 
 def priced(
-    program: Program, tally: RankTally, machine: Machine | Prices, threads: int, again: bool
+    program: Program, tally: RankTally, machine: Machine | Prices, threads: int, again: bool, away: bool = False
 ) -> list[tuple[Action, ...]]:
-    """What the rank does in each step of its program, in order. `again`: segments are computed again for backward."""
-    return list(_Pricing(program, tally, Prices.of_machine(machine), threads, again).steps())
+    """What the rank does in each step of its program, in order.
+
+    `again`: segments are computed again for backward; `away`: what is kept for it is put away, as fast as memory takes
+    it.
+    """
+    return list(_Pricing(program, tally, Prices.of_machine(machine), threads, again, away).steps())
 
 
 class Prices:
@@ -116,6 +121,7 @@ class _Pricing:
     prices: Prices
     threads: int
     again: bool
+    away: bool
 
     def __post_init__(self) -> None:
         self.machine = self.prices.machine
@@ -147,6 +153,8 @@ class _Pricing:
                 tally = self._way(step).segments[segment.name]
                 work = self.prices.of(tally, self.threads, step.phase, self.again)
                 yield work.times(self.machine.cold) if waited else work
+                if self.away and step.phase is Phase.FORWARD:
+                    yield self._copied(sum(size for size in tally.fresh.values() if size >= LEAST_BYTES))
             case Exchange() as exchange:
                 yield from self._exchange(exchange, step)
             case AllReduce() as total:

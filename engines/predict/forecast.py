@@ -92,7 +92,8 @@ def forecast(
     programs = [compiler.program(rank) for rank in range(plan.replica_ranks)]
     tallies = [tally(program, graph) for program in programs]
     threads = [threads_of(plan, program.rank, machine.cores or 1, machine.node_ranks) for program in programs]
-    timeline = simulate(programs, tallies, prices, threads, plan.checkpoint_activations, copies)
+    again, away = plan.checkpoint_activations, plan.offload_activations
+    timeline = simulate(programs, tallies, prices, threads, again, copies, away)
     one = [memory_of(p, counted, plan, optimiser_states) for p, counted in zip(programs, tallies, strict=True)]
     memory = (replace(each, rank=each.rank + copy * len(one)) for copy in range(copies) for each in one)
     return Forecast(plan, timeline, tuple(memory), plan.micro_batches * graph.inputs["images"].shape[0])

@@ -52,7 +52,7 @@ def rank_memory(program: Program, graph: ModelGraph, plan: Plan, optimiser_state
 
 def memory_of(program: Program, tally: RankTally, plan: Plan, optimiser_states: int = 1) -> RankMemory:
     """The same, where its program is counted already."""
-    ledger, after = walked(program, tally, plan.checkpoint_activations, optimiser_states)
+    ledger, after = walked(program, tally, plan, optimiser_states)
     return RankMemory(
         program.rank, {kind: ledger.at_peak.get(kind, 0) for kind in KINDS}, ledger.peak_step, tuple(after)
     )

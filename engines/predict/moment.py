@@ -95,7 +95,7 @@ def plan_memory(graph: ModelGraph, plan: Plan, optimiser_states: int = 1) -> Pla
 def _moment(program: Program, graph: ModelGraph, plan: Plan, states: int, memory: RankMemory) -> Moment:
     counted, where = tally(program, graph), places(graph, program)
     ledger = _Watched(memory.peak_bytes)
-    walked(program, counted, plan.checkpoint_activations, states, ledger)
+    walked(program, counted, plan, states, ledger)
     place = where[memory.peak_step]
     owners = _Owners(graph, program, counted, states, where)
     found: dict[str, Counter[str]] = {name: Counter() for name in owners.names}

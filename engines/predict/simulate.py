@@ -32,19 +32,21 @@ def simulate(
     threads: Sequence[int],
     again: bool = False,
     copies: int = 1,
+    away: bool = False,
 ) -> Timeline:
     """The timeline of a training step as the machine would do it, all ranks beginning at once.
 
     A rank does its steps in order; messages leave without being waited for, and whoever reads one waits for it; a sum
     is complete when all have come. `threads` are those of each rank, `again` says that segments are computed again for
-    backward. How messages and sums share the links between nodes: `engines/predict/links.py`.
+    backward, `away` that what is kept for it is put away. How messages and sums share the links between nodes:
+    `engines/predict/links.py`.
     The programs may be those of the first replica alone, of which so many `copies` are simulated, one behind the
     other. Ranks that are not simulated do as those do: a sum waits for those of its ranks that are here, but takes as
     long as for all of them. Raises PlanError where ranks would wait for ever.
     """
     prices = Prices.of_machine(machine)
     ranks = [
-        (program, priced(program, tally, prices, count, again), [_sent_bytes(step) for step in program.steps])
+        (program, priced(program, tally, prices, count, again, away), [_sent_bytes(step) for step in program.steps])
         for program, tally, count in zip(programs, tallies, threads, strict=True)
     ]
     lanes = [_Lane(*rank, copy * len(programs), copy) for copy in range(copies) for rank in ranks]

@@ -6,6 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from engines.comm.sums import lent_bytes
+from engines.offload.least import LEAST_BYTES
+from engines.plan import Plan
 from engines.predict.ledger import Ledger
 from engines.predict.tallies import RankTally, SegmentTally, WayTally
 from engines.program.instructions import AllReduce, Compute, Exchange, Instruction, Phase, SumGradients
@@ -17,13 +19,13 @@ _ARENA_BYTES = 1 << 24  # larger messages get memory of their own, as in engines
 
 
 def walked(
-    program: Program, tally: RankTally, checkpoints: bool, states: int, ledger: Ledger | None = None
+    program: Program, tally: RankTally, plan: Plan, states: int, ledger: Ledger | None = None
 ) -> tuple[Ledger, list[int]]:
     """The account (`ledger`, or a new one) of a training step after the first; the bytes held after each step of it."""
     ledger = ledger or Ledger()
     _hold_all_along(ledger, program, tally, states)
     walkers = {
-        number: _Lane(number, program.way(number), tally.ways[direction], ledger, checkpoints)
+        number: _Lane(number, program.way(number), tally.ways[direction], ledger, plan)
         for number, direction in program.directions.items()
     }
     weights, after = _Weights(tally, ledger), []
@@ -97,12 +99,17 @@ class _Lane:
     way: Way
     tally: WayTally
     ledger: Ledger
-    checkpoints: bool
+    plan: Plan
     values: set[str] = field(default_factory=set)
     leaves: set[str] = field(default_factory=set)
     grads: dict[str, str] = field(default_factory=dict)
     graphs: set[str] = field(default_factory=set)
     leaving: list[Hashable] = field(default_factory=list)
+    away: dict[Hashable, int] = field(default_factory=dict)
+
+    @property
+    def checkpoints(self) -> bool:
+        return self.plan.checkpoint_activations
 
     def do(self, step: Step) -> list[Hashable]:
         """Walk one instruction; what leaves, and is looked after no earlier than behind the next instruction."""
@@ -120,7 +127,19 @@ class _Lane:
     def _hold(self, key: str) -> None:
         borrowed = self.tally.halo_bytes.get(key, 0)
         size = self.tally.bytes.get(key, 0) - borrowed
-        self.ledger.hold((self.number, key), {"activations": size, "halos": borrowed})
+        self._take((self.number, key), activations=size, halos=borrowed)
+
+    def _take(self, key: Hashable, **kinds: int) -> None:
+        """Hold a block that backward asks for; where it is put away, no longer than the step that makes it."""
+        away = self.plan.offload_activations and sum(kinds.values()) >= LEAST_BYTES
+        if away and key not in self.away:
+            self.away[key] = sum(kinds.values())
+            self.ledger.for_a_while(**kinds)
+        self.ledger.hold(key, {} if away else kinds)
+
+    def _away_bytes(self, key: str) -> int:
+        """Of a block that comes back for a segment's backward."""
+        return self.away.get((self.number, key), 0)
 
     def _keep(self, name: str) -> None:
         for held in (self.values, self.leaves):
@@ -158,14 +177,15 @@ class _Lane:
             if key in self.tally.bytes:
                 self._hold(key)
             else:
-                self.ledger.hold((self.number, key), parts)
+                self._take((self.number, key), **parts)
 
     def _compute_back(self, item: Compute, phase: Phase) -> None:
         segment = self.tally.segments[item.name]
         if phase is Phase.WEIGHTS and not (segment.late and item.name in self.graphs):
             return
         again = sum(segment.fresh.values()) if self.checkpoints else 0
-        self.ledger.for_a_while(passing=again + segment.back_inside)
+        back = sum(map(self._away_bytes, segment.keeps)) if item.name in self.graphs else 0
+        self.ledger.for_a_while(passing=again + back + segment.back_inside)
         self.ledger.for_a_while(passing=segment.inside if self.checkpoints else 0)
         if phase is not Phase.WEIGHTS:
             for name, size in segment.grads.items():

@@ -99,8 +99,9 @@ class Carrier:
         Handed to `there` as the source, its pixels need not be copied: the window is the memory around them.
         """
         self._room = self._filled_window()
-        # `.data` counts its changes apart: what borrowed pixels do to the window is no change of the source.
-        middle = self._room.data[self._kept[1]]
+        # No view: what borrowed pixels do to the window is no change of the source, which may also be moved elsewhere.
+        view = self._room[self._kept[1]]
+        middle = view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.size(), view.stride())
         self._middle = middle.data_ptr(), middle.stride()
         return middle
 

@@ -91,6 +91,10 @@ class Lane:
             if tensor.is_leaf and tensor.grad is not None:
                 yield tensor.grad
 
+    def at_hand(self, tensor: Tensor) -> Tensor:
+        """One of its tensors, where it can be looked at."""
+        return tensor
+
     def end(self) -> None:
         """Keep only what outlives the step."""
         kept = self.way.lasting | self.inputs.keys()

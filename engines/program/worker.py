@@ -153,7 +153,7 @@ class Worker:
         lane = self._lane(micro_batch)
         for tensors in (lane.values, lane.leaves, self.weights, self.buffers):
             if name in tensors:
-                return tensors[name]
+                return lane.at_hand(tensors[name])
         alive = ", ".join(sorted(lane.leaves)[:8])
         raise PlanError(f"rank {self.program.rank} holds no value {name!r} now. It holds {alive}, ...")
 
@@ -161,7 +161,7 @@ class Worker:
     def live(self) -> dict[str, Tensor]:
         """What the rank holds now of the values of the micro-batch that is worked on, by name."""
         lane = self._lane(None)
-        return {**lane.leaves, **lane.values}
+        return {name: lane.at_hand(tensor) for name, tensor in {**lane.leaves, **lane.values}.items()}
 
     def _lane(self, micro_batch: int | None) -> Lane:
         if micro_batch is None:

@@ -19,20 +19,20 @@ import torch
 from torch import Tensor
 
 from engines.comm.container import cores
-from engines.comm.device import choose_device, memory_format
+from engines.comm.device import choose_device, has_own_memory, memory_format
 from engines.comm.world import World
 from engines.errors import LossError, PlanError
 from engines.layer.graph import plain_name
 from engines.layout import Layout
+from engines.offload.lane import ShelvedLane
+from engines.offload.shelf import Shelf
+from engines.offload.store import Store
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.instructions import Phase, SumGradients, Update
 from engines.program.program import Program, Step
 from engines.program.worker import Inputs, Worker
-from engines.streaming.lane import ShelvedLane
 from engines.streaming.relay import Relay
-from engines.streaming.shelf import Shelf
-from engines.streaming.store import Store
 from engines.training import Recipe, cut_inputs, own_copy
 
 __all__ = ["StreamedTraining", "check"]
@@ -58,7 +58,7 @@ class StreamedTraining:
         self.buffers = {name: own_copy(state[name], held_in, self.device) for name in recipe.graph.buffers}
         self.store = Store(folder)
         self._relay = Relay(len(self.programs))
-        stays, reads_files = [*self.weights.values(), *self.buffers.values()], self.device.type == "cpu"
+        stays, reads_files = [*self.weights.values(), *self.buffers.values()], not has_own_memory(self.device)
         self._shelves = [Shelf(self.store, stays, reads_files) for _ in self.programs]
         self.workers = [
             self._worker(program, world, shelf, trained if program.rank == leaders[-1] else ())
@@ -145,6 +145,7 @@ def check(plan: Plan) -> None:
     wanted = {
         "schedule": "fill_drain", "data_parallel": 1, "local_dp": 1, "bidirectional": False, "overlap_halos": False,
         "sync_batchnorm": True, "checkpoint_activations": False,
+        "offload_activations": False,
     }  # fmt: skip
     wrong = [f"{name}={getattr(plan, name)!r}" for name, value in wanted.items() if getattr(plan, name) != value]
     if wrong:

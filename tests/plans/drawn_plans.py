@@ -34,6 +34,7 @@ def plans(draw: st.DrawFn, most_ranks: int) -> list[str]:
     flags += draw(st.sampled_from([[], ["--halo-d2", "--fused-layers", "2"], ["--halo-d2", "--fused-layers", "auto"]]))
     flags += ["--overlap-halos"] if draw(st.booleans()) else []
     flags += ["--checkpoint-activations"] if draw(st.booleans()) else []
+    flags += ["--offload-activations"] if draw(st.integers(0, 3)) == 0 else []
     flags += ["--data-parallel", str(draw(st.sampled_from([1, 1, 2])))]
     flags += ["--seed", str(draw(st.integers(0, 3))), "--dtype", "float64", "--num-classes", "5"]
     while plan_of(flags).ranks > most_ranks:

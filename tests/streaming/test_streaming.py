@@ -14,9 +14,9 @@ from torch import nn
 from engines.bench.verify import batches
 from engines.errors import LossError, PlanError, RankError
 from engines.layer.graph import plain_name
+from engines.offload import shelf
 from engines.oracle import OneProcess
 from engines.plan import Plan
-from engines.streaming import shelf
 from engines.streaming.training import StreamedTraining
 from engines.training import prepare
 

@@ -1,19 +1,18 @@
-"""A micro-batch of one tile whose values are away while other tiles compute."""
+"""A micro-batch whose values are away while others compute."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from engines.program.instructions import Compute, Linear, Phase
+from engines.offload.shelf import Shelf
+from engines.program.instructions import Compute, Half, Linear, Phase
 from engines.program.lane import Lane
-from engines.streaming.shelf import Shelf
 
-__all__ = ["ShelvedLane"]
+__all__ = ["OffloadedLane", "ShelvedLane"]
 
 
 @dataclass
@@ -90,13 +89,45 @@ class ShelvedLane(Lane):
         return (leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None)
 
 
+@dataclass
+class OffloadedLane(ShelvedLane):
+    """A lane of an ordinary training: what an instruction has made on its way forward is put away as soon as it ends.
+
+    What messages travel through is no part of a lane, so that nothing is moved while it is sent.
+    """
+
+    def __post_init__(self) -> None:
+        self.inputs = {name: part.detach() for name, part in self.inputs.items()}  # the caller's own tensors stay
+        super().__post_init__()
+
+    def do(self, instruction: Linear, phase: Phase) -> int:
+        """Walk one instruction; the bytes that were sent."""
+        sent = super().do(instruction, phase)
+        if phase is Phase.FORWARD:
+            self.shelf.put_away(self.touched())
+        return sent
+
+    def at_hand(self, tensor: Tensor) -> Tensor:
+        """The same tensor, brought back to where it is computed with."""
+        self.shelf.use([tensor])
+        return tensor
+
+    def _make_again(self, segment: Compute) -> None:
+        self.shelf.use(self._inputs(segment))
+        super()._make_again(segment)
+
+
 def _named(instruction: Linear) -> tuple[str, ...]:
     """The values that an instruction reads and makes."""
-    if isinstance(instruction, Compute):
-        return (*instruction.inputs, *instruction.outputs)
-    return (instruction.source, instruction.target)  # type: ignore[union-attr]
+    match instruction:
+        case Compute():
+            return (*instruction.inputs, *instruction.outputs)
+        case Half():
+            return (instruction.source, *(strip for strip, _ in instruction.strips))
+    return (instruction.source, instruction.target)
 
 
-def _seen(saved: list[Tensor], tensor: Tensor) -> Any:
-    saved.append(tensor)
-    return tensor
+def _seen(saved: list[Tensor], tensor: Tensor) -> Tensor:
+    """What autograd keeps instead: an output that its own graph keeps would never be let go of without a backward."""
+    saved.append(tensor.data)
+    return saved[-1]

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from engines.streaming.store import Store
+from engines.offload.least import LEAST_BYTES
+from engines.offload.store import Store
 
 __all__ = ["Shelf"]
-
-LEAST_BYTES = 1 << 14
 
 
 class Shelf:

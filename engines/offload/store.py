@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 
 from engines.errors import RankError
@@ -47,6 +46,7 @@ class Store:
             self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 (open as long as the store)
         except OSError as error:
             raise RankError(f"Nothing can be stored in {self.folder}: {error}. Choose another folder.") from error
+        weakref.finalize(self, self._file.close).atexit = False
         self._free: dict[int, list[_Place]] = defaultdict(list)
         self._rest: _Place | None = None  # of the last chunk, from where on it is free
         self._used: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
@@ -115,6 +115,8 @@ def _reserve(file: int, start: int, size: int) -> None:
 
 def on_disk() -> Path:
     """Where large temporary files may lie: on some systems the usual folder is itself in memory."""
+    import psutil  # not on every machine that has ranks
+
     usual, other = Path(tempfile.gettempdir()).resolve(), Path("/var/tmp")
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     kind = next((mounts[folder] for folder in (usual, *usual.parents) if folder in mounts), "")

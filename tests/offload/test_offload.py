@@ -1,0 +1,159 @@
+"""Activations that lie in a file between forward and backward: the same bits, and far less memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engines.bench.live import LiveBytes
+from engines.bench.verify import batches
+from engines.comm.loopback import run_ranks
+from engines.errors import LossError, RankError
+from engines.models import resnet20_v1
+from engines.models.unet import UNet
+from engines.offload import shelf
+from engines.plan import Plan
+from engines.predict.memory import rank_memory
+from engines.training import RankTraining, Recipe, prepare
+from tests.predict.measured import live_bytes
+
+SHAPE = (4, 3, 64, 64)
+PLANS = {
+    "one rank": Plan(split_size=1, spatial_size=0),
+    "tiles and a stage": Plan(split_size=2, spatial_size=1),
+    "fused halos": Plan(split_size=2, slice_method="1x2", halo_d2=True, fused_layers=2),
+    "overlapped halos": Plan(split_size=1, slice_method="1x2", overlap_halos=True),
+    "micro-batches, zero bubble": Plan(split_size=3, spatial_size=0, parts=4, schedule="zero_bubble"),
+    "both ways, computed again": Plan(split_size=2, spatial_size=0, bidirectional=True, checkpoint_activations=True),
+    "shares and replicas": Plan(split_size=2, slice_method="1x2", local_dp=2, data_parallel=2),
+}  # fmt: skip
+MODELS = {"ResNet": resnet20_v1, "U-Net": UNet}
+
+
+@pytest.fixture(params=["where it lies", "brought back"])
+def reads_files(request, monkeypatch) -> bool:
+    """A processor computes with what lies in the file; what a GPU has put away is copied back."""
+    back = request.param == "brought back"
+    monkeypatch.setattr("engines.training.has_own_memory", lambda device: back)
+    return not back
+
+
+def recipe_of(model: str, plan: Plan) -> Recipe:
+    torch.manual_seed(0)
+    return prepare(MODELS[model](), plan, SHAPE)
+
+
+def trained(recipe: Recipe) -> list[tuple[dict, list]]:
+    """What each rank has after two steps."""
+    whole = batches(recipe, 0, steps=2)
+
+    def work(world):
+        training = RankTraining(world, recipe)
+        losses = [dict(training.step(training.cut(batch)).losses) for batch in whole]
+        return training.tensors(), losses
+
+    return run_ranks(recipe.plan.ranks, work)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", PLANS)
+def test_the_same_bits(model: str, name: str, reads_files: bool, monkeypatch):
+    monkeypatch.setattr(shelf, "LEAST_BYTES", 1)
+    recipe = recipe_of(model, PLANS[name])
+    expected = trained(recipe)
+    away = replace(recipe, plan=replace(recipe.plan, offload_activations=True))
+    for (ours, losses), (theirs, wanted) in zip(trained(away), expected, strict=True):
+        assert losses == wanted
+        for group, tensors in theirs.items():
+            assert all(torch.equal(ours[group][key], tensor) for key, tensor in tensors.items()), group
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("tiles and a stage", 0.4), ("micro-batches, zero bubble", 0.5), ("both ways, computed again", 0.85)],
+)
+def test_the_peak_is_small_and_no_more_than_predicted(name: str, share: float, reads_files: bool):
+    """What backward reads in the file is no tensor's memory, but is counted: a GPU has it brought back."""
+    kept = recipe_of("ResNet", PLANS[name])
+    away = replace(kept, plan=replace(kept.plan, offload_activations=True))
+    pairs = list(zip(live_bytes(away), live_bytes(kept), strict=True))
+    for ours, _ in pairs:
+        predicted = rank_memory(ours.program, away.graph, away.plan).peak_bytes
+        assert ours.peak_bytes <= 1.03 * predicted
+        assert reads_files or predicted <= 1.4 * ours.peak_bytes
+    assert max(ours.peak_bytes for ours, _ in pairs) < share * max(theirs.peak_bytes for _, theirs in pairs)
+
+
+def test_nothing_is_left_by_steps_that_fail(reads_files: bool):
+    """Nor by what is computed again: graphs that no backward ends."""
+    plan = Plan(split_size=1, spatial_size=0, offload_activations=True, checkpoint_activations=True)
+    recipe = recipe_of("ResNet", plan)
+    (batch,) = batches(recipe, 0, steps=1)
+    bad = {**batch, "images": batch["images"] * torch.nan}
+
+    def work(world):
+        with LiveBytes() as live:
+            training, held = RankTraining(world, recipe), []
+            training.step(training.cut(batch))
+            for _ in range(4):
+                with pytest.raises(LossError):
+                    training.step(training.cut(bad))
+                training.give_up()
+                held.append(live.now)
+        return held
+
+    (held,) = run_ranks(1, work)
+    assert held[0] == held[-1]
+
+
+def test_what_the_caller_gave_stays_and_what_is_looked_at_is_there(reads_files: bool):
+    recipe = recipe_of("ResNet", replace(PLANS["one rank"], offload_activations=True))
+    (batch,) = batches(recipe, 0, steps=1)
+
+    def work(world, recipe):
+        training = RankTraining(world, recipe)
+        own = training.cut(batch)
+        training.start(own)
+        for _ in range(12):
+            training.advance()
+        seen = {name: tensor.detach().clone() for name, tensor in training.worker.live.items()}
+        one = next(name for name in seen if name != "images")
+        assert torch.equal(training.worker.peek(one), seen[one])
+        while not training.worker.done:
+            training.advance()
+        assert torch.equal(own[0]["images"], batch["images"])
+        return seen
+
+    (seen,) = run_ranks(1, lambda world: work(world, recipe))
+    kept = replace(recipe, plan=replace(recipe.plan, offload_activations=False))
+    (expected,) = run_ranks(1, lambda world: work(world, kept))
+    assert seen.keys() == expected.keys()
+    assert all(torch.equal(seen[name], expected[name]) for name in expected)
+
+
+def test_a_full_disk_is_told_and_the_training_goes_on_when_there_is_room(monkeypatch):
+    recipe = recipe_of("ResNet", replace(PLANS["one rank"], offload_activations=True))
+    (batch,) = batches(recipe, 0, steps=1)
+
+    def full(*place: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def work(world):
+        training = RankTraining(world, recipe)
+        with monkeypatch.context() as patch:
+            patch.setattr("engines.offload.store._reserve", full)
+            with pytest.raises(RankError, match=r"is full: .* more are to be stored"):
+                training.step(training.cut(batch))
+        training.give_up()
+        assert training.updates == 0
+        return training.step(training.cut(batch)).losses
+
+    def stepped(world):
+        training = RankTraining(world, replace(recipe, plan=PLANS["one rank"]))
+        return training.step(training.cut(batch)).losses
+
+    assert run_ranks(1, work) == run_ranks(1, stepped)
