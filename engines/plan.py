@@ -45,7 +45,7 @@ class Plan:
     training step is all these `batches`, and its loss the mean over their micro-batches.
     `local_dp` ranks share the images of each micro-batch in every stage behind the spatial ones.
     `checkpoint_activations` keeps what arrives from other ranks, and computes the rest again for backward.
-    `offload_activations` lays what is kept for backward into a file without a name, in the folder for temporary ones:
+    `offload_activations` lays what is kept for backward into a file without a name, where temporary ones are (TMPDIR):
     a GPU's activations lie on the host meanwhile, and a host's on its disk, as far as memory is short.
 
     Raises PlanError, with the numbers and the mend.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from engines.comm.device import choose_device, has_own_memory, held_bytes, memory_format, threads_of, use_threads
+from engines.comm.device import choose_device, held_bytes, memory_format, threads_of, use_threads
 from engines.comm.world import World
 from engines.errors import LossError, PlanError, TraceError
 from engines.layer.graph import ModelGraph, TensorSpec
@@ -223,7 +223,7 @@ class RankTraining:
     def _offloaded(self) -> Callable[..., Lane]:
         """What makes lanes whose activations lie in a file of this rank's own. Raises RankError where there is none."""
         stays = [*self.weights.values(), *self.buffers.values()]
-        return partial(OffloadedLane, shelf=Shelf(Store(), stays, reads_files=not has_own_memory(self.device)))
+        return partial(OffloadedLane, shelf=Shelf(Store(), stays, reads_files=self.device.type == "cpu"))
 
     @property
     def trained(self) -> list[Tensor]:

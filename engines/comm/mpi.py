@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, NoReturn
 
 import torch
@@ -30,7 +31,8 @@ _BY_OTHERS = (MPI.ERR_REVOKED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 _FT = "OMPI_MCA_mpi_ft_enable"
 _ULFM = MPI.get_vendor()[0] == "Open MPI" and os.environ.get(_FT) in ("1", "true")
 # Requests under way, of which nobody asks any more, and what MPI reads and writes meanwhile.
-_left: list[tuple[Sequence[MPI.Request], Sequence[Tensor]]] = []
+_left: dict[int, tuple[Sequence[MPI.Request], Sequence[Tensor]]] = {}
+_numbers = count()
 # Messages are words of an element's size: MPI moves them and does not add.
 _WORDS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 
@@ -41,6 +43,13 @@ def _ended(request: MPI.Request) -> bool:
         return MPI.Is_finalized() or request.Test()
     except MPI.Exception:
         return True
+
+
+def _look_after_left() -> None:
+    """Let go of those that have ended. Others may do so meanwhile, where memory is collected."""
+    for number, (requests, _) in list(_left.items()):
+        if all(map(_ended, requests)):
+            _left.pop(number, None)
 
 
 class _Requests:
@@ -61,8 +70,7 @@ class _Requests:
     def __del__(self) -> None:
         """After a failure nobody waits for what is under way: its memory stays as long as MPI may use it."""
         if not all(map(_ended, self.requests)):
-            _left[:] = [(requests, kept) for requests, kept in _left if not all(map(_ended, requests))]
-            _left.append((self.requests, self.buffers))
+            _left[next(_numbers)] = self.requests, self.buffers
 
     def wait(self, nap_s: float = _NAP_S) -> None:
         with self.world:
@@ -118,7 +126,7 @@ class _Route:
     def __del__(self) -> None:
         """What is under way after a failure is not freed: MPI ends the program where such a send fails in the end."""
         for request in self.pending.requests:
-            if request and _ended(request):
+            if request and not MPI.Is_finalized() and _ended(request):
                 request.Free()
 
 
@@ -179,6 +187,7 @@ class MpiWorld:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, pickled."""
+        _look_after_left()
         self.rest()
         with self:
             return self.comm.allgather(value)
@@ -222,6 +231,7 @@ class MpiWorld:
                 "all ranks must be started again. Call heal() on the cluster."
             )
         self._adopt(self.comm.Shrink())
+        _look_after_left()
 
 
 def _host(tensor: Tensor, filled: bool = False) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -34,7 +34,7 @@ class ShelvedLane(Lane):
         if phase is Phase.FORWARD:
             self.shelf.use(self._read(instruction))
         else:
-            self.shelf.use(self._saved.pop(instruction.name, ()))
+            self.shelf.use(self._asked_for(instruction.name, phase))
             self.shelf.use(self._gradients(instruction))
             self._going_back = instruction
         try:
@@ -43,6 +43,10 @@ class ShelvedLane(Lane):
             self._going_back = None
             self.shelf.done()
             self._touched[instruction.name] = instruction
+
+    def _asked_for(self, name: str, phase: Phase) -> Sequence[Tensor]:
+        """What autograd keeps of a segment; of one whose weights' gradients come later it keeps it until then."""
+        return self._saved.get(name, ()) if phase is Phase.INPUTS else self._saved.pop(name, ())
 
     def touched(self) -> Iterator[Tensor]:
         """What instructions have made or added to since this was asked last, as far as it lives.
@@ -70,12 +74,18 @@ class ShelvedLane(Lane):
             if name in self.leaves and self.leaves[name].grad is not None:
                 yield self.leaves[name].grad
 
+    def at_hand(self, tensor: Tensor) -> Tensor:
+        """The same tensor, brought back to where it is computed with."""
+        self.shelf.use([tensor])
+        return tensor
+
     def _compute(self, segment: Compute) -> int:
+        if not (segment.differentiable and self.tools.keeps_graphs):
+            return super()._compute(segment)
         saved: list[Tensor] = []
         with saved_tensors_hooks(lambda tensor: _seen(saved, tensor), lambda tensor: tensor):
             sent = super()._compute(segment)
-        if segment.differentiable:
-            self._saved[segment.name] = saved
+        self._saved[segment.name] = saved
         return sent
 
     def _read(self, instruction: Linear) -> Iterator[Tensor]:
@@ -97,20 +107,20 @@ class OffloadedLane(ShelvedLane):
     """
 
     def __post_init__(self) -> None:
-        self.inputs = {name: part.detach() for name, part in self.inputs.items()}  # the caller's own tensors stay
+        self.inputs = {name: _alone(part) for name, part in self.inputs.items()}
         super().__post_init__()
 
     def do(self, instruction: Linear, phase: Phase) -> int:
         """Walk one instruction; the bytes that were sent."""
         sent = super().do(instruction, phase)
-        if phase is Phase.FORWARD:
-            self.shelf.put_away(self.touched())
+        self.shelf.put_away(self.touched() if phase is Phase.FORWARD else self._asked_for_again(instruction))
         return sent
 
-    def at_hand(self, tensor: Tensor) -> Tensor:
-        """The same tensor, brought back to where it is computed with."""
-        self.shelf.use([tensor])
-        return tensor
+    def _asked_for_again(self, instruction: Linear) -> Iterator[Tensor]:
+        """What came back for a backward, and will be read by another one."""
+        yield from self._saved.get(instruction.name, ())
+        names = instruction.inputs if isinstance(instruction, Compute) else ()
+        yield from (self.leaves[name] for name in names if name in self.leaves and name not in self.way.lasting)
 
     def _make_again(self, segment: Compute) -> None:
         self.shelf.use(self._inputs(segment))
@@ -125,6 +135,11 @@ def _named(instruction: Linear) -> tuple[str, ...]:
         case Half():
             return (instruction.source, *(strip for strip, _ in instruction.strips))
     return (instruction.source, instruction.target)
+
+
+def _alone(part: Tensor) -> Tensor:
+    """Pixels that a caller gave, in a tensor of our own, which may be moved; nothing but these is moved."""
+    return part.detach() if part.untyped_storage().nbytes() == part.nbytes else part.clone()
 
 
 def _seen(saved: list[Tensor], tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a tile holds while others compute: its tensors stay, their memory is a file's.
+"""What is held while something else computes: the tensors stay, their memory is a file's.
 
 A tensor keeps its shape, its strides and its place in autograd's graph; so nothing that runs has to know. Small
 tensors stay where they are.
@@ -6,7 +6,7 @@ tensors stay where they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ __all__ = ["Shelf"]
 
 
 class Shelf:
-    """The tensors of one tile; those of `stays` never leave.
+    """The tensors of one tile or rank; those of `stays` never leave.
 
     A processor computes with what lies in the file where it is. For a device that cannot (`reads_files=False`) it is
     brought back when an instruction uses it.
@@ -34,10 +34,14 @@ class Shelf:
 
     def use(self, tensors: Iterable[Tensor]) -> None:
         """They are needed until the present instruction is done."""
+        back: dict[tuple[object, ...], Tensor] = {}
         for tensor in tensors:
             stored = self._away.pop(tensor, None)
             if stored is not None:
-                tensor.data = stored.to(tensor.device)
+                place = stored.data_ptr(), stored.size(), stored.stride()
+                if place not in back:
+                    back[place] = stored.to(tensor.device, copy=True)
+                tensor.data = back[place]
             self._used.add(tensor.untyped_storage()._cdata)
 
     def done(self) -> None:
@@ -67,10 +71,19 @@ class Shelf:
             tensor.data = there
         else:
             self._away[tensor] = there
-            tensor.data = tensor.new_empty(()).expand(tensor.size())
+            strides = tensor.stride()
+            tensor.data = tensor.new_empty(()).expand(tensor.size())  # its memory goes before there is any other
+            tensor.data = _hollow(tensor, strides)
 
     def clear(self) -> None:
         """Nothing is needed any more."""
         self._used.clear()
         self._later.clear()
         self._away.clear()
+
+
+def _hollow(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """One of the same shape and those strides, by which autograd lays gradients out, with no memory."""
+    hollow = torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
+    hollow.untyped_storage().resize_(0)
+    return hollow

@@ -101,7 +101,7 @@ class Store:
             return RankError(f"{self.folder} cannot be written: {error}. Choose another folder.")
         return RankError(
             f"{self.folder} is full: {spoken_bytes(size)} more are to be stored beside {spoken_bytes(self.end_bytes)}. "
-            "Make room, choose another folder, or use a smaller image."
+            "Make room, choose another folder (TMPDIR), or use a smaller image."
         )
 
 
@@ -115,9 +115,11 @@ def _reserve(file: int, start: int, size: int) -> None:
 
 def on_disk() -> Path:
     """Where large temporary files may lie: on some systems the usual folder is itself in memory."""
-    import psutil  # not on every machine that has ranks
-
     usual, other = Path(tempfile.gettempdir()).resolve(), Path("/var/tmp")
+    try:
+        import psutil  # not on every machine that has ranks
+    except ImportError:
+        return usual
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     kind = next((mounts[folder] for folder in (usual, *usual.parents) if folder in mounts), "")
     return other if kind in _IN_MEMORY and os.access(other, os.W_OK) else usual

@@ -141,6 +141,10 @@ class _Lane:
         """Of a block that comes back for a segment's backward."""
         return self.away.get((self.number, key), 0)
 
+    def _inputs_away(self, item: Compute) -> int:
+        """Bytes of the inputs of a segment that come back for it."""
+        return sum(self._away_bytes(key) for key in {self.tally.lies_in.get(name, name) for name in item.inputs})
+
     def _keep(self, name: str) -> None:
         for held in (self.values, self.leaves):
             held.add(name)
@@ -163,7 +167,7 @@ class _Lane:
 
     def _compute(self, item: Compute) -> None:
         segment = self.tally.segments[item.name]
-        self.ledger.for_a_while(passing=segment.inside)
+        self.ledger.for_a_while(passing=segment.inside + self._inputs_away(item))
         if item.differentiable and not self.checkpoints:
             self._hold_graph(item.name, segment)
         for name in item.outputs:
@@ -183,7 +187,7 @@ class _Lane:
         segment = self.tally.segments[item.name]
         if phase is Phase.WEIGHTS and not (segment.late and item.name in self.graphs):
             return
-        again = sum(segment.fresh.values()) if self.checkpoints else 0
+        again = sum(segment.fresh.values()) + self._inputs_away(item) if self.checkpoints else 0
         back = sum(map(self._away_bytes, segment.keeps)) if item.name in self.graphs else 0
         self.ledger.for_a_while(passing=again + back + segment.back_inside)
         self.ledger.for_a_while(passing=segment.inside if self.checkpoints else 0)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engines.comm.container import cores
-from engines.comm.device import choose_device, has_own_memory, memory_format
+from engines.comm.device import choose_device, memory_format
 from engines.comm.world import World
 from engines.errors import LossError, PlanError
 from engines.layer.graph import plain_name
@@ -58,7 +58,7 @@ class StreamedTraining:
         self.buffers = {name: own_copy(state[name], held_in, self.device) for name in recipe.graph.buffers}
         self.store = Store(folder)
         self._relay = Relay(len(self.programs))
-        stays, reads_files = [*self.weights.values(), *self.buffers.values()], not has_own_memory(self.device)
+        stays, reads_files = [*self.weights.values(), *self.buffers.values()], self.device.type == "cpu"
         self._shelves = [Shelf(self.store, stays, reads_files) for _ in self.programs]
         self.workers = [
             self._worker(program, world, shelf, trained if program.rank == leaders[-1] else ())

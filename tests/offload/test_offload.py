@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from engines.bench.live import LiveBytes
 from engines.bench.verify import batches
@@ -16,6 +17,7 @@ from engines.errors import LossError, RankError
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
 from engines.offload import shelf
+from engines.offload.store import Store
 from engines.plan import Plan
 from engines.predict.memory import rank_memory
 from engines.training import RankTraining, Recipe, prepare
@@ -29,17 +31,36 @@ PLANS = {
     "overlapped halos": Plan(split_size=1, slice_method="1x2", overlap_halos=True),
     "micro-batches, zero bubble": Plan(split_size=3, spatial_size=0, parts=4, schedule="zero_bubble"),
     "both ways, computed again": Plan(split_size=2, spatial_size=0, bidirectional=True, checkpoint_activations=True),
+    "half precision": Plan(split_size=2, spatial_size=0, parts=4, schedule="zero_bubble", precision="bfloat16"),
     "shares and replicas": Plan(split_size=2, slice_method="1x2", local_dp=2, data_parallel=2),
 }  # fmt: skip
 MODELS = {"ResNet": resnet20_v1, "U-Net": UNet}
 
 
+class Copying(shelf.Shelf):
+    """As of a GPU, which cannot read a file: what has been put away is copied back."""
+
+    def __init__(self, *arguments: object, reads_files: bool) -> None:
+        super().__init__(*arguments, reads_files=not reads_files)
+
+
+def uncounted(work):
+    """Unseen by `LiveBytes`, which is not told that memory is taken away from a tensor."""
+
+    def done(*arguments):
+        with _disable_current_modes():
+            return work(*arguments)
+
+    return done
+
+
 @pytest.fixture(params=["where it lies", "brought back"])
 def reads_files(request, monkeypatch) -> bool:
-    """A processor computes with what lies in the file; what a GPU has put away is copied back."""
-    back = request.param == "brought back"
-    monkeypatch.setattr("engines.training.has_own_memory", lambda device: back)
-    return not back
+    """A processor computes with what lies in the file."""
+    if request.param == "brought back":
+        monkeypatch.setattr("engines.training.Shelf", Copying)
+        monkeypatch.setattr(shelf, "_hollow", uncounted(shelf._hollow))
+    return request.param == "where it lies"
 
 
 def recipe_of(model: str, plan: Plan) -> Recipe:
@@ -74,7 +95,7 @@ def test_the_same_bits(model: str, name: str, reads_files: bool, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "share"),
-    [("tiles and a stage", 0.4), ("micro-batches, zero bubble", 0.5), ("both ways, computed again", 0.85)],
+    [("tiles and a stage", 0.45), ("micro-batches, zero bubble", 0.55), ("both ways, computed again", 0.9)],
 )
 def test_the_peak_is_small_and_no_more_than_predicted(name: str, share: float, reads_files: bool):
     """What backward reads in the file is no tensor's memory, but is counted: a GPU has it brought back."""
@@ -83,7 +104,7 @@ def test_the_peak_is_small_and_no_more_than_predicted(name: str, share: float, r
     pairs = list(zip(live_bytes(away), live_bytes(kept), strict=True))
     for ours, _ in pairs:
         predicted = rank_memory(ours.program, away.graph, away.plan).peak_bytes
-        assert ours.peak_bytes <= 1.03 * predicted
+        assert ours.peak_bytes <= (1.03 if reads_files else 1.15) * predicted
         assert reads_files or predicted <= 1.4 * ours.peak_bytes
     assert max(ours.peak_bytes for ours, _ in pairs) < share * max(theirs.peak_bytes for _, theirs in pairs)
 
@@ -157,3 +178,34 @@ def test_a_full_disk_is_told_and_the_training_goes_on_when_there_is_room(monkeyp
         return training.step(training.cut(batch)).losses
 
     assert run_ranks(1, work) == run_ranks(1, stepped)
+
+
+def test_what_is_computed_again_is_not_written(monkeypatch):
+    written = []
+    put = Store.put
+    monkeypatch.setattr(Store, "put", lambda self, storage: (written.append(storage.nbytes()), put(self, storage))[1])
+    recipe, bytes_of = recipe_of("ResNet", PLANS["one rank"]), {}
+    for again in (False, True):
+        written.clear()
+        trained(replace(recipe, plan=replace(recipe.plan, offload_activations=True, checkpoint_activations=again)))
+        bytes_of[again] = sum(written)
+    assert bytes_of[True] < 0.4 * bytes_of[False]
+
+
+def test_only_the_pixels_of_a_rank_are_stored(monkeypatch):
+    """Labels and images of one channel are cut as views of the whole batch."""
+    monkeypatch.setattr(shelf, "LEAST_BYTES", 1)
+    plan = Plan(split_size=1, slice_method="2x2", offload_activations=True)
+    recipe = prepare(torch.nn.Conv2d(1, 2, 3, padding=1), plan, (1, 1, 64, 64), loss=torch.nn.CrossEntropyLoss())
+    (batch,) = batches(recipe, 0, steps=1)
+    sizes = []
+    put = Store.put
+    monkeypatch.setattr(Store, "put", lambda self, storage: (sizes.append(storage.nbytes()), put(self, storage))[1])
+
+    def work(world):
+        training = RankTraining(world, recipe)
+        training.step(training.cut(batch))
+
+    run_ranks(plan.ranks, work)
+    assert sizes
+    assert max(sizes) <= 2 * 33 * 33 * 8  # a tile's labels, or its predictions
