@@ -142,12 +142,13 @@ def _one_training(
 ) -> None:
     """From its first step to its last, with as many kills as it takes, or as are left."""
     folder.mkdir()
-    code, killed = 1, True
-    while code and killed:
+    code, killed, began = 1, True, True
+    while code and (killed or not began):
         run = Run(folder)
         report.starts += 1
         killed = report.kills_left(kills) and _kill_some_time(run, dice, report)
         code = run.end()
+        began = "listener thread failed to start" not in run.errors  # mpiexec's own, once in hundreds of starts
         _hear(run, report, expected[0])
     if code:
         report.wrong.append(run.errors)
