@@ -13,6 +13,7 @@ import psutil
 __all__ = ["mpi_command", "mpi_environment", "run_launcher"]
 
 _LOOK_S, _CHILDLESS, _LOOKS, _TRIES = 10.0, 3, 60, 3
+_NOT_STARTED = "listener thread failed to start"
 
 
 def mpi_command(ranks: int, *arguments: object) -> list[str]:
@@ -34,7 +35,7 @@ def mpi_environment() -> dict[str, str]:
 
 def run_launcher(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """Run a launcher to its end. Once in thousands of runs prterun waits for itself when its ranks are gone (seen: its
-    main thread in a mutex that nobody will unlock); then it is started again.
+    main thread in a mutex that nobody will unlock), or cannot start its own listener; then it is started again.
 
     Raises subprocess.TimeoutExpired where ranks go on for ten minutes.
     """
@@ -43,7 +44,9 @@ def run_launcher(command: Sequence[str], environment: Mapping[str, str]) -> subp
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as launcher:
             try:
-                return _ended(launcher)
+                done = _ended(launcher)
+                if _NOT_STARTED not in done.stderr:
+                    return done
             except _StuckError:
                 continue
             finally:
