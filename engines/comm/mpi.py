@@ -231,7 +231,6 @@ class MpiWorld:
                 "all ranks must be started again. Call heal() on the cluster."
             )
         self._adopt(self.comm.Shrink())
-        _look_after_left()
 
 
 def _host(tensor: Tensor, filled: bool = False) -> Tensor:
