@@ -29,6 +29,7 @@ PURE = (
     "engines.pipeline.*",
     "engines.program.instructions",
     "engines.program.program",
+    "engines.program.staging",
     "engines.program.timeline",
     "engines.program.traffic",
     "engines.comm.sums",

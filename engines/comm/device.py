@@ -33,6 +33,7 @@ __all__ = [
     "threads_per_rank",
     "use_threads",
     "wait_for",
+    "wait_for_stream",
 ]
 
 
@@ -94,6 +95,12 @@ def wait_for(device: torch.device) -> None:
     """Return when the device has done all that it was told."""
     if has_own_memory(device):
         torch.cuda.synchronize(device)
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Return when the device has done what this thread told it: its memory, and what was copied, may be read."""
+    if has_own_memory(device):
+        torch.cuda.current_stream(device).synchronize()
 
 
 def peak_of_own_memory(device: torch.device, work: Callable[[], object]) -> int:

@@ -15,6 +15,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from engines.comm.device import has_own_memory, wait_for_stream
+from engines.comm.gpu_aware import takes_gpu_memory
 from engines.comm.waiting import waited
 from engines.comm.world import Message, Pending
 from engines.errors import RankError, ReleasedError
@@ -114,6 +116,7 @@ class _Route:
         with self.world:
             if self.comm is not self.world.comm:  # the first call, or the first after a failure
                 self._connect(self.world.comm)
+            _catch_up(self.pending.buffers)
             MPI.Prequest.Startall(self.pending.requests)
         return self.pending
 
@@ -170,10 +173,15 @@ class MpiWorld:
         if self.comm.Is_revoked():
             raise ReleasedError("released: another rank has failed")
 
+    def reaches(self, device: torch.device) -> bool:
+        """Whether messages may lie in the memory of a device: the host's always, a GPU's where this MPI says so."""
+        return not has_own_memory(device) or takes_gpu_memory()
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Start messages. CUDA tensors pass through the host."""
-        incoming = [(message, _host(message.tensor)) for message in receives]
-        outgoing = [(message, _host(message.tensor, filled=True)) for message in sends]
+        """Start messages. Tensors that MPI does not reach pass through the host."""
+        incoming = [(message, self._within_reach(message.tensor)) for message in receives]
+        outgoing = [(message, self._within_reach(message.tensor, filled=True)) for message in sends]
+        _catch_up([host for _, host in (*incoming, *outgoing)])
         with self:
             requests = [self.comm.Irecv(_buffer(host), m.peer, m.tag) for m, host in incoming]
             requests += [self.comm.Isend(_buffer(host), m.peer, m.tag) for m, host in outgoing]
@@ -181,9 +189,15 @@ class MpiWorld:
         return _Requests(requests, staged, self, [host for _, host in (*incoming, *outgoing)])
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
-        """Messages to be started again and again: those of the host by the same requests."""
-        on_host = all(message.tensor.device.type == "cpu" for message in (*sends, *receives))
-        return _Route(self, sends, receives) if on_host else partial(self.exchange, sends, receives)
+        """Messages to be started again and again: those that MPI reaches by the same requests."""
+        all_reached = all(self.reaches(message.tensor.device) for message in (*sends, *receives))
+        return _Route(self, sends, receives) if all_reached else partial(self.exchange, sends, receives)
+
+    def _within_reach(self, tensor: Tensor, filled: bool = False) -> Tensor:
+        """The tensor itself where MPI reaches it, else a host buffer for it, `filled` with its content."""
+        if self.reaches(tensor.device):
+            return tensor
+        return tensor.cpu() if filled else torch.empty_like(tensor, device="cpu")
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, pickled."""
@@ -233,18 +247,14 @@ class MpiWorld:
         self._adopt(self.comm.Shrink())
 
 
-def _host(tensor: Tensor, filled: bool = False) -> Tensor:
-    """The tensor itself on the CPU, else a host buffer for it, `filled` with its content.
-
-    MPI reads the buffer from outside torch's stream: the copy to the host waits for the stream.
-    """
-    if tensor.device.type == "cpu":
-        return tensor
-    return tensor.cpu() if filled else torch.empty_like(tensor, device="cpu")
+def _catch_up(buffers: Sequence[Tensor]) -> None:
+    """MPI reads and writes outside of torch's streams: what these are to do with the buffers is done before."""
+    for device in {buffer.device for buffer in buffers}:
+        wait_for_stream(device)
 
 
 def _buffer(tensor: Tensor) -> list[Any]:
-    """The memory of a host tensor as MPI takes it; asking the tensor itself (by DLPack) costs ten times as much."""
+    """The memory of a tensor as MPI takes it; asking the tensor itself (by DLPack) costs ten times as much."""
     if not tensor.is_contiguous():
         raise RankError(f"a message of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
     memory = MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)

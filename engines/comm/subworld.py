@@ -37,6 +37,10 @@ class SubWorld:
         """The same messages with the whole world's numbers."""
         return [replace(message, peer=self.ranks[message.peer]) for message in messages]
 
+    def reaches(self, device: torch.device) -> bool:
+        """Whether messages may lie in the memory of a device."""
+        return self.world.reaches(device)
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start messages."""
         return self.world.exchange(self._outside(sends), self._outside(receives))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 __all__ = ["Message", "Pending", "World"]
@@ -35,6 +36,9 @@ class World(Protocol):
 
     rank: int
     size: int
+
+    def reaches(self, device: torch.device) -> bool:
+        """Whether messages may lie in the memory of a device; where they may not, they pass through the host."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start messages; tensors may not be touched before `wait` returns."""

@@ -23,6 +23,7 @@ from engines.program.instructions import (
     Update,
 )
 from engines.program.program import Program, Step
+from engines.program.staging import staged
 from engines.spatial.moves import Move
 
 __all__ = ["Prices", "amount_of", "priced", "segment_work"]
@@ -173,7 +174,7 @@ class _Pricing:
         return Work(count_bytes / self.machine.copy_per_s, self.machine.crowded("copy", (2 * count_bytes,)))
 
     def _exchange(self, exchange: Exchange, step: Step) -> Iterator[Action]:
-        """Pack, send, wait for what is expected, unpack; the rank's own pixels are copied where that is not spared.
+        """Pack, send, wait for what is expected, unpack, where that is needed; so with the rank's own pixels.
 
         On a host whose cores the ranks share, whoever waits for a message fetches it, when it has the time for that.
         """
@@ -182,7 +183,8 @@ class _Pricing:
         if not forward:
             sends, receives = self._turned(receives), self._turned(sends)
         tag = exchange.tag + (not forward)
-        yield self._copied(exchange.bytes_of(sends))
+        packed, unpacked = staged(exchange, forward)
+        yield self._copied(packed)
         for move in sends:
             yield Post(self._route(self.sent, (move.source, move.target, tag)), exchange.bytes_of([move]))
         for move in receives:
@@ -192,7 +194,7 @@ class _Pricing:
         own = 0
         if exchange.window and exchange.own and not self._spared(exchange, step):
             own = exchange.bytes_of([Move(0, 0, exchange.own & exchange.window)])
-        yield self._copied(exchange.bytes_of(receives) + own)
+        yield self._copied(unpacked + own)
 
     def _spared(self, exchange: Exchange, step: Step) -> bool:
         """Whether a rank's own pixels lie in the window already, or their gradients may stay in the window's."""

@@ -12,10 +12,9 @@ from engines.predict.ledger import Ledger
 from engines.predict.tallies import RankTally, SegmentTally, WayTally
 from engines.program.instructions import AllReduce, Compute, Exchange, Instruction, Phase, SumGradients
 from engines.program.program import Program, Step, Way
+from engines.program.staging import is_kept, kept_bytes, staged
 
 __all__ = ["walked"]
-
-_ARENA_BYTES = 1 << 24  # larger messages get memory of their own, as in engines/program/carry.py
 
 
 def walked(
@@ -53,16 +52,10 @@ def _hold_all_along(ledger: Ledger, program: Program, tally: RankTally, states: 
     for number, direction in program.directions.items():
         ledger.hold(("inputs", number), {"inputs": sum(tally.ways[direction].inputs.values())})
     exchanges = [item for item in program.forward if isinstance(item, Exchange)]
-    both_ways = any(item.sends and item.receives for item in exchanges)
-    sizes = [_staged(item) for item in exchanges if both_ways]
     sums = {item.name: item for item in program.of_kind(SumGradients) if isinstance(item, SumGradients)}
     lent = sum(lent_bytes(each.bytes, len(each.group)) for each in sums.values())
-    ledger.hold("messages", {"messages": lent + max((size for size in sizes if size <= _ARENA_BYTES), default=0)})
+    ledger.hold("messages", {"messages": lent + kept_bytes(exchanges)})
     ledger.hold("sums", {"gradients": sum(each.bytes for each in sums.values())})
-
-
-def _staged(exchange: Exchange) -> int:
-    return exchange.bytes_of((*exchange.sends, *exchange.receives))
 
 
 @dataclass
@@ -225,14 +218,14 @@ class _Lane:
 
     def _travel(self, item: Exchange, forward: bool) -> None:
         """Where a rank only sends, or only receives, nobody waits for what it sends."""
-        if item.sends and item.receives:
-            if _staged(item) > _ARENA_BYTES:
-                self.ledger.for_a_while(messages=_staged(item))
+        if is_kept(item):
             return
-        self.ledger.for_a_while(messages=_staged(item))
-        if item.sends if forward else item.receives:
+        self.ledger.for_a_while(messages=sum(staged(item, forward)))
+        if (item.sends and not item.receives) if forward else (item.receives and not item.sends):
+            # What leaves from tensor to tensor is held there; going back that is a gradient which is of no other use.
+            size = staged(item, forward)[0] if forward else item.bytes_of(item.receives)
             self.leaving.append((self.number, item.name, forward))
-            self.ledger.hold(self.leaving[-1], {"messages": _staged(item)})
+            self.ledger.hold(self.leaving[-1], {"messages": size})
 
     def _exchange_back(self, item: Exchange) -> None:
         self._travel(item, forward=False)

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.comm.device import wait_for_stream
 from engines.comm.world import Pending, World
-from engines.program.carry import Carrier, carriers, index_of, outside
+from engines.program.carry import Carrier, carriers
 from engines.program.instructions import Exchange, Half, Linear
 from engines.program.outbox import Outbox
+from engines.program.parcels import index_of, outside
 from engines.spatial.tiles import Tile
 
 __all__ = ["Halves", "UnderWay", "in_halves"]
@@ -60,9 +62,8 @@ class Halves(Carrier):
     def begin(self, source: Tensor | None) -> tuple[UnderWay, int]:
         """Messages are posted and what is here already is in its place; the bytes that this rank sends."""
         with torch.no_grad():
-            route = self._route or self._fresh_route()
-            for parcel in route.lent:
-                parcel.pixels.copy_(source[parcel.index])
+            route = self._route_of()
+            self._pack(route.lent, source)
             pending = route.start_there()
             strips = [self._filled(number) for number in range(len(self.tiles))]
             for number, here, there in self._shared:
@@ -81,7 +82,8 @@ class Halves(Carrier):
     def begin_back(self, grads: Sequence[Tensor | None]) -> tuple[UnderWay, int]:
         """Gradients of borrowed pixels leave; the bytes that this rank sends. A pixel may lie in several strips."""
         with torch.no_grad():
-            route = self._route or self._fresh_route()
+            route = self._route_of()
+            wait_for_stream(self.device)  # what came to the same memory before has been read
             for parcel in route.borrowed:
                 parcel.pixels.zero_()
             for parcel, number, arrived, there in self._arrivals:

@@ -97,6 +97,16 @@ def exchange(rank: int, case: Case, fill: float) -> Exchange:
     )  # fmt: skip
 
 
+class FarMemory(LoopbackWorld):
+    """Ranks whose messages pass through memory next to their tensors, as those of GPUs do."""
+
+    def __init__(self, world: LoopbackWorld) -> None:
+        super().__init__(world.rank, world.size, world._mail)
+
+    def reaches(self, device: torch.device) -> bool:
+        return False
+
+
 def there_and_back(world: LoopbackWorld, case: Case, fill: float) -> tuple[Tensor | None, ...]:
     """x, Fx, y and F*y of one rank; None where the rank has none."""
     step, cpu = exchange(world.rank, case, fill), torch.device("cpu")
@@ -129,11 +139,11 @@ def test_the_way_back_is_the_adjoint(case: Case):
 
 
 @settings(max_examples=150, deadline=None)
-@given(case=reachable(), fill=st.sampled_from([0.0, -7.0, float("-inf")]))
-def test_a_window_holds_the_whole_images_pixels_and_the_fill(case: Case, fill: float):
+@given(case=reachable(), fill=st.sampled_from([0.0, -7.0, float("-inf")]), far=st.booleans())
+def test_a_window_holds_the_whole_images_pixels_and_the_fill(case: Case, fill: float, far: bool):
     (height_px, width_px), owned, wanted = case
     ranks = 1 + max((*owned, *wanted))
-    runs = run_ranks(ranks, lambda world: there_and_back(world, case, fill))
+    runs = run_ranks(ranks, lambda world: there_and_back(FarMemory(world) if far else world, case, fill))
     whole = torch.zeros(2, 1, height_px, width_px).double()
     home = torch.zeros_like(whole)
     for rank, tile in owned.items():

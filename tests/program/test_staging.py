@@ -1,0 +1,139 @@
+"""What travels from tensor to tensor: neither packed nor unpacked, and told so beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from engines.comm import gpu_aware
+from engines.comm.loopback import LoopbackWorld, run_ranks
+from engines.comm.world import Message, Pending
+from engines.program.carry import carriers
+from engines.program.instructions import Exchange
+from engines.program.outbox import Outbox
+from engines.program.staging import in_a_row, is_kept, lends_all, staged
+from engines.spatial.moves import Move, moves
+from engines.spatial.tiles import Grid, Tile
+
+SIDE_PX = 8
+WHOLE = Tile.whole(SIDE_PX, SIDE_PX)
+
+
+class Watched(LoopbackWorld):
+    """Remembers where the messages of a rank lay."""
+
+    def __init__(self, world: LoopbackWorld) -> None:
+        super().__init__(world.rank, world.size, world._mail)
+        self.sent: list[int] = []
+        self.received: list[int] = []
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        self.sent += [message.tensor.data_ptr() for message in sends]
+        self.received += [message.tensor.data_ptr() for message in receives]
+        return super().exchange(sends, receives)
+
+
+def handed_on(rank: int, grid: Grid, images: int = 1) -> Exchange:
+    """Rank 0 has the whole value; the ranks behind it want its tiles."""
+    wanted = dict(enumerate(grid.cut(SIDE_PX, SIDE_PX), start=1))
+    travelling = moves({0: WHOLE}, wanted)
+    return Exchange(
+        name="x", purpose="stage", source="x", target="y", axes=(-2, -1), shape=(images, 3, SIDE_PX, SIDE_PX),
+        dtype="float32", own=WHOLE if rank == 0 else None, window=wanted.get(rank), fill=0.0,
+        sends=tuple(move for move in travelling if move.source == rank),
+        receives=tuple(move for move in travelling if move.target == rank), tag=2, differentiable=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("grid", "images", "bare"),
+    [(Grid(1, 1), 2, True), (Grid(2, 1), 1, True), (Grid(2, 1), 2, False), (Grid(1, 2), 1, False)],
+    ids=["a whole batch", "rows of one image", "rows of two images", "columns"],
+)  # fmt: skip
+def test_pixels_in_a_row_travel_between_the_tensors_themselves(grid: Grid, images: int, bare: bool):
+    def work(world: LoopbackWorld) -> None:
+        step, watched, row = handed_on(world.rank, grid, images), Watched(world), SIDE_PX * 3 * 4
+        carrier = carriers([step], watched, torch.device("cpu"), Outbox())["x"]
+        source = None
+        if world.rank == 0:
+            source = torch.randn(images, 3, SIDE_PX, SIDE_PX).to(memory_format=torch.channels_last).requires_grad_()
+        window, _ = carrier.there(source)
+        grad = None if window is None else window.clone()
+        carrier.back(grad, source, alone=True)
+        if world.rank:
+            assert not window.requires_grad
+            assert (watched.received, watched.sent) == ([window.data_ptr()], [grad.data_ptr()])  # it holds no more
+            return
+        torch.testing.assert_close(source.grad, source.detach(), rtol=0, atol=0)
+        tops = [tile.rows.start * SIDE_PX * row // SIDE_PX for tile in grid.cut(SIDE_PX, SIDE_PX)]
+        assert (watched.sent == [source.data_ptr() + top for top in tops]) == bare
+        assert (watched.received == [source.grad.data_ptr() + top for top in tops]) == bare
+        assert source._version == 0  # autograd saw no change of what was sent
+        told = staged(step, forward=True), staged(step, forward=False)
+        assert told == (((0, 0), (0, 0)) if bare else ((source.nbytes, 0), (0, source.nbytes)))
+
+    run_ranks(1 + grid.tiles, work)
+
+
+def test_what_is_in_a_row_is_so_in_memory():
+    """For all rectangles of a small image."""
+    step = handed_on(0, Grid(1, 1), images=2)
+    tiles = [tile for rows in (1, 2, 4) for cols in (1, 2, 4) for tile in Grid(rows, cols).cut(SIDE_PX, SIDE_PX)]
+    for frame in (WHOLE, tiles[-1]):
+        held = torch.empty(step.shape_of(frame)).to(memory_format=torch.channels_last)
+        for tile in (tile & frame for tile in tiles if tile & frame):
+            pixels = held[:, :, *tile.within(frame)].permute(0, 2, 3, 1)
+            assert in_a_row(step, tile, frame) == pixels.is_contiguous()
+
+
+def test_what_goes_to_two_ranks_is_not_lent_all():
+    """Both bring a gradient home, and these add up."""
+    step = handed_on(0, Grid(1, 1))
+    twice = Exchange(
+        **{name: getattr(step, name) for name in step.__slots__} | {"sends": (*step.sends, Move(0, 2, WHOLE))}
+    )
+    assert lends_all(step)
+    assert not lends_all(twice)
+    assert not is_kept(step)
+
+
+class Library:
+    """An MPI that says something of GPUs, or nothing."""
+
+    def __init__(self, **functions: object) -> None:
+        self.__dict__.update(functions)
+
+
+def told(failed: int, supported: int) -> object:
+    def query(kind: int, answer: object) -> int:
+        answer._obj.value = supported  # of `ctypes.byref`
+        return failed
+
+    return query
+
+
+@pytest.mark.parametrize(
+    ("library", "aware"),
+    [
+        (Library(), False),
+        (Library(MPIX_Query_cuda_support=lambda: 1), True),
+        (Library(MPIX_Query_cuda_support=lambda: 0), False),
+        (Library(MPIX_GPU_query_support=told(0, 1)), True),
+        (Library(MPIX_GPU_query_support=told(0, 0)), False),
+        (Library(MPIX_GPU_query_support=told(1, 1)), False),
+    ],
+    ids=["silent", "Open MPI with", "Open MPI without", "MPICH with", "MPICH without", "MPICH fails"],
+)
+def test_an_mpi_is_believed_to_take_gpu_memory_where_it_says_so(monkeypatch, library: Library, aware: bool):
+    monkeypatch.setattr(gpu_aware, "_libraries", lambda: [library])
+    gpu_aware.takes_gpu_memory.cache_clear()
+    try:
+        assert gpu_aware.takes_gpu_memory() is aware
+    finally:
+        gpu_aware.takes_gpu_memory.cache_clear()
+
+
+def test_the_mpi_of_this_machine_can_be_asked():
+    assert gpu_aware._libraries()
