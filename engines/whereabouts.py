@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from struct import Struct
 
-__all__ = ["BOARD", "Board", "Whereabouts", "here", "working"]
+__all__ = ["BOARD", "Board", "Whereabouts", "here", "working", "write_on"]
 
 BOARD = "MPI4DL_NB_BOARD"
 """The environment variable that names the open file which a rank's process writes on."""
@@ -94,10 +94,15 @@ def here() -> Board:
     return _here.board
 
 
+def write_on(board: Board) -> None:
+    """From now on this thread is the rank with that board."""
+    _here.board = board
+
+
 @contextmanager
 def working(board: Board, text: str) -> Iterator[None]:
     """Within it this thread writes on `board`; first that it does `text`, in the end that it does nothing."""
-    _here.board = board
+    write_on(board)
     board.at(text.encode())
     try:
         yield

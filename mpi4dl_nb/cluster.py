@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import RLock, get_ident
 from typing import Any, NoReturn
 
+from engines.comm.container import cores
 from engines.comm.device import threads_per_rank
 from engines.errors import Mpi4dlError, PlanError, RankError
 from engines.facts import facts_table
@@ -22,14 +23,19 @@ from mpi4dl_nb.calls import Call, Ranks
 from mpi4dl_nb.launch.across import CutOff
 from mpi4dl_nb.launch.allocation import chosen_hosts
 from mpi4dl_nb.launch.backend import chosen_backend
+from mpi4dl_nb.launch.in_turn import RanksInTurn
 from mpi4dl_nb.launch.loopback import LoopbackRanks
 from mpi4dl_nb.launch.mpi import MpiRanks
 from mpi4dl_nb.names import public_names
 
 __all__ = ["HELP", "Cluster"]
 
-_BACKENDS: dict[str, Callable[[int], Ranks]] = {"mpi": MpiRanks, "loopback": LoopbackRanks}
-_SAID = {"mpi": "mpi: one process per rank", "loopback": "loopback: one thread of this process per rank"}
+_BACKENDS: dict[str, Callable[[int], Ranks]] = {"mpi": MpiRanks, "loopback": LoopbackRanks, "in_turn": RanksInTurn}
+_SAID = {
+    "mpi": "mpi: one process per rank",
+    "loopback": "loopback: one thread of this process per rank",
+    "in_turn": "in_turn: one thread of this process for all ranks, one after another",
+}
 HELP = "Call heal() on the cluster; what its ranks held is lost, but for checkpoints."
 _PATIENCE_S = 10.0  # the next call after a failure waits this long for ranks that have not come back
 
@@ -38,7 +44,9 @@ class Cluster:
     """`n` ranks that run functions together.
 
     `backend="mpi"` starts them as MPI processes, `"loopback"` as threads of this process: at once and without
-    MPI, but slower at work. `"auto"` takes MPI where this machine has one, and memory for so many processes;
+    MPI, but slower at work. `"in_turn"` has one thread for all of them, in which a rank goes on where another one
+    waits: with a plan of `offload_activations` one machine, or one GPU, trains images far beyond its memory.
+    `"auto"` takes MPI where this machine has one, and memory for so many processes, else threads;
     `cluster.backend` tells which. After a failure the ranks are ready for the next call, unless one has died: then
     `dead` says so, and `heal()` helps.
 
@@ -64,7 +72,7 @@ class Cluster:
             raise PlanError(f"hang_after_s={hang_after_s!r} must be 1 second or more, or None for no limit.")
         if backend not in ("auto", *_BACKENDS):
             raise PlanError(f"backend={backend!r} must be one of {', '.join(map(repr, ('auto', *_BACKENDS)))}.")
-        self.hosts = chosen_hosts(hosts, backend != "loopback")
+        self.hosts = chosen_hosts(hosts, backend in ("auto", "mpi"))
         backend = chosen_backend(backend, n, self.hosts is not None)
         self.n, self.backend, self.hang_after_s = n, backend, hang_after_s
         self._hurry: tuple[int, Callable[[], bool]] = (0, lambda: False)
@@ -75,8 +83,13 @@ class Cluster:
         self._turn = RLock()  # two calls at once, from a widget's thread and a cell, would mix their messages
 
     @property
+    def is_one_process(self) -> bool:
+        """Whether all ranks are in this process."""
+        return self.backend != "mpi"
+
+    @property
     def _threads(self) -> int:
-        return threads_per_rank(self.n) if self.backend == "mpi" else 1
+        return {"mpi": threads_per_rank(self.n), "loopback": 1, "in_turn": cores()}[self.backend]
 
     def start(self) -> Cluster:
         """Start the ranks and wait for them. Raises RankError if they do not come, with what they said."""
@@ -196,8 +209,13 @@ class Cluster:
         It is their processors that are measured, in processor time, and not GPUs.
 
         `store` is a file: what was stored there for as many ranks is read, otherwise it is written. Raises RankError,
-        and PlanError where the file holds something else.
+        and PlanError where the file holds something else, or ranks take turns: how they would work at once is unknown.
         """
+        if self.backend == "in_turn":
+            raise PlanError(
+                "Ranks in turn cannot be calibrated: predictions are of ranks that work at once. Calibrate a Cluster "
+                "with backend='mpi', or name a machine: mpi4dl_nb.forecast(model, plan, image_shape, 'Summit')."
+            )
         kept = None if store is None else Path(store)
         if kept and kept.exists() and not again:
             self.machine = Machine.from_json(kept.read_text(errors="replace"))

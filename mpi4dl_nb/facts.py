@@ -43,6 +43,6 @@ def facts(training: Training) -> dict[str, object]:
     if losses:
         found["Last loss"] = f"{statistics.fmean(losses.values()):.6g}"
         held = [report.memory_bytes for report in training.reports]
-        one = training.cluster.backend == "loopback"
+        one = training.cluster.is_one_process
         found["Memory"] = f"{spoken_bytes(held[0])}, all ranks" if one else ", ".join(map(spoken_bytes, held))
     return found

@@ -37,6 +37,10 @@ _CHECKS: dict[str, tuple[int, Sequence[str]]] = {
         5, ("verify", "--model", RESNET, "--image-size", "64", "--split-size", "3", "--num-spatial-parts", "1",
             "--parts", "2", "--local-dp", "2", "--batch-size", "4", "--schedule", "zero_bubble"),
     ),
+    "exact, activations on the host": (
+        5, ("verify", "--model", RESNET, "--image-size", "128", "--parts", "2", "--batch-size", "4",
+            "--offload-activations"),
+    ),
     "bfloat16, ResNet-20 v1": (5, ("verify", "--model", RESNET, "--image-size", "128", "--precision", "bfloat16")),
     "float16, ResNet-20 v1": (5, ("verify", "--model", RESNET, "--image-size", "128", "--precision", "float16")),
     "float32, ResNet-110 v2": (5, ("verify", "--image-size", "256", "--dtype", "float32")),

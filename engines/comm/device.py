@@ -143,13 +143,13 @@ def process_bytes(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-def share_process() -> None:
-    """This thread is one rank of several in its process: its kernels have one thread, whatever it asks for later.
+def share_process(threads: int = 1) -> None:
+    """This thread is one rank of several in its process: its kernels have so many, whatever it asks for later.
 
-    Where several threads of a process run kernels of several threads each, convolutions were seen to end the process
-    with a division by zero (torch 2.13, 4 ranks on 4 cores).
+    More than one only where no other rank is at work: where several threads of a process run kernels of several threads
+    each, convolutions were seen to end the process with a division by zero (torch 2.13, 4 ranks on 4 cores).
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     _own.shares = True
 
 

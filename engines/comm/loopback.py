@@ -82,6 +82,14 @@ class Mail:
             self.failed = True
             self.arrived.notify_all()
 
+    def recover(self, rank: int) -> None:
+        """Throw away old letters once every rank is here."""
+        try:
+            self.all_here.wait(timeout=_RECOVERY_S)
+        except threading.BrokenBarrierError as error:
+            self.all_here.reset()
+            raise RankError(f"not all {self.all_here.parties} ranks came to recover within {_RECOVERY_S} s") from error
+
     def clear(self) -> None:
         with self.arrived:
             self.letters.clear()
@@ -154,11 +162,7 @@ class LoopbackWorld:
 
     def recover(self) -> None:
         """Throw away old letters once every rank is here."""
-        try:
-            self._mail.all_here.wait(timeout=_RECOVERY_S)
-        except threading.BrokenBarrierError as error:
-            self._mail.all_here.reset()
-            raise RankError(f"not all {self.size} ranks came to recover within {_RECOVERY_S} s") from error
+        self._mail.recover(self.rank)
 
 
 def _copy(into: Tensor, letter: Tensor) -> None:

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engines.whereabouts import here
+from engines.whereabouts import here, write_on
 
-__all__ = ["looked_s", "waited", "waited_s"]
+__all__ = ["looked_s", "others_turn", "waited", "waited_s"]
 
 
 class _Held(threading.local):
@@ -40,6 +40,20 @@ def waited() -> Iterator[None]:
         board.waits(False)
         _held.seconds += time.perf_counter() - start_s
         _held.processor_s += time.thread_time() - processor_s
+
+
+@contextmanager
+def others_turn() -> Iterator[None]:
+    """As `waited`, where other ranks use this thread meanwhile: what they write of themselves is none of this one's."""
+    board, start_s, processor_s = here(), time.perf_counter(), _held.processor_s
+    held_s = _held.seconds
+    board.waits(True)
+    try:
+        yield
+    finally:
+        write_on(board)
+        board.waits(False)
+        _held.seconds, _held.processor_s = held_s + time.perf_counter() - start_s, processor_s
 
 
 def waited_s() -> float:

@@ -35,7 +35,7 @@ def priced(
     """What the rank does in each step of its program, in order.
 
     `again`: segments are computed again for backward; `away`: what is kept for it is put away, as fast as memory takes
-    it.
+    it, or from a device to its host and back.
     """
     return list(_Pricing(program, tally, Prices.of_machine(machine), threads, again, away).steps())
 
@@ -154,8 +154,8 @@ class _Pricing:
                 tally = self._way(step).segments[segment.name]
                 work = self.prices.of(tally, self.threads, step.phase, self.again)
                 yield work.times(self.machine.cold) if waited else work
-                if self.away and step.phase is Phase.FORWARD:
-                    yield self._copied(sum(size for size in tally.fresh.values() if size >= LEAST_BYTES))
+                if self.away:
+                    yield self._carried(sum(size for size in tally.fresh.values() if size >= LEAST_BYTES), step.phase)
             case Exchange() as exchange:
                 yield from self._exchange(exchange, step)
             case AllReduce() as total:
@@ -172,6 +172,13 @@ class _Pricing:
 
     def _copied(self, count_bytes: float) -> Work:
         return Work(count_bytes / self.machine.copy_per_s, self.machine.crowded("copy", (2 * count_bytes,)))
+
+    def _carried(self, count_bytes: float, phase: Phase) -> Work:
+        """What is kept for backward is put away, and comes back where it cannot be read where it lies."""
+        host_per_s = self.machine.host_per_s
+        if host_per_s is None:
+            return self._copied(count_bytes if phase is Phase.FORWARD else 0)
+        return Work(count_bytes / min(host_per_s, self.machine.copy_per_s))
 
     def _exchange(self, exchange: Exchange, step: Step) -> Iterator[Action]:
         """Pack, send, wait for what is expected, unpack, where that is needed; so with the rank's own pixels.

@@ -61,13 +61,17 @@ class Processor:
 
 @dataclass(frozen=True)
 class Node:
-    """Ranks that share a host: the link between two of them, and the one that they share to all other nodes."""
+    """Ranks that share a host: the link between two of them, and the one that they share to all other nodes.
+
+    `host_per_s` is the way between each device and the host, in bytes a second one way (None: the ranks are the host).
+    """
 
     name: str
     source: str
     ranks: int
     inside: Link
     between: Link
+    host_per_s: float | None = None
 
 
 def machine_of(node: Node, processor: Processor) -> Machine:
@@ -81,7 +85,8 @@ def machine_of(node: Node, processor: Processor) -> Machine:
         node.name, f"{node.source} {processor.source} Made by the rule of engines/predict/devices.py.",
         {kind: (_speed(kind, processor, memory_per_s),) for kind in CLASSES},
         least_s=processor.start_s, instruction_s=processor.start_s,
-        copy_per_s=memory_per_s / 2, latency_s=node.inside.latency_s, bytes_per_s=node.inside.bytes_per_s,
+        copy_per_s=memory_per_s / 2, host_per_s=node.host_per_s,
+        latency_s=node.inside.latency_s, bytes_per_s=node.inside.bytes_per_s,
         memory_bytes=processor.memory_bytes, node_ranks=node.ranks, between=node.between,
         sums="two_level",
     )  # fmt: skip

@@ -60,9 +60,10 @@ class Machine:
     `exchange_s`, if that is more, a sum over ranks `sum_s`, where these are known); an update
     takes `weight_s` for each weight and `statistic_s` for each running statistic of a micro-batch. No segment is done
     in less than `least_s` for each of its kernels, in which a device's host starts the next one.
-    `copy_per_s` are bytes copied within a rank. A message takes `latency_s` and travels at `bytes_per_s`. Ranks are
-    numbered node by node, `node_ranks` on each (None: all on one), and what goes to another node takes the link
-    `between`; `sums` is one of `SUMS`, and each of their messages takes `message_s` more.
+    `copy_per_s` are bytes copied within a rank, `host_per_s` those between a device and its host (None: it is its own
+    host, and computes with what lies in a file where it is). A message takes `latency_s` and travels at `bytes_per_s`.
+    Ranks are numbered node by node, `node_ranks` on each (None: all on one), and what goes to another node takes the
+    link `between`; `sums` is one of `SUMS`, and each of their messages takes `message_s` more.
     The ranks of a node share its `cores` (None: each has its own device) in turns of `slice_s`; with all of them busy,
     everything takes `contention` times as long, beside what its `Speed` says of that. A rank that waited goes on
     `wake_s` after what it waited for, and then computes `cold` times as long: caches hold what others used.
@@ -83,6 +84,7 @@ class Machine:
     weight_s: float = 0.0
     statistic_s: float = 0.0
     copy_per_s: float = math.inf
+    host_per_s: float | None = None
     latency_s: float = 0.0
     bytes_per_s: float = math.inf
     cores: int | None = None
@@ -173,6 +175,7 @@ class Machine:
             self.copy_per_s,
             self.contention,
             self.slice_s,
+            *([self.host_per_s] if self.host_per_s is not None else []),
             *(link.bytes_per_s for link in links),
         ]
         rates += [rate for each in speeds for rate in (each.per_s, each.back_per_s, each.crowded)]

@@ -53,30 +53,30 @@ QUARTER_8280 = Processor(
 SUMMIT = Node(
     "Summit",
     "OLCF's Summit: 6 V100 a node, two NVLink bricks of 25 GB/s a direction between two GPUs of a socket (assumed of "
-    "all pairs), dual-rail EDR InfiniBand, 25 GB/s a node, in a non-blocking fat tree.",
-    6, Link(SMALL_S, 50e9), Link(SMALL_S, 25e9),
+    "all pairs), as many to its processor, dual-rail EDR InfiniBand, 25 GB/s a node, in a non-blocking fat tree.",
+    6, Link(SMALL_S, 50e9), Link(SMALL_S, 25e9), 50e9,
 )  # fmt: skip
 LASSEN = Node(
     "Lassen",
     "LLNL's Lassen (IBM Power AC922): 4 V100 a node, three NVLink bricks of 25 GB/s a direction between two GPUs of a "
-    "socket (assumed of all pairs), dual-rail EDR InfiniBand, 25 GB/s a node.",
-    4, Link(SMALL_S, 75e9), Link(SMALL_S, 25e9),
+    "socket (assumed of all pairs), as many to its processor, dual-rail EDR InfiniBand, 25 GB/s a node.",
+    4, Link(SMALL_S, 75e9), Link(SMALL_S, 25e9), 75e9,
 )  # fmt: skip
 PITZER = Node(
     "Pitzer", "OSC's Pitzer: 2 V100 a node on PCIe 3.0 x16, 15.75 GB/s a direction, EDR InfiniBand, 12.5 GB/s a node.",
-    2, Link(SMALL_S, 15.75e9), Link(SMALL_S, 12.5e9),
+    2, Link(SMALL_S, 15.75e9), Link(SMALL_S, 12.5e9), 15.75e9,
 )  # fmt: skip
 DGX_A100 = Node(
     "DGX A100",
     "NVIDIA DGX A100 data sheet: 8 A100, NVLink of 600 GB/s in both directions together, eight HDR InfiniBand ports of "
-    "200 Gbit/s.",
-    8, Link(SMALL_S, 300e9), Link(SMALL_S, 200e9),
+    "200 Gbit/s, PCIe 4.0 x16 to the host, 31.5 GB/s a direction.",
+    8, Link(SMALL_S, 300e9), Link(SMALL_S, 200e9), 31.5e9,
 )  # fmt: skip
 DGX_H100 = Node(
     "DGX H100",
     "NVIDIA DGX H100 data sheet: 8 H100, NVLink of 900 GB/s in both directions together, eight NDR InfiniBand ports of "
-    "400 Gbit/s.",
-    8, Link(SMALL_S, 450e9), Link(SMALL_S, 400e9),
+    "400 Gbit/s, PCIe 5.0 x16 to the host, 63 GB/s a direction.",
+    8, Link(SMALL_S, 450e9), Link(SMALL_S, 400e9), 63e9,
 )  # fmt: skip
 DGX_H200 = replace(DGX_H100, name="DGX H200", source=DGX_H100.source.replace("H100", "H200"))
 FRONTERA = Node(

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from engines.comm.device import wait_for_stream
 from engines.comm.total import Total, all_reduce
 from engines.comm.world import World
 from engines.program.instructions import RunningStatistics, SumGradients, Update
+from engines.program.parcels import memory_for
 from engines.spatial.kernels import batch_statistics
 
 __all__ = ["SCALE", "Descent", "GradientSum", "Scheduler", "UpdateRules", "update_buffers"]
@@ -24,12 +26,16 @@ SCALE, GROWTH, BACKOFF, GOOD_STEPS = 2.0**16, 2.0, 0.5, 2000
 
 
 class GradientSum:
-    """The sum of some weights' gradients over a group of ranks, in one message; begun and finished in every step."""
+    """The sum of some weights' gradients over a group of ranks, in one message; begun and finished in every step.
+
+    It is made where messages lie: of a GPU that MPI does not reach, on the host.
+    """
 
     def __init__(self, weights: Mapping[str, Tensor], bucket: SumGradients, world: World) -> None:
         self.shared = [weights[name] for name in bucket.weights]
-        sizes = [weight.numel() for weight in self.shared]
-        self.flat = self.shared[0].new_empty(sum(sizes), requires_grad=False)
+        sizes, (first, *_) = [weight.numel() for weight in self.shared], self.shared
+        self.device = first.device
+        self.flat = memory_for(self.device, world)(sum(sizes) * first.itemsize).view(first.dtype)
         pairs = zip(self.shared, self.flat.split(sizes), strict=True)
         # Each lies as its weight does: copies and updates go straight through memory.
         self.sums = [part.as_strided(weight.shape, weight.stride()) for weight, part in pairs]
@@ -38,14 +44,15 @@ class GradientSum:
     def begin(self) -> Total:
         """Start to add up the gradients as they are now."""
         for weight, own in zip(self.shared, self.sums, strict=True):
-            own.zero_() if weight.grad is None else own.copy_(weight.grad)
+            own.zero_() if weight.grad is None else own.copy_(weight.grad, non_blocking=True)
+        wait_for_stream(self.device)
         return self.total.begin()
 
     def finish(self) -> None:
         """Wait for it, and give each weight its gradient."""
         self.total.wait()
         for weight, total in zip(self.shared, self.sums, strict=True):
-            weight.grad = total
+            weight.grad = total.to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from greenlet import greenlet
+from torch.utils._python_dispatch import _disable_current_modes
 
 from engines.comm.loopback import LoopbackWorld, Mail
+from engines.comm.waiting import others_turn
 from engines.errors import RankError
 
 __all__ = ["Relay"]
@@ -25,23 +27,45 @@ class _Pauses(Mail):
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
-        self.wanted_by: dict[int, Any] = {}
+        self.size, self.recovered, self.recovering = size, 0, 0
+        self.waits_for: dict[int, Callable[[], bool]] = {}
         self.before_rest: dict[int, Callable[[], object]] = {}
 
     def await_letter(self, place: Any) -> None:
-        if self.has(place):
-            return
-        (_, rank, _), _ = place
-        self.before_rest[rank]()
-        self.wanted_by[rank] = place
+        if not self.has(place):
+            (_, rank, _), _ = place
+            self._let_others(rank, lambda: self.failed or place in self.letters)
+            self._check()
+
+    def recover(self, rank: int) -> None:
+        """Throw away old letters once every rank is here."""
+        here = self.recovered
+        self.recovering += 1
+        if self.recovering == self.size:
+            self.recovered, self.recovering = here + 1, 0
+            self.clear()
+        else:
+            self._let_others(rank, lambda: self.recovered > here)
+
+    def _let_others(self, rank: int, until: Callable[[], bool]) -> None:
+        self.before_rest.get(rank, lambda: None)()
+        self.waits_for[rank] = until
         gradients = torch.is_grad_enabled()  # the thread's, and so everybody's
-        greenlet.getcurrent().parent.switch()
-        torch.set_grad_enabled(gradients)
-        del self.wanted_by[rank]
+        try:
+            with others_turn(), _disable_current_modes():  # as those are that look at each operator
+                greenlet.getcurrent().parent.switch()
+        finally:
+            torch.set_grad_enabled(gradients)
+            del self.waits_for[rank]
 
     def lets(self, rank: int) -> bool:
         """Whether there is nothing that a rank has to wait for."""
-        return rank not in self.wanted_by or self.has(self.wanted_by[rank])
+        return rank not in self.waits_for or self.waits_for[rank]()
+
+    def unread(self, rank: int) -> int:
+        """How many letters lie here for a rank."""
+        with self.arrived:
+            return sum(target == rank for (_, target, _), _ in self.letters)
 
 
 class Relay:
@@ -53,44 +77,51 @@ class Relay:
         self.worlds = [LoopbackWorld(rank, size, self._mail) for rank in range(size)]
 
     def enter(self, rank: int, before_rest: Callable[[], object], progress: Callable[[], Sequence[int]]) -> None:
-        """What a rank does before others run, and how far it has come: what is larger is further."""
+        """What a rank does before others run, and how far it has come: what is larger is further.
+
+        One that has not entered just rests; it has come the further, the more letters lie there for it.
+        """
         self._mail.before_rest[rank], self._progress[rank] = before_rest, progress
 
     def run(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The work of each rank to its end; what they return. The first failure ends all of them, and is raised."""
+        """The work of each rank to its end; what they return. The first failure ends all of them, and is raised.
+
+        Where all wait for each other, one of them is told so: it raises RankError where it waits.
+        """
         stacks = {rank: greenlet(work) for rank, work in enumerate(works)}
         results: dict[int, Any] = {}
         gradients = torch.is_grad_enabled()
         try:
             while len(results) < len(works):
-                rank = self._next(stacks.keys() - results.keys())
-                result = stacks[rank].switch()
+                rank, result = self._go_on(stacks, sorted(stacks.keys() - results.keys()))
                 torch.set_grad_enabled(gradients)
                 if stacks[rank].dead:
                     results[rank] = result
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # whoever looks at it later would hold what the tiles held
+            self._give_up(stacks)
             raise
         finally:
-            self._end(stacks)
             torch.set_grad_enabled(gradients)
         return [results[rank] for rank in range(len(works))]
 
-    def _next(self, ranks: set[int]) -> int:
-        """Of those that can go on, the one that has come furthest.
+    def _go_on(self, stacks: Mapping[int, greenlet], ranks: Sequence[int]) -> tuple[int, Any]:
+        """One of the ranks goes on, and rests or ends: who it was, and what it returned.
 
-        So a tile whose halo has come goes on with it, before another one begins what it will have to wait with.
-        What it waits with is put away; messages that nobody has read are not.
+        Of those that can, it is the one that has come furthest. So a tile whose halo has come goes on with it, before
+        another one begins what it will have to wait with. What it waits with is put away; messages that nobody has
+        read are not.
         """
-        able = [rank for rank in sorted(ranks) if self._mail.lets(rank)]
+        able = [rank for rank in ranks if self._mail.lets(rank)]
         if not able:
-            raise RankError(f"ranks {sorted(ranks)} all wait for each other: {dict(self._mail.wanted_by)}")
-        return max(able, key=lambda rank: self._progress[rank]())
+            return ranks[0], stacks[ranks[0]].throw(RankError(f"ranks {ranks} all wait for each other"))
+        rank = max(able, key=lambda rank: self._progress.get(rank, lambda: (self._mail.unread(rank),))())
+        return rank, stacks[rank].switch()
 
-    def _end(self, stacks: Mapping[int, greenlet]) -> None:
+    def _give_up(self, stacks: Mapping[int, greenlet]) -> None:
         """Nothing of a work that failed stays: no stack, and no letter."""
         for stack in stacks.values():
             with suppress(Exception):  # the first failure counts
                 stack.throw()
-        self._mail.wanted_by.clear()
+        self._mail.waits_for.clear()
         self._mail.clear()

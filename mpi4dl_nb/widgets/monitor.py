@@ -111,7 +111,7 @@ class Monitor(Instrument):
 
     def _gather(self, training: Training, total: int | None) -> None:
         self._training = training
-        self._gathered = Gathered(training.plan, training.cluster.backend == "loopback", total)
+        self._gathered = Gathered(training.plan, training.cluster.is_one_process, total)
 
     def _show(self) -> None:
         self._show_numbers(self.progress)

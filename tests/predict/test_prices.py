@@ -7,15 +7,19 @@ from dataclasses import replace
 import pytest
 from torch import Tensor, nn
 
+from engines.offload.least import LEAST_BYTES
 from engines.plan import Plan
+from engines.predict.actions import Work
 from engines.predict.classes import CLASSES, class_of, shape_of
-from engines.predict.cost import segment_work
+from engines.predict.cost import priced, segment_work
 from engines.predict.count import tally
 from engines.predict.machine import Machine, Speed
 from engines.predict.samples import Size, Timed, speeds, timed
 from engines.predict.tallies import OpTally, SegmentTally
 from engines.program.compile import compile_plan
 from engines.program.instructions import Phase
+from engines.spatial.moves import Move
+from engines.spatial.tiles import Span, Tile
 from engines.training import prepare
 from tests.predict.test_simulate import BYTE_PER_S, FORWARD, compute, ends, run, toy, transfer
 
@@ -109,3 +113,34 @@ def test_a_sample_is_as_crowded_as_all_ranks_found_it():
     assert found == {"pointwise": (Speed((100.0,), 200.0, 100.0, crowded=1.5),)}
     assert Machine("two", "an example", found, cores=2).crowded("pointwise", (50,)) == 1.5
     assert Machine("its own", "an example", found).crowded("pointwise", (50,)) == 1
+
+
+@pytest.mark.parametrize(
+    ("host_per_s", "takes_s"), [(None, [1 + 4, 2]), (LEAST_BYTES / 8, [1 + 8, 2 + 8])], ids=["a host", "a device"]
+)
+def test_what_is_away_is_carried_and_comes_back_where_it_cannot_be_read(host_per_s, takes_s):
+    """`LEAST_BYTES`, copied in 4 s; on the way to the host and back 8 s."""
+    program, counted = toy(0, [(compute("a"), FORWARD), (compute("a"), Phase.BACKWARD)], {"a": 1})
+    segment = replace(counted.ways[0].segments["a"], fresh={"kept": LEAST_BYTES, "small": LEAST_BYTES - 1})
+    counted.ways[0].segments["a"] = segment
+    machine = replace(BYTE_PER_S, copy_per_s=LEAST_BYTES / 4, host_per_s=host_per_s)
+    steps = priced(program, counted, machine, 1, again=False, away=True)
+    assert [sum(action.seconds for action in step) for step in steps] == takes_s
+
+
+def test_a_message_that_leaves_one_way_is_not_packed():
+    """The whole of the value, and so in a row; a part of several images is copied."""
+    slow = replace(BYTE_PER_S, copy_per_s=8.0)
+    program, counted = toy(0, [(transfer(0), FORWARD)], {})
+    assert _work_s(program, counted, slow) == 0
+    left = Tile(Span(0, 2), Span(0, 1))
+    cut = replace(
+        transfer(0), shape=(1, 1, 2, 2), own=Tile.whole(2, 2), sends=(Move(0, 1, left),)
+    )  # a column of two rows: 8 bytes
+    program, counted = toy(0, [(cut, FORWARD)], {})
+    assert _work_s(program, counted, slow) == 1
+
+
+def _work_s(program, counted, machine: Machine) -> float:
+    (actions,) = priced(program, counted, machine, 1, again=False)
+    return sum(action.seconds for action in actions if isinstance(action, Work))
