@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.comm.container import cores, memory_bytes
-from engines.comm.device import ranks_here
+from engines.comm.device import ranks_here, use_threads
 from engines.comm.world import Message, World
 from engines.layer.graph import Ref
 from engines.predict.machine import Machine
@@ -43,9 +43,9 @@ def calibrate(world: World, name: str = "this machine", rehearsal: Rehearsal | N
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        samples, alone = world.gather(_one_by_one(world, _alone))[0]
+        samples, spread, alone = world.gather(_one_by_one(world, _alone))[0]
         crowded = world.gather(timed(SIZES, turn=world.rank * _APART)) if world.size > 1 else []
-        known = speeds(samples, crowded, alone["call_s"], alone["back_call_s"], alone["cores"])
+        known = speeds(samples, spread, crowded, alone["call_s"], alone["back_call_s"], alone["cores"])
         latency_s, bytes_per_s = _messages(world)
         on_host = max(world.gather(ranks_here(world.size)))
         machine = Machine(
@@ -72,16 +72,29 @@ def _one_by_one(world: World, work: Callable[[], Any]) -> Any:
     return found
 
 
-def _alone() -> tuple[list[Timed], dict[str, Any]]:
+def _alone() -> tuple[list[Timed], list[Timed], dict[str, Any]]:
     chain_seconds(WARM_UP)
-    return timed(SIZES), {
-        **overheads(),
-        "weight_s": _weight_seconds(),
-        "statistic_s": _statistic_seconds(),
-        "copy_per_s": _copied_per_second(),
-        "cores": cores(),
-        "memory_bytes": memory_bytes(),
-    }
+    return (
+        timed(SIZES),
+        _on_all_cores(),
+        {
+            **overheads(),
+            "weight_s": _weight_seconds(),
+            "statistic_s": _statistic_seconds(),
+            "copy_per_s": _copied_per_second(),
+            "cores": cores(),
+            "memory_bytes": memory_bytes(),
+        },
+    )
+
+
+def _on_all_cores() -> list[Timed]:
+    """The samples again, each kernel shared out among all cores."""
+    use_threads(cores())
+    try:
+        return timed(SIZES, clock=time.perf_counter)
+    finally:
+        use_threads(1)
 
 
 def _copied_per_second() -> float:

@@ -95,14 +95,12 @@ def amount_of(op: OpTally) -> tuple[int, tuple[float, ...]]:
 
 def _forward(op: OpTally, machine: Machine, threads: int) -> Work:
     amount, at = amount_of(op)
-    seconds = machine.call_s + machine.threaded(machine.seconds(op.kind, amount, at), threads)
-    return Work(seconds, machine.crowded(op.kind, at))
+    return _kernel(machine, machine.call_s, threads, op.kind, amount, at)
 
 
 def _moved(size: int, machine: Machine, threads: int) -> Work:
     """A gradient is added to another one, or copied."""
-    seconds = machine.call_s + machine.threaded(machine.seconds("pointwise", size, (size,)), threads)
-    return Work(seconds, machine.crowded("pointwise", (size,)))
+    return _kernel(machine, machine.call_s, threads, "pointwise", size, (size,))
 
 
 def _back(op: OpTally, machine: Machine, threads: int) -> Work:
@@ -111,8 +109,16 @@ def _back(op: OpTally, machine: Machine, threads: int) -> Work:
     amount, at = amount_of(op)
     if op.kind in BY_ARITHMETIC:
         amount *= min(2, op.gradients)
-    seconds = machine.back_call_s + machine.threaded(machine.seconds(op.kind, amount, at, back=True), threads)
-    return Work(seconds, machine.crowded(op.kind, at))
+    return _kernel(machine, machine.back_call_s, threads, op.kind, amount, at, back=True)
+
+
+def _kernel(
+    machine: Machine, call_s: float, threads: int, kind: str, amount: float, at: Sequence[float], back: bool = False
+) -> Work:
+    seconds = machine.seconds(kind, amount, at, back)
+    if threads > 1:
+        seconds = machine.threaded(seconds, threads, machine.spread(kind, at))
+    return Work(call_s + seconds, machine.crowded(kind, at))
 
 
 @dataclass

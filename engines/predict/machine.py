@@ -24,7 +24,8 @@ class Speed:
     all others it is a byte read or written going forward, and `at` (bytes,). Backward is counted in units of forward.
     Of a machine known from its data sheet alone, these are what is never exceeded, `at` is empty, and `half` are the
     sizes, along each axis of `at`, each of which would by itself make it half as fast. With all cores at work it takes
-    `crowded` times as long: caches and the way to memory are shared.
+    `crowded` times as long: caches and the way to memory are shared. Shared out among all cores it takes `spread` times
+    as long as on one (0: as little as can be).
     """
 
     at: tuple[float, ...]
@@ -32,6 +33,7 @@ class Speed:
     back_per_s: float
     half: tuple[float, ...] = ()
     crowded: float = 1.0
+    spread: float = 0.0
 
     def rate(self, at: Sequence[float], back: bool) -> float:
         """Units in a second of work of a size, as far as `half` says how they depend on it.
@@ -67,7 +69,9 @@ class Machine:
     The ranks of a node share its `cores` (None: each has its own device) in turns of `slice_s`; with all of them busy,
     everything takes `contention` times as long, beside what its `Speed` says of that. A rank that waited goes on
     `wake_s` after what it waited for, and then computes `cold` times as long: caches hold what others used.
-    A kernel of several threads takes `thread_s` for each of them but the first: to share out, and to end together.
+    A kernel of several threads takes `thread_s` for each of them but the first, beside what its `Speed` says: to share
+    out, and to end together. Work is longer or shorter at random: of its time the share `jitter` is drawn each time by
+    an exponential law, so that those who wait for several ranks wait for the slowest.
     `memory_bytes` are a node's where ranks share its cores, else a device's. `ranks`: how many there were when it was
     measured.
     """
@@ -93,6 +97,7 @@ class Machine:
     wake_s: float = 0.0
     cold: float = 1.0
     thread_s: float = 0.0
+    jitter: float = 0.0
     memory_bytes: int | None = None
     ranks: int | None = None
     node_ranks: int | None = None
@@ -133,17 +138,29 @@ class Machine:
             return 1.0
         return _between(self.speeds[kind], at, lambda sample: sample.crowded)
 
-    def threaded(self, seconds: float, threads: int) -> float:
+    def spread(self, kind: str, at: Sequence[float]) -> float:
+        """How many times as long work of that class and size takes on all cores together as on one."""
+        if not self.cores or kind not in self.speeds:
+            return 0.0
+        least = 1 / self.cores
+        return _between(self.speeds[kind], at, lambda sample: max(least, sample.spread))
+
+    def threaded(self, seconds: float, threads: int, spread: float = 0.0) -> float:
         """What a kernel of one thread takes with several: each does its part, and they wait for each other.
 
-        A kernel that is too small for that is left to one of them.
+        A part of it is nobody's (Amdahl, 1967), which its `spread` over all cores tells. A kernel that is too small is
+        left to one of them.
 
         >>> machine = Machine("two cores", "an example", {}, cores=2, thread_s=0.5)
-        >>> machine.threaded(4.0, threads=2), machine.threaded(0.5, threads=2)
-        (2.5, 0.5)
+        >>> machine.threaded(4.0, threads=2), machine.threaded(0.5, threads=2), machine.threaded(4.0, 2, spread=0.75)
+        (2.5, 0.5, 3.5)
         """
         count = min(threads, self.cores or 1)
-        return seconds if count <= 1 else min(seconds, seconds / count + (count - 1) * self.thread_s)
+        if count <= 1:
+            return seconds
+        least = 1 / self.cores  # type: ignore[operator]
+        alone = max(0.0, (spread - least) / (1 - least))
+        return min(seconds, seconds * (alone + (1 - alone) / count) + (count - 1) * self.thread_s)
 
     def slowdown(self, busy: int, crowded: float = 1.0) -> float:
         """How much longer work takes while so many cores are busy; with all of them, `crowded` times `contention`.
@@ -168,7 +185,7 @@ class Machine:
         if not all(isinstance(text, str) for text in texts):
             raise TypeError("a name is no text")
         times = [self.call_s, self.back_call_s, self.instruction_s, self.weight_s, self.statistic_s, self.wake_s]
-        times += [self.exchange_s, self.sum_s, self.message_s, self.least_s, self.thread_s]
+        times += [self.exchange_s, self.sum_s, self.message_s, self.least_s, self.thread_s, self.jitter]
         links = [Link(self.latency_s, self.bytes_per_s), *([self.between] if self.between else [])]
         times += [link.latency_s for link in links] + [size for each in speeds for size in (*each.at, *each.half)]
         rates = [
@@ -180,7 +197,7 @@ class Machine:
         ]
         rates += [rate for each in speeds for rate in (each.per_s, each.back_per_s, each.crowded)]
         counts = [count for count in (self.cores, self.memory_bytes, self.ranks, self.node_ranks) if count is not None]
-        shares = [self.contention, self.cold, *(each.crowded for each in speeds)]
+        shares = [self.contention, self.cold, *(share for each in speeds for share in (each.crowded, each.spread))]
         if not all(0 <= time < math.inf for time in (*times, *shares)) or not all(n > 0 for n in (*rates, *counts)):
             raise ValueError("a number is negative, zero or none at all")
         if self.sums not in SUMS:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 from torch import nn
 
@@ -79,10 +80,13 @@ def _network() -> nn.Module:
 class Rehearsed:
     """Medians over steps: seconds of a step (of the slowest rank), and of each rank the processor's time from one of
     its instructions to the next, without looking for messages that had not come.
+
+    `jitter`: by which part of it that time is another one in the next step.
     """
 
     step_s: float
     spent_s: tuple[tuple[float, ...], ...]
+    jitter: float = 0.0
 
 
 _UNSEEN = Rehearsed(0.0, ())
@@ -107,12 +111,14 @@ class _Act:
         self.inputs = self.training.cut(batches(recipe, 0, steps=1)[0])
         self.steps: list[float] = []
         self.spent: list[list[float]] = []
+        self.apart: list[float] = []
 
     def play(self) -> None:
         """Some steps; the first ones bring back into caches what others have pushed out."""
         found = [self._step() for _ in range(_WARM_UP + _STEPS)][_WARM_UP:]
         self.steps += [step_s for step_s, _ in found]
         self.spent += [spent_s for _, spent_s in found]
+        self.apart += [_apart(one, other) for (_, one), (_, other) in pairwise(found)]
 
     def _step(self) -> tuple[float, list[float]]:
         self.world.rest()
@@ -123,8 +129,9 @@ class _Act:
 
     def seen(self) -> Rehearsed:
         """By all ranks; collective."""
-        found = self.world.gather((statistics.median(self.steps), _medians(self.spent)))
-        return Rehearsed(max(step_s for step_s, _ in found), tuple(spent_s for _, spent_s in found))
+        own = statistics.median(self.steps), _medians(self.spent), statistics.median(self.apart)
+        steps_s, spent_s, apart = zip(*self.world.gather(own), strict=True)
+        return Rehearsed(max(steps_s), spent_s, statistics.fmean(apart))
 
 
 def _spent_s(training: RankTraining) -> Iterator[float]:
@@ -139,6 +146,11 @@ def _spent_s(training: RankTraining) -> Iterator[float]:
 
 def _medians(steps: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(statistics.median(each) for each in zip(*steps, strict=True))
+
+
+def _apart(one_s: Sequence[float], other_s: Sequence[float]) -> float:
+    """How far the instructions of a step are from those of the next one; of an exponential law that is its mean."""
+    return sum(abs(one - other) for one, other in zip(one_s, other_s, strict=True)) / sum(other_s)
 
 
 def explained(machine: Machine, rehearsal: Rehearsal, seen: Sequence[Rehearsed]) -> Machine:
@@ -157,7 +169,7 @@ def explained(machine: Machine, rehearsal: Rehearsal, seen: Sequence[Rehearsed])
     machine = replace(bare, **_typical(tiled.over_s(bare)) | _typical(few.over_s(bare)))
     machine = _updating(replace(machine, cold=tiled.cold(machine)), played[:-1])
     if len(tiled.programs) > 1:
-        machine = tiled.as_long(machine, "wake_s")
+        machine = tiled.as_long(replace(machine, jitter=tiled.seen.jitter), "wake_s")
     return turns.as_long(machine, "thread_s")
 
 

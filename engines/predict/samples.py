@@ -90,9 +90,13 @@ class Timed:
         return statistics.median(self.backward)
 
 
-def timed(sizes: tuple[Size, ...], turn: int = 0) -> list[Timed]:
-    """Samples of all classes, of one thread or as many as are set; `turn` says with which chain it begins."""
-    chains = [_Chain(list(_calls(size))) for size in sizes] + [_Chain([_convolution(each)]) for each in CONVOLUTIONS]
+def timed(sizes: tuple[Size, ...], turn: int = 0, clock: Callable[[], float] = time.thread_time) -> list[Timed]:
+    """Samples of all classes, of one thread or as many as are set; `turn` says with which chain it begins.
+
+    By the clock of one thread, which knows nothing of others that work for it, or another one.
+    """
+    calls = [list(_calls(size)) for size in sizes] + [[_convolution(each)] for each in CONVOLUTIONS]
+    chains = [_Chain(each, clock) for each in calls]
     first = turn % len(chains)
     for _ in range(_ROUNDS):
         for chain in (*chains[first:], *chains[:first]):
@@ -101,16 +105,22 @@ def timed(sizes: tuple[Size, ...], turn: int = 0) -> list[Timed]:
 
 
 def speeds(
-    alone: Sequence[Timed], crowded: Sequence[Sequence[Timed]], call_s: float, back_call_s: float, cores: int
+    alone: Sequence[Timed],
+    spread: Sequence[Timed],
+    crowded: Sequence[Sequence[Timed]],
+    call_s: float,
+    back_call_s: float,
+    cores: int,
 ) -> dict[str, tuple[Speed, ...]]:
-    """The speeds of the samples that one rank timed alone, and then all of them at once; without what calls take.
+    """The speeds of the samples that one rank timed alone, on one core and on all, and then all ranks at once.
 
-    Fewer ranks than cores crowd each other less than as many would: a neighbour counts as much as any other.
+    Without what calls take. Fewer ranks than cores crowd each other less than as many would: a neighbour counts as
+    much as any other.
     """
     found: dict[str, list[Speed]] = defaultdict(list)
     more = max(1.0, (cores - 1) / max(1, len(crowded) - 1))
-    for sample, *others in zip(alone, *crowded, strict=True):
-        found[sample.op.kind].append(_speed(sample, others, call_s, back_call_s, more))
+    for sample, shared, *others in zip(alone, spread, *crowded, strict=True):
+        found[sample.op.kind].append(_speed(sample, shared, others, call_s, back_call_s, more))
     return {kind: tuple(samples) for kind, samples in found.items()}
 
 
@@ -133,16 +143,20 @@ def median_seconds(work: Callable[[], object], times: int = 5, clock: Callable[[
     return statistics.median(found)
 
 
-def _speed(alone: Timed, crowded: Sequence[Timed], call_s: float, back_call_s: float, more: float) -> Speed:
+def _speed(
+    alone: Timed, spread: Timed, crowded: Sequence[Timed], call_s: float, back_call_s: float, more: float
+) -> Speed:
     amount, at = amount_of(alone.op)
     back_amount = amount * (2 if alone.op.kind in BY_ARITHMETIC else 1)  # the gradients of values, and of weights
     own_s, own_back_s = _without(alone.forward_s, call_s), _without(alone.back_s, back_call_s)
+    shared_s = _without(spread.forward_s, call_s) + _without(spread.back_s, back_call_s)
     slower = [(each.forward_s + each.back_s) / (alone.forward_s + alone.back_s) for each in crowded]
     return Speed(
         tuple(map(float, at)),
         amount / own_s,
         back_amount / own_back_s,
         crowded=1 + more * (max(1.0, statistics.median(slower)) - 1) if slower else 1.0,
+        spread=shared_s / (own_s + own_back_s),
     )
 
 

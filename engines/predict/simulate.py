@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 
 from engines.errors import PlanError
 from engines.predict.actions import Action, Await, Fetch, Finish, Join, Post, Work
@@ -77,6 +78,7 @@ class _Lane:
 
     def __post_init__(self) -> None:
         self.rank = self.program.rank + self.shift
+        self.random = Random(self.rank)  # the same in each simulation
 
     @property
     def done(self) -> bool:
@@ -184,7 +186,7 @@ class _Simulation:
         """Whether the rank can go on at once; otherwise it will be told when."""
         match action:
             case Work():
-                return self._work(lane.rank, action)
+                return self._work(lane, action)
             case Post(route, count):
                 self._post(_moved(route, lane.shift), count)
                 return True
@@ -192,16 +194,18 @@ class _Simulation:
                 return self._await(lane.rank, _moved(route, lane.shift))
             case Fetch(route, count):
                 here = self.machine.copies_messages(*_moved(route, lane.shift)[:2])
-                return not here or self._work(lane.rank, Work(count / self.machine.bytes_per_s))
+                return not here or self._work(lane, Work(count / self.machine.bytes_per_s))
             case Join():
                 self._join(self._sum(lane, action))
                 return True
             case Finish():
                 return self._finish(lane.rank, self._sum(lane, action))
 
-    def _work(self, rank: int, work: Work) -> bool:
+    def _work(self, lane: _Lane, work: Work) -> bool:
         if work.seconds > 0:
-            self.processors.start(rank, work, self.now)
+            jitter = self.machine.jitter
+            drawn = work.times(1 - jitter + jitter * lane.random.expovariate(1.0)) if jitter else work
+            self.processors.start(lane.rank, drawn, self.now)
         return work.seconds <= 0
 
     def _await(self, rank: int, route: Route) -> bool:

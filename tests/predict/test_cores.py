@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from engines.layer.graph import TensorSpec
 from engines.predict.actions import Work
 from engines.predict.cores import RunQueue
 from engines.predict.simulate import simulate
+from engines.program.instructions import AllReduce
 from tests.predict.test_simulate import BYTE_PER_S, FORWARD, compute, ends, toy, transfer
 
 TWO = replace(BYTE_PER_S, cores=2, slice_s=100.0)
@@ -67,3 +69,17 @@ def test_what_is_bound_by_memory_suffers_more_from_others_than_what_is_not():
     assert queue.next_end() == 3.0
     assert list(queue.ended(3.0)) == [1]
     assert queue.next_end() == 4.0  # a third is done, and the rest goes on alone
+
+
+def test_whoever_waits_for_several_waits_for_the_slowest():
+    """Work that is longer or shorter at random takes as long on average, and a rank that hears of all others longer."""
+    works = [(compute(name), FORWARD) for name in map(str, range(400))]
+    alone = toy(0, works, {item.name: 1 for item, _ in works})
+    shaky = replace(BYTE_PER_S, jitter=0.5)
+    assert run(shaky, alone).seconds == pytest.approx(400, rel=0.1)
+    assert run(shaky, alone).seconds == run(shaky, alone).seconds
+    total = AllReduce("sum", "x", "y", TensorSpec((1, 2), "float32"), (0, 1, 2, 3), True)
+    meeting = [toy(rank, [*works[:1], (total, FORWARD)] * 40, {"0": 1}) for rank in range(4)]
+    quick = replace(BYTE_PER_S, latency_s=0.0, bytes_per_s=1e9)
+    assert run(quick, *meeting).seconds == pytest.approx(40)
+    assert run(replace(quick, jitter=0.5), *meeting).seconds == pytest.approx(40 * 1.54, rel=0.1)  # the slowest of four

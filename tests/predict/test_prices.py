@@ -109,8 +109,10 @@ def test_a_sample_is_as_crowded_as_all_ranks_found_it():
     def taken(seconds: float) -> Timed:
         return Timed(OpTally("aten.relu.default", "pointwise", 0, 100), [seconds] * 3, [seconds] * 3)
 
-    found = speeds([taken(1.0)], [[taken(1.2)], [taken(1.5)], [taken(2.0)]], call_s=0.5, back_call_s=0.0, cores=2)
-    assert found == {"pointwise": (Speed((100.0,), 200.0, 100.0, crowded=1.5),)}
+    crowded = [[taken(1.2)], [taken(1.5)], [taken(2.0)]]
+    found = speeds([taken(1.0)], [taken(0.75)], crowded, call_s=0.5, back_call_s=0.0, cores=2)
+    assert found == {"pointwise": (Speed((100.0,), 200.0, 100.0, crowded=1.5, spread=2 / 3),)}  # 0.25 + 0.75 of 0.5 + 1
+    assert Machine("two", "an example", found, cores=2).spread("pointwise", (50,)) == pytest.approx(2 / 3)
     assert Machine("two", "an example", found, cores=2).crowded("pointwise", (50,)) == 1.5
     assert Machine("its own", "an example", found).crowded("pointwise", (50,)) == 1
 

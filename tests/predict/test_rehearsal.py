@@ -14,7 +14,7 @@ from engines.predict.rehearsal import Programs, Rehearsal, Rehearsed, explained
 from tests.predict.test_simulate import FLAT
 
 RANKS = 4
-FOUND = ("contention", "instruction_s", "exchange_s", "sum_s", "cold", "wake_s", "thread_s")
+FOUND = ("jitter", "contention", "instruction_s", "exchange_s", "sum_s", "cold", "wake_s", "thread_s")
 REAL = replace(
     FLAT,
     cores=2,
@@ -26,6 +26,7 @@ REAL = replace(
     cold=1.2,
     wake_s=1.5e-4,
     thread_s=2e-3,
+    jitter=0.1,
 )
 
 
@@ -37,7 +38,7 @@ def rehearsal():
 def played(machine: Machine, *act) -> Rehearsed:
     """As ranks of such a machine would measure themselves: the processor works `contention` times as long."""
     programs = Programs(*act)
-    return Rehearsed(programs.seconds(machine), tuple(map(tuple, programs.work_s(machine))))
+    return Rehearsed(programs.seconds(machine), tuple(map(tuple, programs.work_s(machine))), machine.jitter)
 
 
 def test_what_ranks_would_measure_leads_back_to_their_machine(rehearsal):
