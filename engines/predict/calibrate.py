@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -187,14 +188,20 @@ def _messages(world: World) -> tuple[float, float]:
     """Latency, and bytes in a second, of messages to a neighbour and back while all ranks send."""
     if world.size == 1:
         return 0.0, float("inf")
-    small, large = (_ring_seconds(world, count) for count in (1 << 10, _LARGE_BYTES))
+    small, large = _ring_seconds(world, 1 << 10, 1), _ring_seconds(world, _LARGE_BYTES, _BLOCKS)
     means = [sum(found) / world.size for found in zip(*world.gather((small, large)), strict=True)]
     return means[0], _LARGE_BYTES / max(1e-9, means[1] - means[0])
 
 
-def _ring_seconds(world: World, count_bytes: int) -> float:
+def _ring_seconds(world: World, count_bytes: int, blocks: int) -> float:
+    """Of a message to the right and one from the left, between so many blocks in turn: large values lie in no cache."""
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    out, into = torch.zeros(count_bytes, dtype=torch.uint8), torch.zeros(count_bytes, dtype=torch.uint8)
-    turn = world.prepare([Message(right, 2, out)], [Message(left, 2, into)])
+    out, into = (torch.zeros(blocks, count_bytes, dtype=torch.uint8) for _ in range(2))
+    turns = cycle(
+        [
+            world.prepare([Message(right, 2, there)], [Message(left, 2, here)])
+            for there, here in zip(out, into, strict=True)
+        ]
+    )
     world.rest()
-    return median_seconds(lambda: turn().wait(), _ROUNDS, time.perf_counter)
+    return median_seconds(lambda: next(turns)().wait(), max(blocks, _ROUNDS), time.perf_counter)
