@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 
 from scipy.stats import kendalltau
@@ -155,18 +156,40 @@ def _memory(pairs: Pairs) -> dict[str, float]:
 
 
 def _time(pairs: Pairs) -> dict[str, float]:
-    """How far off predictions are, how alike their order is to the measured one, and that one's halves."""
+    """How far off predictions are, how alike their order is to the measured one, and that one's halves.
+
+    `kendall_tau_where_sure` is of those pairs of plans alone that both halves of the measurements order alike.
+    """
     errors = [abs(found.seconds / row.median_s - 1) for row, found in pairs]
-    halves = (
-        [row.seconds[: len(row.seconds) // 2] for row, _ in pairs],
-        [row.seconds[len(row.seconds) // 2 :] for row, _ in pairs],
-    )
+    predicted_s = [found.seconds for _, found in pairs]
+    first_s, second_s = ([statistics.median(half(row.seconds)) for row, _ in pairs] for half in (_first, _second))
     return {
         "time_median": round(statistics.median(errors), 4),
         "time_worst": round(max(errors), 4),
-        "kendall_tau": _tau([found.seconds for _, found in pairs], [row.median_s for row, _ in pairs]),
-        "kendall_tau_of_halves": _tau(*([statistics.median(seconds) for seconds in half] for half in halves)),
+        "kendall_tau": _tau(predicted_s, [row.median_s for row, _ in pairs]),
+        "kendall_tau_of_halves": _tau(first_s, second_s),
+        "kendall_tau_where_sure": _tau_where_sure(predicted_s, first_s, second_s),
     }
+
+
+def _first(seconds: Sequence[float]) -> Sequence[float]:
+    return seconds[: len(seconds) // 2]
+
+
+def _second(seconds: Sequence[float]) -> Sequence[float]:
+    return seconds[len(seconds) // 2 :]
+
+
+def _tau_where_sure(ours: Sequence[float], *theirs: Sequence[float]) -> float:
+    """Of the pairs in whose order all of `theirs` agree.
+
+    >>> _tau_where_sure([1, 2, 3], [1, 2, 3], [1, 3, 2])
+    1.0
+    """
+    plans = list(zip(ours, *theirs, strict=True))
+    orders = [[a < b for a, b in zip(one, other, strict=True)] for one, other in combinations(plans, 2)]
+    right = [mine == known[0] for mine, *known in orders if len(set(known)) == 1]
+    return round(2 * statistics.fmean(right) - 1, 3)
 
 
 def _tau(ours: Sequence[float], theirs: Sequence[float]) -> float:
