@@ -159,7 +159,9 @@ class _Pricing:
             case Compute() as segment:
                 tally = self._way(step).segments[segment.name]
                 work = self.prices.of(tally, self.threads, step.phase, self.again)
-                yield work.times(self.machine.cold) if waited else work
+                if waited and work.seconds:
+                    yield self._copied(min(self.machine.cold_bytes, sum(op.bytes for op in tally.ops)))
+                yield work
                 if self.away:
                     yield self._carried(sum(size for size in tally.fresh.values() if size >= LEAST_BYTES), step.phase)
             case Exchange() as exchange:

@@ -68,7 +68,8 @@ class Machine:
     link `between`; `sums` is one of `SUMS`, and each of their messages takes `message_s` more.
     The ranks of a node share its `cores` (None: each has its own device) in turns of `slice_s`; with all of them busy,
     everything takes `contention` times as long, beside what its `Speed` says of that. A rank that waited goes on
-    `wake_s` after what it waited for, and then computes `cold` times as long: caches hold what others used.
+    `wake_s` after what it waited for, and then finds its caches cold: of what its next segment reads and writes, up to
+    `cold_bytes` are copied first.
     A kernel of several threads takes `thread_s` for each of them but the first, beside what its `Speed` says: to share
     out, and to end together. Work is longer or shorter at random: of its time the share `jitter` is drawn each time by
     an exponential law, so that those who wait for several ranks wait for the slowest.
@@ -95,7 +96,7 @@ class Machine:
     contention: float = 1.0
     slice_s: float = 3e-3
     wake_s: float = 0.0
-    cold: float = 1.0
+    cold_bytes: float = 0.0
     thread_s: float = 0.0
     jitter: float = 0.0
     memory_bytes: int | None = None
@@ -197,7 +198,11 @@ class Machine:
         ]
         rates += [rate for each in speeds for rate in (each.per_s, each.back_per_s, each.crowded)]
         counts = [count for count in (self.cores, self.memory_bytes, self.ranks, self.node_ranks) if count is not None]
-        shares = [self.contention, self.cold, *(share for each in speeds for share in (each.crowded, each.spread))]
+        shares = [
+            self.contention,
+            self.cold_bytes,
+            *(share for each in speeds for share in (each.crowded, each.spread)),
+        ]
         if not all(0 <= time < math.inf for time in (*times, *shares)) or not all(n > 0 for n in (*rates, *counts)):
             raise ValueError("a number is negative, zero or none at all")
         if self.sums not in SUMS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -31,6 +31,7 @@ _STRIP_PX, _WIDTH_PX = 128, 128
 _LARGEST_PX, _LARGE_PX, _SMALL_PX = 320, 160, 32
 _MOST_STAGES = 8
 _TURNS, _WARM_UP, _STEPS = 6, 2, 6
+_CACHE_BYTES = 1 << 24  # of one core's work no cache is larger
 _NO_WORSE = 0.5  # than samples say: a training may share the cores better than they did
 _OVERHEADS = {"compute": "instruction_s", "halo": "exchange_s", "all-reduce": "sum_s"}
 
@@ -162,12 +163,12 @@ def explained(machine: Machine, rehearsal: Rehearsal, seen: Sequence[Rehearsed])
     alone has nobody to share with.
     """
     tiled, many, few, turns = played = [Programs(*act, each) for act, each in zip(rehearsal.acts, seen, strict=True)]
-    bare = replace(machine, contention=1.0, cold=1.0, **dict.fromkeys(_OVERHEADS.values(), 0.0))
+    bare = replace(machine, contention=1.0, cold_bytes=0.0, **dict.fromkeys(_OVERHEADS.values(), 0.0))
     if len(few.programs) > 1:
         longer = (many.taken_s() - few.taken_s()) / (many.total_s(bare) - few.total_s(bare))
         bare = replace(bare, contention=max(_NO_WORSE, longer))
     machine = replace(bare, **_typical(tiled.over_s(bare)) | _typical(few.over_s(bare)))
-    machine = _updating(replace(machine, cold=tiled.cold(machine)), played[:-1])
+    machine = _updating(replace(machine, cold_bytes=tiled.cold_bytes(machine)), played[:-1])
     if len(tiled.programs) > 1:
         machine = tiled.as_long(replace(machine, jitter=tiled.seen.jitter), "wake_s")
     return turns.as_long(machine, "thread_s")
@@ -185,6 +186,15 @@ def _updating(machine: Machine, played: Sequence[Programs]) -> Machine:
     work_s, rest_s = (sum(each.total_s(of, "update") for each in played) for of in (machine, rest))
     longer = max(0.0, taken_s - rest_s) / (work_s - rest_s) if work_s > rest_s else 1.0
     return replace(machine, weight_s=longer * machine.weight_s, statistic_s=longer * machine.statistic_s)
+
+
+def _found(most: float, is_too_little: Callable[[float], bool]) -> float:
+    """The number between 0 and `most` up to which it is too little."""
+    low, high = 0.0, most
+    for _ in range(15):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_too_little(middle) else (low, middle)
+    return low
 
 
 @dataclass
@@ -235,20 +245,16 @@ class Programs:
                     found[name].append((taken_s - work_s) / slower)
         return found
 
-    def cold(self, machine: Machine) -> float:
-        """How many times as long work behind a wait took as on a machine to which that makes no difference."""
-        warm_s = self.total_s(machine, "compute")
-        again_s = self.total_s(replace(machine, cold=2.0), "compute") - warm_s  # all of such work
-        return 1 + max(0.0, self.taken_s("compute") - warm_s) / again_s if again_s else 1.0
+    def cold_bytes(self, machine: Machine) -> float:
+        """What a rank that waited must have found in no cache, if its work behind that took as long as it did."""
+        taken_s = self.taken_s("compute")
+        return _found(_CACHE_BYTES, lambda size: self.total_s(replace(machine, cold_bytes=size), "compute") < taken_s)
 
     def as_long(self, machine: Machine, name: str) -> Machine:
         """The machine with so much of `name` that a step takes as long as it did, as far as that explains it."""
-        low_s, high_s = 0.0, self.seen.step_s / len(_WIDTHS) / _DEPTH
-        for _ in range(12):
-            middle_s = (low_s + high_s) / 2
-            too_fast = self.seconds(replace(machine, **{name: middle_s})) < self.seen.step_s
-            low_s, high_s = (middle_s, high_s) if too_fast else (low_s, middle_s)
-        return replace(machine, **{name: low_s})
+        most_s, step_s = self.seen.step_s / len(_WIDTHS) / _DEPTH, self.seen.step_s
+        found_s = _found(most_s, lambda each_s: self.seconds(replace(machine, **{name: each_s})) < step_s)
+        return replace(machine, **{name: found_s})
 
     def seconds(self, machine: Machine) -> float:
         """Of a step of all ranks."""

@@ -146,3 +146,13 @@ def test_a_message_that_leaves_one_way_is_not_packed():
 def _work_s(program, counted, machine: Machine) -> float:
     (actions,) = priced(program, counted, machine, 1, again=False)
     return sum(action.seconds for action in actions if isinstance(action, Work))
+
+
+@pytest.mark.parametrize(("cold_bytes", "more_s"), [(0, 0), (1, 0.25), (9, 0.5)])
+def test_who_has_waited_finds_its_caches_cold_as_far_as_they_reach(cold_bytes, more_s):
+    """Work on two bytes, copied at four a second; nobody has waited before the one behind it."""
+    works = [(transfer(1), FORWARD), (compute("a"), FORWARD), (compute("b"), FORWARD)]
+    program, counted = toy(1, works, {"a": 2, "b": 2})
+    machine = replace(BYTE_PER_S, copy_per_s=4.0, cold_bytes=cold_bytes)
+    _, first, second = priced(program, counted, machine, 1, again=False)
+    assert [sum(action.seconds for action in step) for step in (first, second)] == [2 + more_s, 2]

@@ -14,7 +14,7 @@ from engines.predict.rehearsal import Programs, Rehearsal, Rehearsed, explained
 from tests.predict.test_simulate import FLAT
 
 RANKS = 4
-FOUND = ("jitter", "contention", "instruction_s", "exchange_s", "sum_s", "cold", "wake_s", "thread_s")
+FOUND = ("jitter", "contention", "instruction_s", "exchange_s", "sum_s", "cold_bytes", "wake_s", "thread_s")
 REAL = replace(
     FLAT,
     cores=2,
@@ -23,7 +23,8 @@ REAL = replace(
     instruction_s=6e-5,
     exchange_s=2e-4,
     sum_s=1e-4,
-    cold=1.2,
+    cold_bytes=1e5,
+    copy_per_s=1e9,
     wake_s=1.5e-4,
     thread_s=2e-3,
     jitter=0.1,
@@ -43,7 +44,7 @@ def played(machine: Machine, *act) -> Rehearsed:
 
 def test_what_ranks_would_measure_leads_back_to_their_machine(rehearsal):
     seen = [played(REAL, *act) for act in rehearsal.acts]
-    blank = replace(FLAT, cores=2, slice_s=REAL.slice_s)
+    blank = replace(FLAT, cores=2, slice_s=REAL.slice_s, copy_per_s=REAL.copy_per_s)
     found = explained(blank, rehearsal, seen)
     for name in FOUND:
         assert getattr(found, name) == pytest.approx(getattr(REAL, name), rel=0.1), name
