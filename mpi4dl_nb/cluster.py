@@ -45,7 +45,8 @@ class Cluster:
 
     `backend="mpi"` starts them as MPI processes, `"loopback"` as threads of this process: at once and without
     MPI, but slower at work. `"in_turn"` has one thread for all of them, in which a rank goes on where another one
-    waits: with a plan of `offload_activations` one machine, or one GPU, trains images far beyond its memory.
+    waits: with a plan of `offload_activations` that one has its activations in memory, and the others theirs in a file.
+    (Code that looks again and again for a message, rather than wait for it, gets none so.)
     `"auto"` takes MPI where this machine has one, and memory for so many processes, else threads;
     `cluster.backend` tells which. After a failure the ranks are ready for the next call, unless one has died: then
     `dead` says so, and `heal()` helps.

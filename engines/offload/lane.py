@@ -74,6 +74,10 @@ class ShelvedLane(Lane):
             if name in self.leaves and self.leaves[name].grad is not None:
                 yield self.leaves[name].grad
 
+    def put_away(self) -> None:
+        """Others compute meanwhile: what it has made and added to goes into the file, but for what is in use."""
+        self.shelf.put_away(self.touched())
+
     def at_hand(self, tensor: Tensor) -> Tensor:
         """The same tensor, brought back to where it is computed with."""
         self.shelf.use([tensor])

@@ -188,7 +188,7 @@ def _messages(world: World) -> tuple[float, float]:
     """Latency, and bytes in a second, of messages to a neighbour and back while all ranks send."""
     if world.size == 1:
         return 0.0, float("inf")
-    small, large = _ring_seconds(world, 1 << 10, 1), _ring_seconds(world, _LARGE_BYTES, _BLOCKS)
+    small, large = _ring_seconds(world, 1 << 10, 1), _ring_seconds(world, _LARGE_BYTES, _BLOCKS // 2)
     means = [sum(found) / world.size for found in zip(*world.gather((small, large)), strict=True)]
     return means[0], _LARGE_BYTES / max(1e-9, means[1] - means[0])
 

@@ -205,6 +205,8 @@ class Machine:
         ]
         if not all(0 <= time < math.inf for time in (*times, *shares)) or not all(n > 0 for n in (*rates, *counts)):
             raise ValueError("a number is negative, zero or none at all")
+        if self.jitter > 1:
+            raise ValueError(f"jitter is {self.jitter}, but is a part of the time")
         if self.sums not in SUMS:
             raise ValueError(f"sums is {self.sums!r}, which is none of {', '.join(SUMS)}")
         if not all(isinstance(count, int) for count in counts):

@@ -151,7 +151,7 @@ def _medians(steps: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 def _apart(one_s: Sequence[float], other_s: Sequence[float]) -> float:
     """How far the instructions of a step are from those of the next one; of an exponential law that is its mean."""
-    return sum(abs(one - other) for one, other in zip(one_s, other_s, strict=True)) / sum(other_s)
+    return min(1.0, sum(abs(one - other) for one, other in zip(one_s, other_s, strict=True)) / sum(other_s))
 
 
 def explained(machine: Machine, rehearsal: Rehearsal, seen: Sequence[Rehearsed]) -> Machine:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -95,6 +95,9 @@ class Lane:
         """One of its tensors, where it can be looked at."""
         return tensor
 
+    def put_away(self) -> None:
+        """Nothing is computed with what it holds for a while."""
+
     def end(self) -> None:
         """Keep only what outlives the step."""
         kept = self.way.lasting | self.inputs.keys()
@@ -143,7 +146,7 @@ class Lane:
         else:
             self._one_way(segment, roots, grads, phase)
         if phase is not Phase.WEIGHTS:
-            self._part_gradients(segment)
+            self._part_gradients(segment, self._late.get(segment.name, ((), ()))[1])
         return 0
 
     def _roots(self, segment: Compute) -> tuple[list[Tensor], list[Tensor]]:
@@ -175,18 +178,18 @@ class Lane:
             torch.autograd.backward(roots, grads, inputs=inputs, retain_graph=True)
         self._late[segment.name] = roots, grads
 
-    def _part_gradients(self, segment: Compute) -> None:
-        """Give each leaf a gradient of its own.
+    def _part_gradients(self, segment: Compute, kept: Sequence[Tensor]) -> None:
+        """Give each leaf a gradient of its own, which is no weight's either, nor one `kept` for those of the weights.
 
-        Autograd may leave two leaves with one buffer (where both reach a sum through views); whatever is added to
-        one of them later would be added to both.
+        Autograd may leave two with one buffer (where both reach a sum through views); whatever is added to one of them
+        later would be added to both, or to a message that is leaving.
         """
-        seen: set[int] = set()
+        weights = (weight.grad for weight in self.tools.segments[segment.name].trained)
+        seen = {_address(grad) for grad in (*weights, *kept) if grad is not None}
         for leaf in self._inputs(segment):
             if leaf.grad is not None:
-                address = leaf.grad.untyped_storage().data_ptr()
-                leaf.grad = leaf.grad.clone() if address in seen else leaf.grad
-                seen.add(address)
+                leaf.grad = leaf.grad.clone() if _address(leaf.grad) in seen else leaf.grad
+                seen.add(_address(leaf.grad))
 
     def _inputs(self, segment: Compute) -> list[Tensor]:
         """What a segment has read, as far as backward asks for it."""
@@ -248,3 +251,8 @@ class Lane:
         under_way.wait()
         source.grad = total if source.grad is None else source.grad.add_(total)
         return under_way.sent_bytes
+
+
+def _address(tensor: Tensor) -> int:
+    """Of the memory that it lies in."""
+    return tensor.untyped_storage().data_ptr()

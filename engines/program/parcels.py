@@ -105,7 +105,8 @@ def _bare(exchange: Exchange, move: Move, whole: Tensor | None, world: World) ->
     peer, index = _end(exchange, move)
     pixels = whole.data[index]  # by `data`: packing is no change that autograd counts
     ordered = pixels.permute(0, 2, 3, 1) if _is_image(pixels.shape) else pixels
-    return Parcel(peer, index, ordered.view(-1), pixels) if ordered.is_contiguous() else None
+    as_stored = ordered.is_contiguous() and not (ordered.is_conj() or ordered.is_neg())
+    return Parcel(peer, index, ordered.view(-1), pixels) if as_stored else None
 
 
 def _slices(arena: Tensor) -> Callable[[int], Tensor]:

@@ -21,8 +21,9 @@ Lookup = Callable[[dict[str, Any]], Any]
 class Segment:
     """Calls a segment's kernels in order; `owned` are the rank's weights and buffers.
 
-    `late` are the weights whose gradients may be computed after the inputs': all of a segment with a matrix or kernel
-    among them. Those of a norm cost nothing by themselves, and kernels exist that cannot leave the input out.
+    `trained` are the weights that backward gives gradients; `late` those whose gradients may be computed after the
+    inputs': all of a segment with a matrix or kernel among them. Those of a norm cost nothing by themselves, and
+    kernels exist that cannot leave the input out.
 
     `rooms` says where values may be made so that the exchange that reads them need not copy them.
     """
@@ -30,8 +31,8 @@ class Segment:
     def __init__(self, segment: Compute, owned: Mapping[str, Tensor], rooms: Mapping[str, Room] | None = None) -> None:
         self.inputs, self.outputs, self.owned = segment.inputs, segment.outputs, owned
         read = {name for op in segment.ops for name in op.reads}
-        trained = [owned[name] for name in sorted(read & owned.keys()) if _is_trained(owned[name])]
-        self.late = trained if any(weight.dim() > 1 for weight in trained) else []
+        self.trained = [owned[name] for name in sorted(read & owned.keys()) if _is_trained(owned[name])]
+        self.late = self.trained if any(weight.dim() > 1 for weight in self.trained) else []
         over = in_place(segment)
         plain = [kernel(IN_PLACE[op.kernel] if op.out in over else op.kernel) for op in segment.ops]
         self.calls = [

@@ -43,6 +43,7 @@ class GradientSum:
 
     def begin(self) -> Total:
         """Start to add up the gradients as they are now."""
+        wait_for_stream(self.device)  # the last sum has been read
         for weight, own in zip(self.shared, self.sums, strict=True):
             own.zero_() if weight.grad is None else own.copy_(weight.grad, non_blocking=True)
         wait_for_stream(self.device)

@@ -144,6 +144,11 @@ class Worker:
         self.helping_s += time.perf_counter() - start_s
         return step
 
+    def put_away(self) -> None:
+        """Let what its micro-batches hold lie where they put it while nothing is computed with it, if they do."""
+        for lane in self.lanes.values():
+            lane.put_away()
+
     def peek(self, name: str, micro_batch: int | None = None) -> Tensor:
         """This rank's part of a live value, of the micro-batch that is (or was last) worked on unless one is named.
 

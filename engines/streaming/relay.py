@@ -41,14 +41,17 @@ class _Pauses(Mail):
         """Throw away old letters once every rank is here."""
         here = self.recovered
         self.recovering += 1
-        if self.recovering == self.size:
-            self.recovered, self.recovering = here + 1, 0
-            self.clear()
-        else:
-            self._let_others(rank, lambda: self.recovered > here)
+        try:
+            if self.recovering == self.size:
+                self.recovered += 1
+                self.clear()
+            else:
+                self._let_others(rank, lambda: self.recovered > here)
+        finally:
+            self.recovering -= 1
 
     def _let_others(self, rank: int, until: Callable[[], bool]) -> None:
-        self.before_rest.get(rank, lambda: None)()
+        self.before_rest[rank]()
         self.waits_for[rank] = until
         gradients = torch.is_grad_enabled()  # the thread's, and so everybody's
         try:
@@ -75,13 +78,18 @@ class Relay:
         self._mail = _Pauses(size)
         self._progress: dict[int, Callable[[], Sequence[int]]] = {}
         self.worlds = [LoopbackWorld(rank, size, self._mail) for rank in range(size)]
+        for rank in range(size):
+            self.enter(rank, lambda: None)
 
-    def enter(self, rank: int, before_rest: Callable[[], object], progress: Callable[[], Sequence[int]]) -> None:
+    def enter(
+        self, rank: int, before_rest: Callable[[], object], progress: Callable[[], Sequence[int]] | None = None
+    ) -> None:
         """What a rank does before others run, and how far it has come: what is larger is further.
 
-        One that has not entered just rests; it has come the further, the more letters lie there for it.
+        Where that is not told it has come the further, the more letters lie there for it.
         """
-        self._mail.before_rest[rank], self._progress[rank] = before_rest, progress
+        self._mail.before_rest[rank] = before_rest
+        self._progress[rank] = progress or (lambda: (self._mail.unread(rank),))
 
     def run(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
         """The work of each rank to its end; what they return. The first failure ends all of them, and is raised.
@@ -115,7 +123,7 @@ class Relay:
         able = [rank for rank in ranks if self._mail.lets(rank)]
         if not able:
             return ranks[0], stacks[ranks[0]].throw(RankError(f"ranks {ranks} all wait for each other"))
-        rank = max(able, key=lambda rank: self._progress.get(rank, lambda: (self._mail.unread(rank),))())
+        rank = max(able, key=lambda rank: self._progress[rank]())
         return rank, stacks[rank].switch()
 
     def _give_up(self, stacks: Mapping[int, greenlet]) -> None:

@@ -77,7 +77,7 @@ class StreamedTraining:
         )  # fmt: skip
         self._relay.enter(
             program.rank,
-            lambda: shelf.put_away(tensor for lane in worker.lanes.values() for tensor in lane.touched()),
+            worker.put_away,
             lambda: (stage, worker.position),  # a late stage reads what early ones have sent
         )
         return worker

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 
@@ -24,8 +25,10 @@ class RanksInTurn(LoopbackRanks):
 
     def __init__(self, n: int) -> None:
         self._relay, self._asked = Relay(n), SimpleQueue[tuple[Future[bytes], _Work] | None]()
-        self._stopped = False
         self._hosts = [host.Host(world) for world in self._relay.worlds]
+        for rank, each in enumerate(self._hosts):
+            self._relay.enter(rank, partial(_put_away, each))
+        self._interrupted = self._stopped = False
         Thread(target=self._take_turns, name="ranks in turn", daemon=True).start()
 
     def submit(self, rank: int, common: bytes, own: bytes) -> Future[bytes]:
@@ -33,13 +36,19 @@ class RanksInTurn(LoopbackRanks):
         future: Future[bytes] = Future()
 
         def work() -> None:
-            future.set_result(host.execute(self._hosts[rank], common, own))
+            try:
+                if self._interrupted:
+                    raise ReleasedError("released: it had not begun")
+                future.set_result(host.execute(self._hosts[rank], common, own))
+            except BaseException as error:
+                future.set_exception(error)
 
         self._asked.put((future, work))
         return future
 
     def interrupt(self) -> None:
         """Release those that wait, and those that have not begun; one that computes can't be stopped."""
+        self._interrupted = True
         super().interrupt()
         self._asked.put(None)
 
@@ -51,13 +60,18 @@ class RanksInTurn(LoopbackRanks):
     def _take_turns(self) -> None:
         """Call after call."""
         share_process(cores())
-        asked: list[tuple[Future[bytes], _Work]] = []
+        asked: list[_Work] = []
         while not self._stopped:
             one = self._asked.get()
-            if one is None:
-                for future, _ in asked:
-                    future.set_exception(ReleasedError("released: it had not begun"))
-            asked = [] if one is None else [*asked, one]
-            if len(asked) == len(self._hosts):
-                self._relay.run([work for _, work in asked])
-                asked = []
+            if one is not None:
+                asked.append(one[1])
+            if one is None or len(asked) == len(self._hosts):
+                self._relay.run(asked)  # after an interrupt none of them begins
+                asked, self._interrupted = [], self._interrupted and one is not None
+            one = None  # or what it was asked would be held until the next call
+
+
+def _put_away(own: host.Host) -> None:
+    """What a rank's trainings hold while others compute, where their plan has that in a file."""
+    for training in own.trainings.values():
+        training.worker.put_away()

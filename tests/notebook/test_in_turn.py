@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from engines.comm.container import cores
+from engines.comm.world import Message
 from engines.errors import LossError, PlanError, RankError
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
@@ -105,16 +106,33 @@ def test_ranks_that_all_wait_for_each_other_are_told_at_once(cluster: Cluster):
     check_usable(cluster)
 
 
-def test_an_interrupt_releases_those_that_wait_and_those_that_have_not_begun(cluster: Cluster):
-    def waits(host):
+def test_an_interrupt_releases_those_that_wait_and_those_that_have_not_begun(cluster: Cluster, tmp_path):
+    def notes(host, folder):
+        (folder / str(host.world.rank)).touch()
         until_s = time.monotonic() + 1.2
-        while host.world.rank == 0 and time.monotonic() < until_s:
+        while host.world.rank == 1 and time.monotonic() < until_s:
             time.sleep(0.01)
-        host.world.gather(None)
+        if host.world.rank == 0:
+            host.world.exchange([], [Message(1, 7, torch.empty(1))]).wait()
 
     Timer(0.4, _thread.interrupt_main).start()
     with pytest.raises(KeyboardInterrupt):
-        cluster.call(waits)
+        cluster.call(notes, tmp_path)
+    check_usable(cluster)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_an_error_that_cannot_be_told_ends_neither_the_others_nor_the_thread(cluster: Cluster):
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise ValueError("it has no words")
+
+    def fails(host):
+        if host.world.rank == 1:
+            raise SilentError
+
+    with pytest.raises(ValueError, match="it has no words"):
+        cluster.call(fails)
     check_usable(cluster)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -63,7 +64,6 @@ def test_pixels_in_a_row_travel_between_the_tensors_themselves(grid: Grid, image
         grad = None if window is None else window.clone()
         carrier.back(grad, source, alone=True)
         if world.rank:
-            assert not window.requires_grad
             assert (watched.received, watched.sent) == ([window.data_ptr()], [grad.data_ptr()])  # it holds no more
             return
         torch.testing.assert_close(source.grad, source.detach(), rtol=0, atol=0)
@@ -135,5 +135,6 @@ def test_an_mpi_is_believed_to_take_gpu_memory_where_it_says_so(monkeypatch, lib
         gpu_aware.takes_gpu_memory.cache_clear()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the system tells no file of a library")
 def test_the_mpi_of_this_machine_can_be_asked():
     assert gpu_aware._libraries()
