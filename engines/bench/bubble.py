@@ -46,7 +46,8 @@ class _Slow:
     """A segment that takes `seconds` forward, and as long again for its inputs' gradient and for its weights'."""
 
     def __init__(self, segment: Any, seconds: float) -> None:
-        self.segment, self.seconds, self.late = segment, seconds, segment.late
+        self.segment, self.seconds = segment, seconds
+        self.trained, self.late = segment.trained, segment.late
         self.owned = dict(segment.owned)
 
     def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:

@@ -40,7 +40,16 @@ _CONTROLLER_S, _PATIENCE_S = 30.0, 15.0
 
 # Curve: who lacks the key, which is in a file of this user's, can't even connect; HMAC would sign, but let anybody
 # listen to what the ranks print.
-_CONTROLLER = ["--nodb", "--usethreads", "--IPController.enable_curve=True"]
+# The hub takes an engine in at its second heartbeat: with the usual 3 s between them a start would take 4 s longer.
+# An engine may still be silent for 30 s, and the controller for 175 s.
+_CONTROLLER = [
+    "--nodb",
+    "--usethreads",
+    "--IPController.enable_curve=True",
+    "--HeartMonitor.period=250",
+    "--HeartMonitor.max_heartmonitor_misses=120",
+]
+_ENGINES = ["--IPEngine.max_heartbeat_misses=233"]
 
 # What goes wrong is said by our errors, once, and not by the launchers on the side.
 _LOG = logging.getLogger(__name__)
@@ -54,6 +63,7 @@ class _Launcher(MPIEngineSetLauncher):
 
     def __init__(self, *args: Any, mpi: Library, across: Across | None = None, **kwargs: Any) -> None:
         super().__init__(*args, mpi_cmd=[mpiexec()], mpi_args=list(mpi.flags), **kwargs)
+        self.engine_args = _ENGINES
         self.engine_cmd = [sys.executable, "-m", guard.__name__, *self.engine_cmd]
         self._across = across
 
@@ -116,13 +126,14 @@ class MpiRanks:
         in_loop(cluster.start_controller(environment=environment))
         self._hold(cluster.controller)
         self._await_controller(cluster.controller)
+        # Before there are ranks: the leash ends the controller with an mpiexec that refuses.
+        self._client = in_loop(cluster.connect_client())
         if far:
             info = in_loop(cluster.controller.get_connection_info())["engine"]
             far.arm(cluster.controller.connection_files["engine"], info["registration"])
         in_loop(cluster.start_engines(mpi=self._mpi, across=far, environment=environment))
         self._hold(cluster.engine_set)
         self._reports = Reports(cluster.engine_set.output_file)
-        self._client = in_loop(cluster.connect_client())
         self._await(lambda: len(self._client.ids), "have reported")
         self._sort()
 
