@@ -111,7 +111,7 @@ class _Model:
         if key not in self._seconds:
             ops = outline.of_part(part, images)
             segment = SegmentTally(ops, frozenset(), {}, 0, 0, {}, {}, outline.late)
-            walked = outline.instructions if phase is Phase.FORWARD else outline.goes_back
+            walked = {Phase.FORWARD: outline.instructions, Phase.WEIGHTS: 0}.get(phase, outline.goes_back)
             machine = self.prices.machine
             each_s = min(machine.instruction_s, machine.sum_s or math.inf)
             self._seconds[key] = self.prices.of(segment, threads, phase, again).seconds + walked * each_s
@@ -120,11 +120,13 @@ class _Model:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """What a stage takes: seconds of a micro-batch forward and back, and those of a rank's cores; bytes kept of it, of
-    weights and buffers, of the trained ones, and of what its running statistics are told of it."""
+    """What a stage takes: seconds of a micro-batch forward and back, `behind_s` of them until the stage before has its
+    gradients, and those of a rank's cores; bytes kept of it, of weights and buffers, of the trained ones, and of what
+    its running statistics are told of it."""
 
     forward_s: float
     back_s: float
+    behind_s: float
     core_s: float
     kept_bytes: int
     owned_bytes: int
@@ -155,10 +157,12 @@ class _Planned:
         mine, part = [outlines[layer] for layer in span], 1 / len(ranks.ranks)
         threads = threads_of(plan, ranks.ranks[0], self.machine.cores or 1, self.machine.node_ranks)
         again = plan.checkpoint_activations
-        forward_s, back_s = (
+        back = (Phase.INPUTS, Phase.WEIGHTS) if plan.schedule == "zero_bubble" else (Phase.BACKWARD,)
+        forward_s, behind_s, *later_s = (
             sum(self.model.seconds(each, part, ranks.shares > 1, phase, threads, again) for each in mine)
-            for phase in (Phase.FORWARD, Phase.BACKWARD)
+            for phase in (Phase.FORWARD, *back)
         )
+        back_s = behind_s + sum(later_s)
         waits_s = self._communication_seconds(mine, ranks.ranks, tiled)
         away = again or plan.offload_activations
         kept_bytes = 0.0 if away else sum(each.kept_bytes * part / each.part for each in mine)
@@ -166,6 +170,7 @@ class _Planned:
         return _Stage(
             forward_s + waits_s,
             back_s + waits_s,
+            behind_s + waits_s,
             threads * (forward_s + back_s),
             int(kept_bytes),
             sum(all_of for all_of, _ in owned),
@@ -182,18 +187,17 @@ class _Planned:
         return exchanges * self.machine.latency_s + sum(self.prices.sum(ranks, size).seconds for size in sums)
 
     def _rank_seconds(self, held: tuple[int, ...]) -> float:
-        """A rank's own work; before it what its first stage waits for, behind it the way back to the first stage."""
+        """A rank's own work; before it what its first stage waits for, behind it the way back to the first stage.
+
+        For which the gradients of weights need not wait, where they are computed apart.
+        """
         stages, times = [self.stages[stage] for stage in held], self._times
         forward_s, back_s = sum(times * each.forward_s for each in stages), sum(times * each.back_s for each in stages)
         before_s = min(sum(other.forward_s for other in self.stages[:stage]) for stage in held)
-        behind_s = min(sum(other.back_s for other in self.stages[:stage]) for stage in held)
+        behind_s = min(sum(other.behind_s for other in self.stages[:stage]) for stage in held)
+        behind_s += sum(times * each.behind_s for each in stages)
         gradients_s, told_s = (sum(map(find, held)) for find in (self._gradient_seconds, self._told_seconds))
-        ends = [before_s + gradients_s]
-        if self.plan.schedule == "zero_bubble":  # what goes on to the stage before is half of the way back, or more
-            ends += [before_s + forward_s + back_s, before_s + forward_s + 0.5 * (back_s + behind_s)]
-        else:
-            ends += [before_s + forward_s + back_s + behind_s]
-        return max(ends) + told_s
+        return before_s + max(gradients_s, forward_s + max(back_s, behind_s)) + told_s
 
     @property
     def _times(self) -> float:

@@ -41,13 +41,14 @@ def class_of(kernel: str) -> str:
 
 
 def shape_of(kernel: str, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """What the speed of a convolution depends on: the length of its dot products, and how many filters share them.
+    """What the speed of a convolution depends on: the length of its dot products, how many filters share them, and
+    how many images there are.
 
     Of a transposed one, those of the convolution that it turns around.
 
     >>> shape_of("aten.conv2d.default", [(1, 16, 32, 32), (64, 16, 3, 3)])
-    (144, 64)
+    (144, 64, 1)
     """
     if class_of(kernel) not in ("convolution", "transposed") or len(shapes) < 2:
         return ()
-    return math.prod(shapes[1][1:]), shapes[1][0]
+    return math.prod(shapes[1][1:]), shapes[1][0], shapes[0][0]

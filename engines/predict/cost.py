@@ -73,14 +73,13 @@ def segment_work(segment: SegmentTally, machine: Machine, threads: int, phase: P
     if phase is Phase.FORWARD:
         forward = sum((_forward(op, machine, threads) for op in segment.ops), Work(0.0))
         return forward.at_least(machine.least_s * len(segment.ops))
-    part = 1.0
-    if segment.late and phase in (Phase.INPUTS, Phase.WEIGHTS):
-        part = 0.5
-    elif phase is Phase.WEIGHTS:
+    if phase is Phase.WEIGHTS and not segment.late:
         return Work(0.0)
-    back = sum((_back(op, machine, threads) for op in segment.ops), Work(0.0))
-    back = sum((_moved(size, machine, threads) for size in segment.moves), back)
-    back = back.at_least(machine.least_s * sum(op.gradients > 0 for op in segment.ops)).times(part)
+    way = phase if segment.late else Phase.BACKWARD
+    back = sum((_back(op, machine, threads, way) for op in segment.ops), Work(0.0))
+    if phase is not Phase.WEIGHTS:
+        back = sum((_moved(size, machine, threads) for size in segment.moves), back)
+    back = back.at_least(machine.least_s * sum(op.gradients > 0 for op in segment.ops))
     recomputed = again and phase is not Phase.WEIGHTS
     return back + segment_work(segment, machine, threads, Phase.FORWARD) if recomputed else back
 
@@ -89,8 +88,8 @@ def amount_of(op: OpTally) -> tuple[int, tuple[float, ...]]:
     """Units of work going forward, and the size that their speed depends on: see `Speed`."""
     if op.kind not in BY_ARITHMETIC:
         return op.bytes, (op.bytes,)
-    dot, filters = op.shape if op.shape else (1, 1)
-    return op.flops, (dot, filters, max(1.0, op.flops / (2 * dot * filters)))
+    dot, filters, *images = op.shape or (1, 1)
+    return op.flops, (dot, filters, max(1.0, op.flops / (2 * dot * filters)), *images)
 
 
 def _forward(op: OpTally, machine: Machine, threads: int) -> Work:
@@ -103,13 +102,18 @@ def _moved(size: int, machine: Machine, threads: int) -> Work:
     return _kernel(machine, machine.call_s, threads, "pointwise", size, (size,))
 
 
-def _back(op: OpTally, machine: Machine, threads: int) -> Work:
+def _back(op: OpTally, machine: Machine, threads: int, phase: Phase) -> Work:
+    """All of a call's gradients, or its inputs' or weights' alone."""
     if not op.gradients:
         return Work(0.0)
     amount, at = amount_of(op)
+    part = 0.0 if phase is Phase.WEIGHTS else 1.0
     if op.kind in BY_ARITHMETIC:
-        amount *= min(2, op.gradients)
-    return _kernel(machine, machine.back_call_s, threads, op.kind, amount, at, back=True)
+        inputs, weights = machine.apart(op.kind, at)
+        both = op.gradients > 1  # else the weights' alone, as in a first layer
+        parts = {Phase.INPUTS: inputs * both, Phase.WEIGHTS: weights}
+        part = 2 * parts.get(phase, 1.0 if both else weights)
+    return _kernel(machine, machine.back_call_s, threads, op.kind, amount * part, at, back=True) if part else Work(0.0)
 
 
 def _kernel(

@@ -20,8 +20,10 @@ between them, as NCCL and MVAPICH2 do."""
 class Speed:
     """What was seen at one size: units of work in a second, going forward and back.
 
-    Of convolutions and products the unit is a FLOP and `at` (length of a dot product, filters, outputs per filter); of
-    all others it is a byte read or written going forward, and `at` (bytes,). Backward is counted in units of forward.
+    Of convolutions and products the unit is a FLOP and `at` (length of a dot product, filters, outputs per filter, and
+    images where it has any); of all others it is a byte read or written going forward, and `at` (bytes,). Backward is
+    counted in units of forward, and `inputs` and `weights` are the parts of its time that each of the two takes whose
+    gradients are computed apart.
     Of a machine known from its data sheet alone, these are what is never exceeded, `at` is empty, and `half` are the
     sizes, along each axis of `at`, each of which would by itself make it half as fast. With all cores at work it takes
     `crowded` times as long: caches and the way to memory are shared. Shared out among all cores it takes `spread` times
@@ -34,6 +36,8 @@ class Speed:
     half: tuple[float, ...] = ()
     crowded: float = 1.0
     spread: float = 0.0
+    inputs: float = 0.5
+    weights: float = 0.5
 
     def rate(self, at: Sequence[float], back: bool) -> float:
         """Units in a second of work of a size, as far as `half` says how they depend on it.
@@ -128,16 +132,24 @@ class Machine:
         """One thread's time for so many units of a class of kernels. Raises PlanError where no such class was seen."""
         if not amount:
             return 0.0
-        if kind not in self.speeds:
-            known = ", ".join(self.speeds)
-            raise PlanError(f"The machine {self.name!r} has no speed for {kind}. It knows {known}: calibrate it again.")
-        return amount / _between(self.speeds[kind], at, lambda sample: sample.rate(at, back))
+        return amount / _between(self._samples(kind), at, lambda sample: sample.rate(at, back))
 
     def crowded(self, kind: str, at: Sequence[float]) -> float:
         """How many times as long work of that class and size takes with all cores at work."""
         if not self.cores or kind not in self.speeds:
             return 1.0
         return _between(self.speeds[kind], at, lambda sample: sample.crowded)
+
+    def apart(self, kind: str, at: Sequence[float]) -> tuple[float, float]:
+        """The parts of backward's time that the gradients of inputs alone take, and those of weights alone.
+
+        Raises PlanError as `seconds`.
+        """
+        samples = self._samples(kind)
+        return (
+            _between(samples, at, lambda sample: sample.inputs),
+            _between(samples, at, lambda sample: sample.weights),
+        )
 
     def spread(self, kind: str, at: Sequence[float]) -> float:
         """How many times as long work of that class and size takes on all cores together as on one."""
@@ -180,6 +192,12 @@ class Machine:
         """As text, to be kept in a file."""
         return json.dumps(asdict(self), indent=1)
 
+    def _samples(self, kind: str) -> tuple[Speed, ...]:
+        if kind not in self.speeds:
+            known = ", ".join(self.speeds)
+            raise PlanError(f"The machine {self.name!r} has no speed for {kind}. It knows {known}: calibrate it again.")
+        return self.speeds[kind]
+
     def _check(self) -> None:
         """Raises ValueError or TypeError where a number is none, or none that a machine could have."""
         texts, speeds = [self.name, self.source, *self.speeds], [each for of in self.speeds.values() for each in of]
@@ -197,6 +215,7 @@ class Machine:
             *(link.bytes_per_s for link in links),
         ]
         rates += [rate for each in speeds for rate in (each.per_s, each.back_per_s, each.crowded)]
+        rates += [part for each in speeds for part in (each.inputs, each.weights)]
         counts = [count for count in (self.cores, self.memory_bytes, self.ranks, self.node_ranks) if count is not None]
         shares = [
             self.contention,

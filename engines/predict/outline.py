@@ -45,14 +45,17 @@ class Outline:
         """The calls for another part of the image, or of the images."""
         pairs = zip(self.ops, self.fixed, strict=True)
         return tuple(
-            _scaled(op, part if images and fixed else 1.0 if fixed else part / self.part) for op, fixed in pairs
+            _scaled(op, part if images and fixed else 1.0 if fixed else part / self.part, part if images else 1.0)
+            for op, fixed in pairs
         )
 
 
-def _scaled(op: OpTally, by: float) -> OpTally:
-    if by == 1:
+def _scaled(op: OpTally, by: float, images: float) -> OpTally:
+    """So much of a call, on a part of its images."""
+    if by == images == 1:
         return op
-    return OpTally(op.kernel, op.kind, int(op.flops * by), int(op.bytes * by), op.shape, op.gradients)
+    shape = (*op.shape[:2], *(max(1, int(count * images)) for count in op.shape[2:]))
+    return OpTally(op.kernel, op.kind, int(op.flops * by), int(op.bytes * by), shape, op.gradients)
 
 
 def outlines(graph: ModelGraph, layers: Sequence[Layer], plan: Plan) -> tuple[Outline, ...]:

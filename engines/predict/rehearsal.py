@@ -167,7 +167,9 @@ def explained(machine: Machine, rehearsal: Rehearsal, seen: Sequence[Rehearsed])
     if len(few.programs) > 1:
         longer = (many.taken_s() - few.taken_s()) / (many.total_s(bare) - few.total_s(bare))
         bare = replace(bare, contention=max(_NO_WORSE, longer))
-    machine = replace(bare, **_typical(tiled.over_s(bare)) | _typical(few.over_s(bare)))
+    over = _typical(tiled.over_s(bare)) | _typical(few.over_s(bare))
+    over["instruction_s"] = max(over["instruction_s"], machine.instruction_s)  # where kernels were faster than alone
+    machine = replace(bare, **over)
     machine = _updating(replace(machine, cold_bytes=tiled.cold_bytes(machine)), played[:-1])
     if len(tiled.programs) > 1:
         machine = tiled.as_long(replace(machine, jitter=tiled.seen.jitter), "wake_s")

@@ -54,32 +54,42 @@ class Filters:
     images: int = 1
 
 
-CONVOLUTIONS = (
-    Filters(3, 16, 3, 128), Filters(3, 64, 7, 64), Filters(16, 16, 3, 16, images=4), Filters(16, 16, 3, 96),
-    Filters(16, 16, 3, 256), Filters(32, 32, 3, 8, images=4), Filters(32, 32, 3, 64), Filters(32, 32, 3, 192),
-    Filters(64, 64, 3, 4, images=4), Filters(64, 64, 3, 32), Filters(64, 64, 3, 128),
-    Filters(128, 128, 3, 4, images=4), Filters(128, 128, 3, 28), Filters(128, 128, 3, 64),
-    Filters(256, 256, 3, 2, images=4), Filters(256, 256, 3, 4, images=4), Filters(256, 256, 3, 14),
-    Filters(256, 256, 3, 32), Filters(512, 512, 3, 2, images=4), Filters(512, 512, 3, 4, images=4),
-    Filters(512, 512, 3, 14), Filters(16, 64, 1, 64), Filters(64, 16, 1, 64), Filters(64, 256, 1, 7, images=4),
-    Filters(64, 256, 1, 56), Filters(256, 64, 1, 14), Filters(256, 64, 1, 56), Filters(512, 128, 1, 14),
-    Filters(128, 512, 1, 14), Filters(32, 32, 3, 64, 32), Filters(256, 256, 3, 16, 256), Filters(16, 3, 1, 64),
-    Filters(16, 3, 1, 256), Filters(64, 4, 1, 64),
-)  # fmt: skip
-"""From the first layers of a network to its last ones, in tiles and whole.
+_THREE_BY_THREE = {
+    16: ((16, 4), (96, 1), (128, 4), (256, 1)),
+    32: ((8, 4), (64, 1), (64, 4), (192, 1)),
+    64: ((4, 4), (16, 1), (32, 1), (32, 4), (128, 1)),
+    128: ((4, 4), (8, 1), (16, 4), (28, 1), (64, 1)),
+    256: ((2, 4), (4, 4), (8, 1), (8, 4), (14, 1), (32, 1)),
+    512: ((2, 4), (4, 1), (4, 4), (14, 1)),
+}  # pixels along a side, and images, by width
 
-Small images come four at a time: PyTorch computes one alone in another way, which can be three times as fast, and which
-few steps of a training use.
+CONVOLUTIONS = (
+    Filters(3, 16, 3, 128), Filters(3, 64, 7, 64),
+    *(Filters(width, width, 3, px, images=n) for width, sizes in _THREE_BY_THREE.items() for px, n in sizes),
+    Filters(16, 64, 1, 64), Filters(64, 16, 1, 64), Filters(64, 256, 1, 7, images=4), Filters(64, 256, 1, 56),
+    Filters(256, 64, 1, 14), Filters(256, 64, 1, 56), Filters(512, 128, 1, 14), Filters(128, 512, 1, 14),
+    Filters(32, 32, 3, 64, 32), Filters(256, 256, 3, 16, 256), Filters(16, 3, 1, 64), Filters(16, 3, 1, 256),
+    Filters(64, 4, 1, 64),
+)  # fmt: skip
+"""From the first layers of a network to its last ones, in tiles and whole, of one image and of several.
+
+PyTorch computes a small image that is alone in another way, which can be three times as fast, and shares several out
+among cores more evenly.
 """
 
 
 @dataclass
 class Timed:
-    """One kernel call of a chain, and the seconds that it took, each time."""
+    """One kernel call of a chain, and the seconds that it took, each time.
+
+    `inputs` and `weights`: those of backward whose gradients were computed apart, where they were.
+    """
 
     op: OpTally
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
+    inputs: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
 
     @property
     def forward_s(self) -> float:
@@ -95,8 +105,8 @@ def timed(sizes: tuple[Size, ...], turn: int = 0, clock: Callable[[], float] = t
 
     By the clock of one thread, which knows nothing of others that work for it, or another one.
     """
-    calls = [list(_calls(size)) for size in sizes] + [[_convolution(each)] for each in CONVOLUTIONS]
-    chains = [_Chain(each, clock) for each in calls]
+    chains = [_Chain(list(_calls(size)), clock) for size in sizes]
+    chains += [_Chain([_convolution(each)], clock, apart=True) for each in CONVOLUTIONS]
     first = turn % len(chains)
     for _ in range(_ROUNDS):
         for chain in (*chains[first:], *chains[:first]):
@@ -157,7 +167,13 @@ def _speed(
         back_amount / own_back_s,
         crowded=1 + more * (max(1.0, statistics.median(slower)) - 1) if slower else 1.0,
         spread=shared_s / (own_s + own_back_s),
+        inputs=_part(alone.inputs, own_back_s, back_call_s),
+        weights=_part(alone.weights, own_back_s, back_call_s),
     )
+
+
+def _part(seconds: Sequence[float], whole_s: float, call_s: float) -> float:
+    return _without(statistics.median(seconds), call_s) / whole_s if seconds else 0.5
 
 
 def _without(seconds: float, overhead_s: float) -> float:
@@ -167,10 +183,11 @@ def _without(seconds: float, overhead_s: float) -> float:
 
 @dataclass
 class _Chain:
-    """Calls one behind the other, each time forward and then back."""
+    """Calls one behind the other, each time forward and then back: once more with inputs and weights `apart`."""
 
     calls: Sequence[_Call]
     clock: Callable[[], float] = time.thread_time
+    apart: bool = False
 
     def __post_init__(self) -> None:
         self.timed = [Timed(counted(name, _looks(arguments))) for name, arguments in self.calls]
@@ -180,8 +197,12 @@ class _Chain:
         for _ in range(_REPEATS):
             here().at(b"measures how fast it computes")  # others wait for that, and none hangs
             results = [self._forward(*each) for each in zip(self.timed, self.calls, strict=True)]
-            for timed, (_, arguments), result in [*zip(self.timed, self.calls, results, strict=True)][::-1]:
-                self._back(timed, arguments, result)
+            calls = [*zip(self.timed, map(_leaves, self.calls), results, strict=True)][::-1]
+            for timed, leaves, result in calls:
+                timed.backward.append(self._back(leaves, result))
+                if self.apart:
+                    timed.inputs.append(self._back(leaves[:1], result))
+                    timed.weights.append(self._back(leaves[1:], result))
 
     def _forward(self, timed: Timed, call: _Call) -> Tensor:
         name, arguments = call
@@ -190,12 +211,16 @@ class _Chain:
         timed.forward.append(self.clock() - start_s)
         return made[0] if isinstance(made, tuple) else made
 
-    def _back(self, timed: Timed, arguments: Sequence[Any], result: Tensor) -> None:
-        leaves = [item for item in tree_leaves(arguments) if isinstance(item, Tensor) and item.requires_grad]
+    def _back(self, leaves: Sequence[Tensor], result: Tensor) -> float:
+        """Seconds until they have their gradients."""
         grad = torch.ones_like(result)
         start_s = self.clock()
-        torch.autograd.grad(result, leaves, grad)
-        timed.backward.append(self.clock() - start_s)
+        torch.autograd.grad(result, leaves, grad, retain_graph=self.apart)
+        return self.clock() - start_s
+
+
+def _leaves(call: _Call) -> list[Tensor]:
+    return [item for item in tree_leaves(call) if isinstance(item, Tensor) and item.requires_grad]
 
 
 def _convolution(filters: Filters) -> _Call:

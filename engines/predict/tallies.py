@@ -13,8 +13,8 @@ class OpTally:
     """One kernel call of a rank, going forward: arithmetic, and bytes read and written.
 
     `kind` is its class (`engines/predict/classes.py`); `shape` what its speed depends on beside its size: of a
-    convolution the length of its dot products, and its filters. `gradients` is to how many of its arguments a gradient
-    goes back; a weight's counts.
+    convolution the length of its dot products, its filters, and the images. `gradients` is to how many of its arguments
+    a gradient goes back; a weight's counts.
     """
 
     kernel: str

@@ -95,7 +95,29 @@ def test_kernels_that_run_alike_are_of_one_class(kernel, kind):
 
 
 def test_a_transposed_convolution_is_the_one_that_it_turns_around():
-    assert shape_of("tile.conv_transpose", [(1, 64, 8, 8), (64, 32, 2, 2)]) == (128, 64)
+    assert shape_of("tile.conv_transpose", [(2, 64, 8, 8), (64, 32, 2, 2)]) == (128, 64, 2)
+
+
+def test_gradients_apart_take_what_samples_say():
+    """Of a convolution's 8 s a quarter, and seven eighths; a norm's 10 s are not apart."""
+    machine = replace(
+        BYTE_PER_S,
+        speeds={
+            "convolution": (Speed((1.0, 1.0, 1.0, 1.0), 1.0, 2.0, inputs=0.25, weights=0.875),),
+            "norm": (Speed((1.0,), 1.0, 0.5),),
+        },
+    )
+    calls = (
+        OpTally("aten.conv2d.default", "convolution", 8, 0, (1, 1, 1), gradients=2),
+        OpTally("tile.batch_norm", "norm", 0, 5, gradients=2),
+    )
+    late = SegmentTally(calls, frozenset(), {}, 0, 0, {}, {}, True)
+    first = replace(late, ops=(replace(calls[0], gradients=1),))
+    phases = (Phase.BACKWARD, Phase.INPUTS, Phase.WEIGHTS)
+    found = [[segment_work(each, machine, 1, phase).seconds for phase in phases] for each in (late, first)]
+    assert found == [[18, 12, 7], [7, 0, 7]]
+    assert segment_work(replace(late, late=False), machine, 1, Phase.INPUTS).seconds == 18
+    assert segment_work(replace(late, late=False), machine, 1, Phase.WEIGHTS).seconds == 0
 
 
 def test_samples_are_of_all_classes_whatever_the_turn():
