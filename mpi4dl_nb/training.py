@@ -12,34 +12,32 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
-from engines.bench.verify import STEPS, batches, comparable, rank_record, verdict
-from engines.checkpoint.load import check, load
-from engines.checkpoint.save import KEEP, save
+from engines.bench.verify import STEPS, batches, comparable, verdict
+from engines.checkpoint.load import check
+from engines.checkpoint.save import KEEP
 from engines.errors import ImageError, PlanError
 from engines.evaluation import plain_state
 from engines.facts import facts_table
-from engines.host import while_walking
 from engines.images.feed import Feeding
 from engines.images.labelled import LabelledImages
 from engines.inference.sweep import Swept
 from engines.layer.graph import TensorSpec
 from engines.layout import check_fits
 from engines.metrics import Scores
-from engines.oracle import Record
 from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
 from engines.program.compile import compile_plan
 from engines.program.timeline import Timeline
 from engines.program.update import Scheduler
-from engines.program.worker import Inputs
 from engines.traces import Traces
-from engines.train import Heard, stepped, told
-from engines.training import Loss, Optimiser, RankTraining, Recipe, StepReport, cut_inputs, prepare, sgd
+from engines.train import Heard, told
+from engines.training import Loss, Optimiser, Recipe, StepReport, cut_inputs, prepare, sgd
+from mpi4dl_nb import on_ranks
 from mpi4dl_nb.bar import Bar
-from mpi4dl_nb.courses import Batch, BatchCourse, ImageCourse, continued, end, held, is_images
+from mpi4dl_nb.batch import checked
+from mpi4dl_nb.courses import Batch, BatchCourse, ImageCourse, continued, held, is_images
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.facts import StepTimeline, facts
@@ -52,7 +50,6 @@ from mpi4dl_nb.stepping import Stepping
 from mpi4dl_nb.tuning import optimiser_states
 
 if TYPE_CHECKING:
-    from engines.host import Host
     from mpi4dl_nb.cluster import Cluster
 
 __all__ = ["History", "Training"]
@@ -114,7 +111,7 @@ class Training:
 
     def _create(self) -> None:
         own = [(self.recipe.of_rank(program),) for program in self.programs]
-        self.cluster.call(_create, self.name, per_rank=own)
+        self.cluster.call(on_ranks.create, self.name, per_rank=own)
 
     def step(self, images: Any, labels: Any) -> float:
         """One training step on a batch; the loss before it.
@@ -130,7 +127,7 @@ class Training:
         """One training step on a batch, as `step` does; what each rank knows of it."""
         whole = self._checked(images, labels)
         parts = [(cut_inputs(program, whole),) for program in self.programs]
-        answers = self.cluster.call(_step, self.name, len(whole["images"]), self.steps, per_rank=parts)
+        answers = self.cluster.call(on_ranks.step, self.name, len(whole["images"]), self.steps, per_rank=parts)
         self.heard([report for report, _ in answers])
         return [heard for _, heard in answers]
 
@@ -201,7 +198,7 @@ class Training:
         with nullcontext() if held_out is None else closing(Judge(self, held_out, on_bad_image)) as judge:
 
             def evaluate() -> Scores | None:
-                return judge and judge.scores(lambda: self.cluster.call(_tensors, self.name, self.steps))
+                return judge and judge.scores(lambda: self.cluster.call(on_ranks.tensors, self.name, self.steps))
 
             renew = judge.begin if judge else lambda: None
             healing = None if on_failure == "raise" else Healing(self, on_failure == "shrink", renew)
@@ -221,16 +218,17 @@ class Training:
         """
         start_s = time.perf_counter()
         recipe = comparable(self._prepare(replace(self.plan, precision=precision)))
-        whole = (
-            batches(recipe, seed) if data is None else [self._checked(*batch, recipe) for batch in islice(data, STEPS)]
-        )
+        if data is None:
+            whole = batches(recipe, seed)
+        else:
+            whole = [checked(recipe, self.loss, *batch) for batch in islice(data, STEPS)]
         if not whole:
             raise ImageError("verify was given no batch. Give it at least one, or leave data out.")
         work = [
             (recipe.of_rank(program), [cut_inputs(program, batch) for batch in whole])
             for program in compile_plan(recipe.graph, recipe.plan)
         ]
-        records = self.cluster.call(_record, per_rank=work)
+        records = self.cluster.call(on_ranks.record, per_rank=work)
         line = verdict(recipe, self.model, self.loss, whole, records)
         return {**line, "seconds": round(time.perf_counter() - start_s, 2)}
 
@@ -280,11 +278,11 @@ class Training:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights and buffers by the plain model's names, for `model.load_state_dict`."""
-        return plain_state(self.recipe, self.cluster.call(_tensors, self.name, self.steps))
+        return plain_state(self.recipe, self.cluster.call(on_ranks.tensors, self.name, self.steps))
 
     def loss_state_dict(self) -> dict[str, Tensor]:
         """Those of a loss that is a module, for `loss.load_state_dict`; empty where it has none."""
-        return plain_state(self.recipe, self.cluster.call(_tensors, self.name, self.steps), "loss")
+        return plain_state(self.recipe, self.cluster.call(on_ranks.tensors, self.name, self.steps), "loss")
 
     def save(self, folder: str | PathLike[str], keep: int = KEEP) -> Path:
         """Write a checkpoint into `folder`, of which it keeps the last `keep`; where it is.
@@ -292,7 +290,8 @@ class Training:
         The weights are in `model.safetensors` there, for `model.load_state_dict(safetensors.torch.load_file(...))`.
         Raises CheckpointError; the training can go on then, and the checkpoints before are as they were.
         """
-        return self.cluster.call(_save, self.name, Path(folder).absolute(), self.feed_state, keep, self.steps)[0]
+        folder = Path(folder).absolute()
+        return self.cluster.call(on_ranks.save, self.name, folder, self.feed_state, keep, self.steps)[0]
 
     def load(self, path: str | PathLike[str], plan: Plan | None = None) -> int:
         """Go on from a checkpoint, or from the newest of a folder of them, saved under any plan; the steps it had done.
@@ -305,38 +304,20 @@ class Training:
         check_fits(plan, self.cluster.n)
         recipe = self.recipe if plan == self.plan else self._prepare(plan)
         found = check(Path(path).absolute(), recipe)
-        if recipe is not self.recipe or not all(self.cluster.call(_holds, self.name)):
+        if recipe is not self.recipe or not all(self.cluster.call(on_ranks.holds, self.name)):
             self.plan, self.recipe, self.programs = plan, recipe, compile_plan(recipe.graph, plan)
             self._create()
-        self.cluster.call(_load, self.name, found.path)
+        self.cluster.call(on_ranks.load, self.name, found.path)
         self.feed_state, self.steps = found.feed, found.step
         return found.step
 
     def close(self) -> None:
         """Free the ranks' memory."""
         self.cluster.call(drop, self.name)
-        self.cluster.call(_drop, self.name)
+        self.cluster.call(on_ranks.drop, self.name)
 
-    def _checked(self, images: Any, labels: Any, recipe: Recipe | None = None) -> dict[str, Tensor]:
-        graph, specs = (recipe or self.recipe).graph, (recipe or self.recipe).step_specs
-        whole = {}
-        for name, given in (("images", images), ("labels", labels)):
-            spec, tensor = specs[name], torch.as_tensor(given)
-            if tuple(tensor.shape) != spec.shape:
-                several = f" ({self.plan.batches} batches make a step of this plan)" if self.plan.batches > 1 else ""
-                raise ImageError(
-                    f"{name} have shape {tuple(tensor.shape)} but the training was made for {spec.shape}{several}. "
-                    "Change the batch, or make a Training with this image_shape."
-                )
-            if tensor.is_floating_point() and not spec.is_floating:
-                raise ImageError(
-                    f"{name} are {tensor.dtype}, but the training was made for {spec.dtype}. Give whole numbers, or "
-                    "make a Training with labels=TensorSpec(shape, dtype)."
-                )
-            whole[name] = tensor.detach().to(getattr(torch, spec.dtype))
-        ignored = getattr(self.loss, "ignore_index", -100)
-        _check_classes(whole["labels"], graph.specs[graph.prediction], ignored)
-        return whole
+    def _checked(self, images: Any, labels: Any) -> dict[str, Tensor]:
+        return checked(self.recipe, self.loss, images, labels)
 
     def __repr__(self) -> str:
         spec = self.recipe.step_specs["images"]
@@ -347,52 +328,3 @@ class Training:
 
     def __dir__(self) -> list[str]:
         return public_names(self)
-
-
-def _check_classes(labels: Tensor, prediction: TensorSpec, ignored: int) -> None:
-    """Class numbers beyond the model's answers would fail in a rank."""
-    if labels.is_floating_point() or len(prediction.shape) < 2:
-        return
-    classes = prediction.shape[1]
-    wrong = labels[((labels < 0) | (labels >= classes)) & (labels != ignored)]
-    if wrong.numel():
-        raise ImageError(
-            f"A label is {int(wrong.max())}, but the model answers for {classes} classes (0 to {classes - 1}). "
-            "Change the labels, or the model's num_classes."
-        )
-
-
-def _create(host: Host, name: str, recipe: Recipe) -> None:
-    host.trainings[name] = RankTraining(host.world, recipe)
-
-
-def _holds(host: Host, name: str) -> bool:
-    return name in host.trainings
-
-
-def _step(host: Host, name: str, images: int, steps: int, inputs: Inputs) -> tuple[StepReport, Heard]:
-    return stepped(held(host, name, steps), inputs, images)
-
-
-def _record(host: Host, recipe: Recipe, parts: list[Inputs]) -> Record:
-    return rank_record(RankTraining(host.world, recipe), parts)
-
-
-@while_walking
-def _tensors(host: Host, name: str, steps: int) -> dict[str, dict[str, Tensor]]:
-    return held(host, name, steps).tensors()
-
-
-def _save(host: Host, name: str, folder: Path, feed: Any, keep: int, steps: int) -> Path:
-    training = held(host, name, steps)
-    training.give_up()
-    return save(training, folder, feed, keep)
-
-
-def _load(host: Host, name: str, path: Path) -> None:
-    load(held(host, name), path)
-
-
-def _drop(host: Host, name: str) -> None:
-    end(host, name)
-    host.trainings.pop(name, None)

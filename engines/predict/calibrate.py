@@ -18,7 +18,7 @@ from engines.comm.world import Message, World
 from engines.layer.graph import Ref
 from engines.predict.machine import Machine
 from engines.predict.rehearsal import Rehearsal, explained, rehearsed
-from engines.predict.samples import Size, Timed, chain_seconds, median_seconds, speeds, timed
+from engines.predict.samples import Size, Timed, chain_seconds, each_seconds, median_seconds, speeds, timed
 from engines.program.instructions import Compute, LocalOp, Phase, RunningStatistics, Update
 from engines.program.program import Feed, Program, Step, Way
 from engines.program.update import update_buffers
@@ -26,7 +26,9 @@ from engines.program.worker import Worker
 
 __all__ = ["calibrate", "overheads"]
 
-SIZES = (Size(16, 32), Size(16, 96), Size(16, 256), Size(64, 16), Size(64, 64), Size(256, 8), Size(256, 32))
+SIZES = (
+    Size(16, 32), Size(16, 96), Size(16, 256), Size(64, 16), Size(64, 64), Size(64, 192), Size(256, 8), Size(256, 32),
+)  # fmt: skip
 WARM_UP = Size(32, 96)
 _SEGMENTS = 40
 _ROUNDS = 15
@@ -185,16 +187,23 @@ def _statistic_seconds() -> float:
 
 
 def _messages(world: World) -> tuple[float, float]:
-    """Latency, and bytes in a second, of messages to a neighbour and back while all ranks send."""
+    """Latency, and bytes in a second, of messages to a neighbour and back while all ranks send.
+
+    Latency is the least that was seen: that whoever sleeps goes on later is no message's, but `wake_s`.
+    """
     if world.size == 1:
         return 0.0, float("inf")
-    small, large = _ring_seconds(world, 1 << 10, 1), _ring_seconds(world, _LARGE_BYTES, _BLOCKS // 2)
+    small = min(_ring_seconds(world, 1 << 10, 1))
+    large = statistics.median(_ring_seconds(world, _LARGE_BYTES, _BLOCKS // 2))
     means = [sum(found) / world.size for found in zip(*world.gather((small, large)), strict=True)]
     return means[0], _LARGE_BYTES / max(1e-9, means[1] - means[0])
 
 
-def _ring_seconds(world: World, count_bytes: int, blocks: int) -> float:
-    """Of a message to the right and one from the left, between so many blocks in turn: large values lie in no cache."""
+def _ring_seconds(world: World, count_bytes: int, blocks: int) -> list[float]:
+    """Each time, of a message to the right and one from the left, between so many blocks in turn.
+
+    Large values lie in no cache.
+    """
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     out, into = (torch.zeros(blocks, count_bytes, dtype=torch.uint8) for _ in range(2))
     turns = cycle(
@@ -204,4 +213,4 @@ def _ring_seconds(world: World, count_bytes: int, blocks: int) -> float:
         ]
     )
     world.rest()
-    return median_seconds(lambda: next(turns)().wait(), max(blocks, _ROUNDS), time.perf_counter)
+    return each_seconds(lambda: next(turns)().wait(), max(blocks, _ROUNDS), time.perf_counter)

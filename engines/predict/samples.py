@@ -28,7 +28,7 @@ from engines.predict.tallies import OpTally
 from engines.spatial.kernels import kernel
 from engines.whereabouts import here
 
-__all__ = ["Size", "Timed", "chain_seconds", "median_seconds", "speeds", "timed"]
+__all__ = ["Size", "Timed", "chain_seconds", "each_seconds", "median_seconds", "speeds", "timed"]
 
 _REPEATS, _ROUNDS = 4, 3  # at moments some seconds apart: a shared machine is now faster, now slower
 _Call = tuple[str, tuple[Any, ...]]
@@ -142,15 +142,20 @@ def chain_seconds(size: Size) -> float:
     return statistics.fmean(seconds for each in chain.timed for seconds in (each.forward_s, each.back_s))
 
 
-def median_seconds(work: Callable[[], object], times: int = 5, clock: Callable[[], float] = time.thread_time) -> float:
-    """Of some runs, after one that does not count."""
+def median_seconds(work: Callable[[], object], times: int = 5) -> float:
+    """Of some runs."""
+    return statistics.median(each_seconds(work, times, time.thread_time))
+
+
+def each_seconds(work: Callable[[], object], times: int, clock: Callable[[], float]) -> list[float]:
+    """Of each run, after one that does not count."""
     work()
     found = []
     for _ in range(times):
         start_s = clock()
         work()
         found.append(clock() - start_s)
-    return statistics.median(found)
+    return found
 
 
 def _speed(
