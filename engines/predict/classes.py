@@ -9,10 +9,11 @@ __all__ = ["BY_ARITHMETIC", "CLASSES", "class_of", "shape_of"]
 
 CLASSES = (
     "convolution", "transposed", "product",
-    "moments", "norm", "whole_norm", "pool", "transcendental", "pointwise", "pad", "copy",
+    "moments", "norm", "whole_norm", "pool", "transcendental", "loss", "pointwise", "pad", "copy",
 )  # fmt: skip
 """Convolutions (plain and transposed) and matrix products are bound by arithmetic, the others by memory, or by a
-processor's exponentials. A `norm` is given its `moments`, a `whole_norm` finds them itself. A `pad` may cut as well."""
+processor's exponentials. A `norm` is given its `moments`, a `whole_norm` finds them itself. A `pad` may cut as well,
+and a `loss` of labels is several kernels."""
 
 BY_ARITHMETIC = ("convolution", "transposed", "product")
 
@@ -23,7 +24,7 @@ _BEGINNINGS = {
     "layer_norm": "whole_norm", "max_pool": "pool", "avg_pool": "pool", "average_pool": "pool", "adaptive": "pool",
     "upsample": "pool", "pad": "pad", "cat": "copy", "pixel_": "copy", "clone": "copy", "_to_copy": "copy",
     "stack": "copy", "constant_pad": "pad", "softmax": "transcendental", "log_softmax": "transcendental",
-    "cross_entropy": "transcendental", "binary_cross_entropy": "transcendental", "expand": "copy",
+    "cross_entropy": "loss", "binary_cross_entropy": "loss", "nll": "loss", "expand": "copy",
     "exp": "transcendental", "logical": "pointwise", "log": "transcendental", "sigmoid": "transcendental",
     "tanh": "transcendental", "gelu": "transcendental", "silu": "transcendental", "mish": "transcendental",
     "elu": "transcendental", "softplus": "transcendental",

@@ -253,6 +253,6 @@ class _Pricing:
         moved = 5 * sum(self.tally.weights[name] for name in trained)  # weight, gradient and momentum, read and written
         counted = len(update.statistics) * len(self.program.directions)
         moving_s = machine.seconds("pointwise", moved, (moved,))
-        yield Work(machine.weight_s * len(trained) + machine.statistic_s * counted + moving_s)
+        yield Work(machine.update_s + machine.weight_s * len(trained) + machine.statistic_s * counted + moving_s)
         for group in sorted({entry.mean_over for entry in update.statistics if entry.mean_over}):
             yield from self._sum(group, 16)

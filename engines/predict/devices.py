@@ -34,7 +34,7 @@ Assumed of all GPUs, and of backward."""
 
 PASSES = {
     "moments": (1, 2), "norm": (1, 5 / 2), "whole_norm": (3 / 2, 5 / 2), "pool": (1, 3 / 2),
-    "transcendental": (1, 3 / 2), "pointwise": (1, 3 / 2), "pad": (1, 1),
+    "transcendental": (1, 3 / 2), "loss": (1, 3 / 2), "pointwise": (1, 3 / 2), "pad": (1, 1),
     "copy": (1, 1),
 }  # fmt: skip
 """How often a kernel reads or writes what is counted of it, forward and back. The count is of arguments and results

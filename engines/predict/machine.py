@@ -64,8 +64,8 @@ class Machine:
     `speeds` are samples by class of kernels, of one thread with nobody else at work. A kernel call takes `call_s`
     beside its work, `back_call_s` in backward, and an instruction of a program `instruction_s` (an exchange
     `exchange_s`, if that is more, a sum over ranks `sum_s`, where these are known); an update
-    takes `weight_s` for each weight and `statistic_s` for each running statistic of a micro-batch. No segment is done
-    in less than `least_s` for each of its kernels, in which a device's host starts the next one.
+    takes `update_s`, and `weight_s` for each weight and `statistic_s` for each running statistic of a micro-batch. No
+    segment is done in less than `least_s` for each of its kernels, in which a device's host starts the next one.
     `copy_per_s` are bytes copied within a rank, `host_per_s` those between a device and its host (None: it is its own
     host, and computes with what lies in a file where it is). A message takes `latency_s` and travels at `bytes_per_s`.
     Ranks are numbered node by node, `node_ranks` on each (None: all on one), and what goes to another node takes the
@@ -92,6 +92,7 @@ class Machine:
     sum_s: float = 0.0
     weight_s: float = 0.0
     statistic_s: float = 0.0
+    update_s: float = 0.0
     copy_per_s: float = math.inf
     host_per_s: float | None = None
     latency_s: float = 0.0
@@ -205,6 +206,7 @@ class Machine:
             raise TypeError("a name is no text")
         times = [self.call_s, self.back_call_s, self.instruction_s, self.weight_s, self.statistic_s, self.wake_s]
         times += [self.exchange_s, self.sum_s, self.message_s, self.least_s, self.thread_s, self.jitter]
+        times += [self.update_s]
         links = [Link(self.latency_s, self.bytes_per_s), *([self.between] if self.between else [])]
         times += [link.latency_s for link in links] + [size for each in speeds for size in (*each.at, *each.half)]
         rates = [

@@ -182,12 +182,12 @@ def _typical(over: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def _updating(machine: Machine, played: Sequence[Programs]) -> Machine:
-    """With weights and running statistics that take as long to update as they did."""
+    """With updates that take as long as they did, whatever their weights and running statistics do not explain."""
     taken_s = sum(each.taken_s("update") for each in played)
-    rest = replace(machine, weight_s=0.0, statistic_s=0.0)
-    work_s, rest_s = (sum(each.total_s(of, "update") for each in played) for of in (machine, rest))
-    longer = max(0.0, taken_s - rest_s) / (work_s - rest_s) if work_s > rest_s else 1.0
-    return replace(machine, weight_s=longer * machine.weight_s, statistic_s=longer * machine.statistic_s)
+    known_s = sum(each.total_s(machine, "update") for each in played)
+    ranks = [len(each.programs) for each in played]
+    slower = machine.slowdown(max(ranks))
+    return replace(machine, update_s=max(0.0, (taken_s - known_s) / (slower * sum(ranks))))
 
 
 def _found(most: float, is_too_little: Callable[[float], bool]) -> float:

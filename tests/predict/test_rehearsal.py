@@ -14,13 +14,14 @@ from engines.predict.rehearsal import Programs, Rehearsal, Rehearsed, explained
 from tests.predict.test_simulate import FLAT
 
 RANKS = 4
-FOUND = ("jitter", "contention", "instruction_s", "exchange_s", "sum_s", "cold_bytes", "wake_s", "thread_s")
+FOUND = ("update_s", "jitter", "contention", "instruction_s", "exchange_s", "sum_s", "cold_bytes", "wake_s", "thread_s")
 REAL = replace(
     FLAT,
     cores=2,
     slice_s=4e-3,
     contention=1.25,
     instruction_s=6e-5,
+    update_s=1e-3,
     exchange_s=2e-4,
     sum_s=1e-4,
     cold_bytes=1e5,
