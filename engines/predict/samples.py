@@ -76,7 +76,7 @@ CONVOLUTIONS = (
 """From the first layers of a network to its last ones, in tiles and whole, of one image and of several.
 
 PyTorch computes a small image that is alone in another way, which can be three times as fast, and shares several out
-among cores more evenly. The last ones have a bias, which costs them as much again.
+among cores more evenly. The last ones have a bias, which makes forward up to twice as long.
 """
 
 
