@@ -147,17 +147,23 @@ def _placed(stage: StageRanks, size: int, replica: int, direction: int) -> Stage
 def threads_of(plan: Plan, rank: int, cores: int, here: int | None = None) -> int:
     """The cores of a host shared among ranks that work at once: those of a stage, or all where batches come in parts.
 
-    Where the host has only some of the ranks, it is at most so many that are `here`.
+    Where the host has only some of the ranks, it is at most so many that are `here`. One that works while the others
+    wait leaves a core to them, if that is not half of what it has: all of a kernel's threads wait for one that has to
+    share its core with whoever looks for messages.
 
     >>> threads_of(Plan(split_size=1, num_spatial_parts=64**2), rank=0, cores=2)
     1
     >>> threads_of(Plan(split_size=1, num_spatial_parts=4), rank=0, cores=8, here=2)
     4
+    >>> [threads_of(Plan(split_size=2, spatial_size=0), rank=0, cores=cores) for cores in (2, 4)]
+    [2, 3]
     """
     layout = Layout.of(plan)
     (role, *_) = layout.roles[rank]
-    together = plan.ranks if plan.micro_batches > 1 else len(layout.stages[role.stage].ranks)
-    return max(1, cores // min(together, here or together))
+    here = here or plan.ranks
+    together = min(here, plan.ranks if plan.micro_batches > 1 else len(layout.stages[role.stage].ranks))
+    left = together == 1 < min(here, plan.ranks) and cores > 2
+    return max(1, cores // together - left)
 
 
 def check_fits(plan: Plan, engines: int) -> None:

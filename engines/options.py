@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from engines.bench.halo_case import HaloCase
+from engines.comm.together import from_first
+from engines.comm.world import World
 from engines.errors import PlanError
 from engines.knobs import HELP, value_of
 from engines.layout import check_fits
 from engines.model_options import add_model_flags, build_model
 from engines.plan import Plan
-from engines.training import Optimiser, Recipe, prepare
+from engines.training import Optimiser, Recipe, prepare, traced
 
 __all__ = [
     "Parser",
@@ -143,11 +145,18 @@ def optimiser(options: argparse.Namespace) -> Optimiser:
     return partial(_OPTIMISERS[options.optimiser], lr=options.learning_rate)
 
 
-def recipe(options: argparse.Namespace, ranks: int) -> tuple[nn.Module, Recipe]:
-    """The model, and what every rank has to know; checked against the number of ranks."""
+def recipe(options: argparse.Namespace, ranks: int, world: World | None = None) -> tuple[nn.Module, Recipe]:
+    """The model, and what every rank has to know; checked against the number of ranks.
+
+    Where all ranks of a `world` ask for it, one of them traces the model for all: that takes seconds of a core.
+    """
     wanted = plan(options)
     check_fits(wanted, ranks)
-    model = build_model(options)
+    model, loss = build_model(options), nn.CrossEntropyLoss()
     shape = (options.batch_size, 3, *image_size(options.image_size))
+    trace = partial(traced, model, wanted, shape, loss, device=options.device)
     moves = optimiser(options)
-    return model, prepare(model, wanted, shape, optimiser=moves, device=options.device, clip_norm=options.clip_norm)
+    return model, prepare(
+        model, wanted, shape, loss, moves, device=options.device, clip_norm=options.clip_norm,
+        graph=from_first(world, trace) if world else trace(),
+    )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ __all__ = [
     "autocast_type",
     "choose_device",
     "give_memory_back",
+    "gpu_of",
     "has_own_memory",
     "held_bytes",
     "keep_memory_tight",
@@ -89,6 +91,13 @@ def autocast_type(wish: str) -> str:
 def has_own_memory(device: torch.device) -> bool:
     """Whether its tensors lie elsewhere than the host's: copies from there want pinned memory."""
     return device.type == "cuda"
+
+
+def gpu_of(device: torch.device) -> str:
+    """Which of all machines' GPUs it is, nothing where it is none: the same for all ranks that share one."""
+    if not has_own_memory(device):
+        return ""
+    return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def wait_for(device: torch.device) -> None:

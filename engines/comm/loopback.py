@@ -139,6 +139,9 @@ class LoopbackWorld:
         """Messages to be started again and again."""
         return partial(self.exchange, sends, receives)
 
+    def collectives(self, device: torch.device) -> None:
+        """None: there are messages alone."""
+
     def _fetch_into(self, tensor: Tensor, place: _Place) -> None:
         _copy(tensor, self._mail.fetch(place))
 

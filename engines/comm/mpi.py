@@ -17,15 +17,17 @@ from torch import Tensor
 
 from engines.comm.device import has_own_memory, wait_for_stream
 from engines.comm.gpu_aware import takes_gpu_memory
+from engines.comm.nccl import Collectives, collectives
 from engines.comm.waiting import waited
 from engines.comm.world import Message, Pending
 from engines.errors import RankError, ReleasedError
 
 __all__ = ["MpiWorld"]
 
-# A rank that waits looks this often before it lets others run, and this often more before it sleeps, each time
-# a little longer: where ranks share cores, the one that is waited for needs the core.
-_EAGER, _YIELDING, _NAP_S, _REST_S = 2, 100, 5e-5, 2e-3
+# A rank that waits looks this often before it lets others run, and this often more before it sleeps, each time for a
+# part of the time that it has waited: where ranks share cores, the one that is waited for needs the core, and each look
+# holds up all threads of its kernels.
+_EAGER, _YIELDING, _NAP_S, _REST_S, _PART = 2, 100, 5e-5, 2e-3, 1 / 16
 _COLLECTED = (1 << 23) - 1  # a tag that no program has
 _BY_OTHERS = (MPI.ERR_REVOKED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 # Open MPI knows Revoke and Shrink only where mpiexec was told `--with-ft ulfm`, of which this tells; without it Revoke
@@ -82,12 +84,12 @@ class _Requests:
         self._deliver()
 
     def _look_until_here(self, nap_s: float) -> None:
-        looks = 1
+        looks, began_s = 1, time.perf_counter()
         while not MPI.Request.Testall(self.requests):
             looks += 1
             if looks > _YIELDING:
                 self.world.check()
-                time.sleep(min(nap_s * (looks // _YIELDING), _REST_S))
+                time.sleep(min(max(nap_s, (time.perf_counter() - began_s) * _PART), _REST_S))
             elif looks > _EAGER:
                 os.sched_yield()
 
@@ -143,6 +145,7 @@ class MpiWorld:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
+        self._collectives: dict[torch.device, Collectives | None] = {}
 
     def __enter__(self) -> MpiWorld:
         return self
@@ -192,6 +195,18 @@ class MpiWorld:
         """Messages to be started again and again: those that MPI reaches by the same requests."""
         all_reached = all(self.reaches(message.tensor.device) for message in (*sends, *receives))
         return _Route(self, sends, receives) if all_reached else partial(self.exchange, sends, receives)
+
+    def collectives(self, device: torch.device) -> Collectives | None:
+        """NCCL where each rank has a GPU of its own; collective."""
+        if device not in self._collectives:
+            self._collectives[device] = collectives(self, device, self._check_lives)
+        return self._collectives[device]
+
+    def _check_lives(self) -> None:
+        """Raises ReleasedError where a rank has failed, also if nothing of MPI's is waited for, which would tell."""
+        with self:
+            self.comm.Iprobe(MPI.ANY_SOURCE, _COLLECTED)
+        self.check()
 
     def _within_reach(self, tensor: Tensor, filled: bool = False) -> Tensor:
         """The tensor itself where MPI reaches it, else a host buffer for it, `filled` with its content."""
@@ -244,6 +259,8 @@ class MpiWorld:
                 f"{' '.join(map(str, MPI.get_vendor()))} was started without fault tolerance (ULFM): after a failure "
                 "all ranks must be started again. Call heal() on the cluster."
             )
+        for ended in filter(None, self._collectives.values()):
+            ended.end()
         self._adopt(self.comm.Shrink())
 
 

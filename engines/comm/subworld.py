@@ -49,6 +49,9 @@ class SubWorld:
         """Messages to be started again and again."""
         return self.world.prepare(self._outside(sends), self._outside(receives))
 
+    def collectives(self, device: torch.device) -> None:
+        """None: whether each rank has a GPU of its own is known of the whole world."""
+
     def gather(self, value: Any) -> list[Any]:
         """The values of all its ranks, pickled."""
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

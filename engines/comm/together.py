@@ -1,4 +1,4 @@
-"""Local work that may fail on one rank only."""
+"""Work that may fail on one rank only, or that one rank does for all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 from engines.comm.world import World
 from engines.errors import ImageError, Mpi4dlError
 
-__all__ = ["together"]
+__all__ = ["from_first", "together"]
 
 Made = TypeVar("Made")
 
@@ -27,3 +27,17 @@ def together(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] = I
         if text:
             raise kind(text)
     return made  # type: ignore[return-value]
+
+
+def from_first(world: World, work: Callable[[], Made]) -> Made:
+    """What `work` makes on rank 0, on every rank; collective. Where it fails there, every rank raises its error."""
+    made: Made | Mpi4dlError | None = None
+    if world.rank == 0:
+        try:
+            made = work()
+        except Mpi4dlError as error:
+            made = error
+    found = world.gather(made)[0]
+    if isinstance(found, Mpi4dlError):
+        raise found
+    return found

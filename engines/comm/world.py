@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from engines.comm.nccl import Collectives
 
 __all__ = ["Message", "Pending", "World"]
 
@@ -47,6 +50,12 @@ class World(Protocol):
         """Messages between the same tensors each time that the result is called; nothing starts yet.
 
         They are not started again before `wait` has returned.
+        """
+
+    def collectives(self, device: torch.device) -> Collectives | None:
+        """What adds up tensors of a device without messages, None where nothing does; collective.
+
+        The same one each time, until a rank has failed.
         """
 
     def gather(self, value: Any) -> list[Any]:

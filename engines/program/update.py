@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from engines.comm.device import wait_for_stream
+from engines.comm.nccl import NcclSum
 from engines.comm.total import Total, all_reduce
 from engines.comm.world import World
 from engines.program.instructions import RunningStatistics, SumGradients, Update
@@ -28,20 +30,29 @@ SCALE, GROWTH, BACKOFF, GOOD_STEPS = 2.0**16, 2.0, 0.5, 2000
 class GradientSum:
     """The sum of some weights' gradients over a group of ranks, in one message; begun and finished in every step.
 
-    It is made where messages lie: of a GPU that MPI does not reach, on the host.
+    It is made where messages lie: of a GPU that MPI does not reach, on the host. Of what is `added` otherwise, on the
+    device itself.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], bucket: SumGradients, world: World) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        bucket: SumGradients,
+        world: World,
+        added: Callable[[Tensor], NcclSum] | None = None,
+    ) -> None:
         self.shared = [weights[name] for name in bucket.weights]
         sizes, (first, *_) = [weight.numel() for weight in self.shared], self.shared
         self.device = first.device
-        self.flat = memory_for(self.device, world)(sum(sizes) * first.itemsize).view(first.dtype)
+        on_device = partial(torch.empty, dtype=torch.uint8, device=self.device)
+        memory = on_device if added else memory_for(self.device, world)
+        self.flat = memory(sum(sizes) * first.itemsize).view(first.dtype)
         pairs = zip(self.shared, self.flat.split(sizes), strict=True)
         # Each lies as its weight does: copies and updates go straight through memory.
         self.sums = [part.as_strided(weight.shape, weight.stride()) for weight, part in pairs]
-        self.total = Total(world, self.flat, bucket.group, bucket.tag, again=True)
+        self.total = added(self.flat) if added else Total(world, self.flat, bucket.group, bucket.tag, again=True)
 
-    def begin(self) -> Total:
+    def begin(self) -> Total | NcclSum:
         """Start to add up the gradients as they are now."""
         wait_for_stream(self.device)  # the last sum has been read
         for weight, own in zip(self.shared, self.sums, strict=True):

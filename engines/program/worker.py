@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engines.comm.nccl import Collectives, InOrder, NcclSum
 from engines.comm.total import all_reduce
 from engines.comm.waiting import waited_s
 from engines.comm.world import World
@@ -71,6 +73,7 @@ class Worker:
         self.words = [step.instruction.name.encode() for step in program.steps]
         self._outbox = Outbox()
         self._sums: dict[str, GradientSum] = {}
+        self._collectives: Collectives | None = None
         self.tools = self._made_ready(keeps_graphs)
         self.restart({})
 
@@ -88,6 +91,25 @@ class Worker:
         }
         halves = in_halves(self.program.forward, self.world, self.device, self._outbox)
         return Tools(self.world, found, segments, keeps_graphs, halves)
+
+    def connect(self) -> None:
+        """Before a step: have gradients added up without messages, where the world can; collective over all ranks.
+
+        What was connected before a rank failed is not used again. Raises RankError where ranks do not reach each other.
+        """
+        found = self.world.collectives(self.device)
+        if found is not self._collectives:
+            self._collectives = found
+            self._sums = dict(self._connected(found)) if found else {}
+
+    def _connected(self, found: Collectives) -> Iterator[tuple[str, GradientSum]]:
+        """The sums of this rank, in an order that all ranks have: groups that share ranks wait for each other."""
+        sums = {each for step in self.program.steps if isinstance(each := step.instruction, SumGradients)}
+        order = InOrder(len(sums))
+        for number, bucket in enumerate(sorted(sums, key=lambda each: each.tag)):
+            group = found.group(bucket.group, self.device)
+            added = partial(NcclSum, group=group, number=number, order=order, check=found.check)
+            yield bucket.name, GradientSum(self.weights, bucket, self.world, added)
 
     def restart(self, inputs: Inputs) -> None:
         """Go to the start of a training step with this rank's parts of the inputs."""

@@ -1,0 +1,150 @@
+"""`mpiexec -n 4 python -m mpi4py collective_ranks.py`: gradients added up without messages, with gloo in NCCL's place.
+
+gloo sums what lies in the host's memory, and is asked in the same words. `die` as an argument: see `others_die`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from engines.bench.verify import batches, verify
+from engines.comm import mpi
+from engines.comm.mpi import MpiWorld
+from engines.comm.nccl import Collectives, InOrder, NcclSum
+from engines.comm.store import PATIENCE
+from engines.errors import RankError, ReleasedError
+from engines.models import resnet20_v1
+from engines.plan import Plan
+from engines.training import RankTraining, prepare
+
+sys.path.insert(0, str(Path(__file__).parent))
+from run import main
+
+PLANS = {
+    "tiles": Plan(split_size=1, num_spatial_parts=4),
+    "replicas": Plan(split_size=1, spatial_size=0, data_parallel=4),
+    "replicas_of_stages": Plan(split_size=2, spatial_size=0, data_parallel=2, parts=2),
+    "two_directions": Plan(split_size=4, spatial_size=0, parts=2, bidirectional=True),
+}
+HOST = torch.device("cpu")
+
+
+def gloo(world: MpiWorld, device: torch.device, check: Callable[[], None]) -> Collectives:
+    """As if each rank had a GPU of its own."""
+    return Collectives(world, check, lambda *place: dist.ProcessGroupGloo(*place, PATIENCE))
+
+
+def the_same_as_one_process(world: MpiWorld, plan: Plan) -> None:
+    torch.manual_seed(0)
+    model = resnet20_v1()
+    recipe = prepare(model, replace(plan, precision="float64"), (4, 3, 32, 32), device="cpu")
+    line = verify(world, recipe, model, nn.CrossEntropyLoss(), seed=1)
+    assert line["ok"], line
+
+
+def gradients_are_added_by_it(world: MpiWorld) -> None:
+    """And by nothing else, from the first step on."""
+    torch.manual_seed(0)
+    training = RankTraining(world, prepare(resnet20_v1(), PLANS["replicas"], (4, 3, 32, 32), device="cpu"))
+    (batch,) = batches(training.recipe, seed=1, steps=1)
+    training.step(training.cut(batch))
+    sums = training.worker._sums.values()
+    assert sums
+    assert all(isinstance(each.total, NcclSum) for each in sums)
+    assert sum(each.total.sent_bytes for each in sums) == 2 * 3 * sum(each.flat.nbytes for each in sums) // 4
+
+
+def begun_in_any_order(world: MpiWorld) -> None:
+    """Two sums of one group, begun this way round by some ranks and that way by others."""
+    found = world.collectives(HOST)
+    group, order = found.group(range(4), HOST), InOrder(2)
+    tensors = [torch.full((5,), float(world.rank + number)) for number in range(2)]
+    sums = [NcclSum(tensor, group, number, order, found.check) for number, tensor in enumerate(tensors)]
+    for _ in range(3):
+        for each in sums if world.rank % 2 else reversed(sums):
+            each.begin()
+        for each in sums:
+            each.wait()
+            assert each.done()
+        world.rest()
+    assert [t.tolist() for t in tensors] == [[16.0 * 6] * 5, [16.0 * 10] * 5]
+
+
+def after_a_failure_it_is_connected_anew(world: MpiWorld) -> None:
+    torch.manual_seed(0)
+    training = RankTraining(world, prepare(resnet20_v1(), PLANS["replicas"], (4, 3, 32, 32), device="cpu"))
+    (batch,) = batches(training.recipe, seed=1, steps=1)
+    training.step(training.cut(batch))
+    before = training.worker._sums
+    if world.rank == 1:
+        world.fail()
+    else:
+        training.start(training.cut(batch))
+        with pytest.raises(RankError, match="released"):
+            _to_its_end(training)
+    world.recover()
+    training.give_up()
+    world.rest()
+    training.step(training.cut(batch))
+    assert training.worker._sums is not before
+    assert all(isinstance(each.total, NcclSum) for each in training.worker._sums.values())
+    grads = torch.cat([weight.grad.flatten() for weight in training.weights.values()])
+    assert len({grads.numpy().tobytes() for grads in world.gather(grads)}) == 1
+
+
+def _to_its_end(training: RankTraining) -> None:
+    while not training.worker.done:
+        training.advance()
+
+
+def what_cannot_be_connected_is_said(world: MpiWorld) -> None:
+    def refused(*place: object) -> None:
+        world.rest()  # rank 0's store is there until all have found it
+        raise RuntimeError("no such network")
+
+    with pytest.raises(RankError, match=r"ranks 0, 1, 2, 3: no such network.*MPI4DL_NB_NCCL=0"):
+        Collectives(world, world.check, refused).group(range(4), HOST)
+
+
+class _NeverDone:
+    """A sum of which a rank is missing, as NCCL shows it: nothing comes, and no error."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def others_die(world: MpiWorld) -> None:
+    """A rank dies while the others wait for a sum and for nothing of MPI's: they notice."""
+    found = world.collectives(HOST)
+    waiting = NcclSum(torch.zeros(1), found.group(range(4), HOST), 0, InOrder(1), found.check)
+    if world.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    waiting.work = _NeverDone()
+    with pytest.raises(ReleasedError):
+        waiting.wait()
+    world.recover()
+    if world.rank == 0:
+        print("the others go on:", world.size)
+
+
+CASES = {name: lambda world, plan=plan: the_same_as_one_process(world, plan) for name, plan in PLANS.items()}
+OTHERS = (
+    gradients_are_added_by_it, begun_in_any_order, after_a_failure_it_is_connected_anew,
+    what_cannot_be_connected_is_said,
+)  # fmt: skip
+CASES |= {case.__name__: case for case in OTHERS}
+
+
+if __name__ == "__main__":
+    mpi.collectives = gloo
+    others_die(MpiWorld()) if "die" in sys.argv else main(CASES)
