@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -183,7 +183,12 @@ def compare(oracle: Record, ranks: Sequence[Record]) -> Comparison:
         for mine, theirs in zip(rank.losses, oracle.losses, strict=True)
         for number, loss in mine.items()
     ]
-    steps = [(rank.gradients[step], oracle.gradients[step]) for rank in ranks for step in range(len(oracle.gradients))]
+    sizes = [_squares(theirs) for theirs in oracle.gradients]  # once, and not for each rank and weight
+    steps = [
+        _Distances(_differences(mine, theirs), size)
+        for rank in ranks
+        for mine, theirs, size in zip(rank.gradients, oracle.gradients, sizes, strict=True)
+    ]
     complete = all(
         set().union(*(rank.gradients[step] for rank in ranks)) == set(theirs)
         for step, theirs in enumerate(oracle.gradients)
@@ -191,13 +196,12 @@ def compare(oracle: Record, ranks: Sequence[Record]) -> Comparison:
     told = all(
         set().union(*(rank.losses[step] for rank in ranks)) == set(theirs) for step, theirs in enumerate(oracle.losses)
     )
-    each = ((_one(mine[name], theirs[name], theirs), name) for mine, theirs in steps for name in mine)
-    worst_rel, worst = max(each, default=(0.0, ""))
+    worst_rel, worst = max((each for step in steps for each in step.by_name()), default=(0.0, ""))
     return Comparison(
         loss_rel=max(_told(abs(mine - theirs) / max(abs(theirs), 1e-300)) for mine, theirs in losses)
         if told
         else math.inf,
-        grad_rel=max(_distance(mine, theirs) for mine, theirs in steps) if complete else math.inf,
+        grad_rel=max(step.whole for step in steps) if complete else math.inf,
         worst_parameter=worst,
         worst_parameter_rel=worst_rel,
         buffers_rel=max(_distance(rank.buffers, oracle.buffers) for rank in ranks),
@@ -205,28 +209,50 @@ def compare(oracle: Record, ranks: Sequence[Record]) -> Comparison:
     )
 
 
+@dataclass(frozen=True)
+class _Distances:
+    """Squared norms by name: of some tensors' differences to the oracle's, and of all that the oracle has."""
+
+    differences: Mapping[str, float]
+    sizes: Mapping[str, float]
+
+    @property
+    def whole(self) -> float:
+        """|mine - theirs| / |theirs| over all tensors that are mine, as one vector."""
+        return _relative(sum(self.differences.values()), sum(self.sizes[name] for name in self.differences))
+
+    def by_name(self) -> Iterator[tuple[float, str]]:
+        """The same for one after another; where it is zero but for rounding, against the size of all."""
+        whole = sum(self.sizes.values())
+        for name, difference in self.differences.items():
+            own = self.sizes[name]
+            yield _relative(difference, own if own > 1e-24 * whole else whole), name
+
+
 def _distance(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    """|mine - theirs| / |theirs| over all tensors that `mine` has, as one vector."""
-    if not mine:
-        return 0.0
-    difference = _norm(mine[name].double() - theirs[name].double() for name in mine)
-    return _told(difference / max(_norm(theirs[name].double() for name in mine), 1e-300)) if difference else 0.0
+    return _Distances(_differences(mine, theirs), _squares(theirs)).whole
 
 
-def _one(mine: Tensor, theirs: Tensor, all_theirs: Mapping[str, Tensor]) -> float:
-    """The same for one gradient; where it is zero but for rounding, against the size of all gradients."""
-    scale, noise = _norm([theirs.double()]), 1e-12 * _norm(t.double() for t in all_theirs.values())
-    difference = _norm([mine.double() - theirs.double()])
-    return _told(difference / (scale if scale > noise else max(noise * 1e12, 1e-300)))
+def _differences(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: _square(tensor.double() - theirs[name].double()) for name, tensor in mine.items()}
+
+
+def _squares(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: _square(tensor.double()) for name, tensor in tensors.items()}
+
+
+def _square(tensor: Tensor) -> float:
+    return tensor.square().sum().item()
+
+
+def _relative(difference: float, size: float) -> float:
+    """Of two squared norms."""
+    return _told(math.sqrt(difference) / max(math.sqrt(size), 1e-300)) if difference else 0.0
 
 
 def _told(error: float) -> float:
     """What is not a number is infinitely wrong: `max` would drop it."""
     return error if math.isfinite(error) else math.inf
-
-
-def _norm(tensors: Iterable[Tensor]) -> float:
-    return float(sum((tensor.square().sum().item() for tensor in tensors), 0.0) ** 0.5)
 
 
 def plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -263,6 +263,7 @@ class RankTraining:
     def start(self, inputs: Inputs) -> None:
         """Go to the start of a step, gradients forgotten."""
         use_threads(self.threads)
+        self.worker.connect()
         for weight in self.weights.values():
             weight.grad = None
         self.worker.restart(

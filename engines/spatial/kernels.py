@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engines.spatial.mended import MENDED
+
 __all__ = ["Kernel", "batch_statistics", "has_kernel", "kernel", "kernels", "local_kernel", "operator_of", "sum_type"]
 
 Kernel = Callable[..., Any]
@@ -42,8 +44,9 @@ def kernel(name: str) -> Callable[..., Any]:
     >>> kernel("aten.relu.default")(torch.tensor([-1.0, 2.0]))
     tensor([0., 2.])
     """
-    if name in _KERNELS:
-        return _KERNELS[name]
+    for known in (_KERNELS, MENDED):
+        if name in known:
+            return known[name]
     return operator_of(name)  # type: ignore[no-any-return]
 
 
