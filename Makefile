@@ -23,6 +23,9 @@ PURE := $(wildcard engines/errors.py engines/facts.py engines/guard.py engines/k
 	engines/replica/asynchrony.py engines/replica/staleness.py \
 	engines/spoken.py)
 
+# Tests that measure no time, and seldom start processes, may run beside each other.
+SIDE_BY_SIDE := $(addprefix tests/,draw images layer models pipeline program spatial)
+
 # JupyterLab refuses root unless told.
 ifeq ($(shell id -u),0)
 LAB_FLAGS := --allow-root
@@ -60,7 +63,8 @@ test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PURE)
-	$(BIN)/python -m pytest --doctest-modules $(PURE) tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules $(PURE) $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest --doctest-modules tests $(addprefix --ignore=,$(SIDE_BY_SIDE))
 
 notebooks: $(STAMP)
 	$(BIN)/python -m pytest -m "nightly or not nightly" tests/notebook/test_notebooks.py tests/browser/test_tutorials.py

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections.abc import Callable
 
@@ -20,3 +22,15 @@ def mpiexec() -> Callable[..., subprocess.CompletedProcess[str]]:
     """`mpiexec(ranks, *arguments)` runs `python -m mpi4py *arguments` on that many ranks."""
     environment = mpi_environment()
     return lambda ranks, *arguments: run_launcher(mpi_command(ranks, *arguments), environment)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _calibrated_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """This machine is measured by these tests, once for as many ranks, and not by an earlier notebook."""
+    os.environ["MPI4DL_NB_MACHINES"] = str(tmp_path_factory.mktemp("machines"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _heeds_interrupts() -> None:
+    """A shell that starts the tests in the background has them, and all that they start, ignore interrupts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
