@@ -20,6 +20,7 @@ from engines.predict.calibrate import calibrate
 from engines.predict.machine import Machine
 from engines.predict.rehearsal import Rehearsal
 from mpi4dl_nb.calls import Call, Ranks
+from mpi4dl_nb.known_machine import KnownMachine
 from mpi4dl_nb.launch.across import CutOff
 from mpi4dl_nb.launch.allocation import chosen_hosts
 from mpi4dl_nb.launch.backend import chosen_backend
@@ -205,26 +206,31 @@ class Cluster:
         return thread == get_ident() and is_late()
 
     def calibrate(self, store: str | PathLike[str] | None = None, again: bool = False) -> Machine:
-        """How fast these ranks compute and send: measured once, in less than a minute, and remembered (`again`: anew).
+        """How fast these ranks compute and send: measured once, in about a minute, and remembered (`again`: anew).
 
         It is their processors that are measured, in processor time, and not GPUs.
 
-        `store` is a file: what was stored there for as many ranks is read, otherwise it is written. Raises RankError,
-        and PlanError where the file holds something else, or ranks take turns: how they would work at once is unknown.
+        `store` is a file: what was stored there for as many ranks is read, otherwise it is written. Without one it is
+        remembered for other notebooks all the same. Measure `again` where something else took the
+        cores meanwhile. Raises RankError, and PlanError where the file holds something else, or ranks take turns: how
+        they would work at once is unknown.
         """
         if self.backend == "in_turn":
             raise PlanError(
                 "Ranks in turn cannot be calibrated: predictions are of ranks that work at once. Calibrate a Cluster "
                 "with backend='mpi', or name a machine: mpi4dl_nb.forecast(model, plan, image_shape, 'Summit')."
             )
-        kept = None if store is None else Path(store)
-        if kept and kept.exists() and not again:
-            self.machine = Machine.from_json(kept.read_text(errors="replace"))
-        if self.machine is None or self.machine.ranks != self.n or again:
+        kept = KnownMachine(Path(store)) if store else KnownMachine.of(self.n, self.backend, str(self.hosts or ""))
+        if not again and (store or not self._is_calibrated):
+            self.machine = kept.read() or self.machine
+        if again or not self._is_calibrated:
             self.machine = self.call(_calibrated, Rehearsal.of(self.n))[0]
-            if kept:
-                kept.write_text(self.machine.to_json())
+            kept.keep(self.machine)
         return self.machine
+
+    @property
+    def _is_calibrated(self) -> bool:
+        return self.machine is not None and self.machine.ranks == self.n
 
     def _gather(self) -> None:
         """Be ready for a call; after a failure, bring the ranks together again. Raises RankError."""

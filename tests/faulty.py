@@ -43,13 +43,17 @@ def batches(count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class Fault:
-    """`rank` comes to harm as it begins the instruction `at`, counted from now; it leaves a note when in `note`."""
+    """`rank` comes to harm as it begins the instruction `at`, counted from now; it leaves a note when in `note`.
+
+    The others have `pause_s` to go on, before.
+    """
 
     kind: str
     rank: int
     at: int
     note: Path
     notebook: int = 0
+    pause_s: float = 0.0
 
     @classmethod
     def drawn(cls, draw: random.Random, kinds: tuple[str, ...], training: Training, steps: int, note: Path) -> Fault:
@@ -70,6 +74,7 @@ def inject(host: Host, name: str, fault: Fault) -> None:
     def faulty() -> Any:
         if left[0] == 0:
             worker.step = step
+            time.sleep(fault.pause_s)
             fault.note.write_text(repr(time.time()))
             _happen(fault)
         left[0] -= 1

@@ -28,7 +28,7 @@ def mpi_environment(n: int) -> dict[str, str]:
     as_root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if os.getuid() == 0 else ()
     return {
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        # Threads look for the next kernel for some 0.1 ms, then sleep: ranks share cores (GNU OpenMP, LLVM OpenMP).
+        # Threads look for the next kernel for some ms (GNU OpenMP 3, LLVM OpenMP 1), then sleep: ranks share cores.
         "GOMP_SPINCOUNT": "100000",
         "KMP_BLOCKTIME": "1",
         "OMP_NUM_THREADS": str(threads_per_rank(n)),

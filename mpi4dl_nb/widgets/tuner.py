@@ -75,7 +75,7 @@ class Tuner(Instrument):
         self.candidates: tuple[Candidate, ...] = ()
         self._chosen: Plan | None = None
         self._fills = False
-        with announced("Measuring how fast these ranks compute and send: less than a minute ..."):
+        with announced("Measuring how fast these ranks compute and send: about a minute ..."):
             cluster.calibrate()
         with bar("plans predicted", progress) as seen:
             found = self.tuning.find(rank_bytes, seen, neutral_batch)

@@ -22,7 +22,7 @@ from engines.oracle import OneProcess
 from engines.spatial.draws import step_seed
 from engines.spatial.tiles import Tile
 from engines.training import sgd
-from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb import Cluster, Plan, Training, fitting
 from mpi4dl_nb.fitting import History
 
 SIZE, BATCH = (12, 20), 2
@@ -227,6 +227,7 @@ class Waiting(SyntheticImages):
 def test_an_interrupt_ends_fit_and_its_workers_and_it_goes_on(ranks, monkeypatch, interrupts: int, done: int):
     whole = training(ranks).fit(SyntheticImages(7, SIZE, 3), progress=False)
     mine = training(ranks)
+    monkeypatch.setattr(fitting, "_LAST_S", 60.0)  # a second interrupt does not wait for it
     _ENOUGH.clear()
     second, begin = threading.Event(), mine.cluster.call
 

@@ -20,9 +20,11 @@ from engines.host import Host
 from engines.images.synthetic import SyntheticImages
 from engines.models.unet import UNet
 from engines.plan import Plan
+from engines.predict.machines import MACHINES
 from engines.report import Healed, Told
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.healing import plan_for
+from mpi4dl_nb.known_machine import KnownMachine
 from mpi4dl_nb.training import Training
 from mpi4dl_nb.watching import Gathered
 from tests.faulty import SHAPE, Fault, Heard, batches, inject, model
@@ -33,13 +35,16 @@ DATA = batches(4, seed=3)
 
 @pytest.fixture(scope="module", params=["loopback", "mpi"])
 def shared(request):
-    with Cluster(3, backend=request.param, hang_after_s=2) as cluster:
+    with Cluster(3, backend=request.param, hang_after_s=5) as cluster:
         yield cluster
 
 
 @pytest.fixture
-def cluster(shared):
-    """Alive, and of three ranks again."""
+def cluster(shared, tmp_path_factory, monkeypatch):
+    """Alive, and of three ranks again. How fast they are, or two of them, is taken for known: it takes a minute."""
+    monkeypatch.setenv("MPI4DL_NB_MACHINES", str(tmp_path_factory.mktemp("machines")))
+    for ranks in (2, 3):
+        KnownMachine.of(ranks, shared.backend).keep(replace(MACHINES["Frontera"], ranks=ranks))
     return shared.resize(3)
 
 
@@ -59,10 +64,12 @@ def undisturbed():
         return found.fit(DATA, epochs=2, progress=False).losses, found.state_dict()
 
 
-def hurt(found: Training, kind: str, tmp_path: Path, steps: int = 6, rank: int = 1, at: int = 7) -> None:
+def hurt(
+    found: Training, kind: str, tmp_path: Path, steps: int = 6, rank: int = 1, at: int = 7, pause_s: float = 0.0
+) -> None:
     """After so many steps, at an instruction, a rank comes to harm."""
     at += steps * len(found.programs[rank].steps)
-    found.cluster.call(inject, found.name, Fault(kind, rank, at, tmp_path / "note"))
+    found.cluster.call(inject, found.name, Fault(kind, rank, at, tmp_path / "note", pause_s=pause_s))
 
 
 def check(found: Training, losses: Any, undisturbed: Any) -> None:
@@ -191,7 +198,7 @@ def test_how_to_heal_is_checked(cluster, tmp_path):
 def test_ranks_that_failed_while_they_changed_their_weights_do_not_go_on(cluster, tmp_path):
     found = training(cluster)
     saved = found.save(tmp_path / "saved")
-    hurt(found, "raise", tmp_path, steps=0, rank=1, at=len(found.programs[1].steps) - 1)
+    hurt(found, "raise", tmp_path, steps=0, rank=1, at=len(found.programs[1].steps) - 1, pause_s=1.0)
     with pytest.raises(RankError, match="a fault"):
         found.step(*DATA[0])
     for use in (lambda: found.step(*DATA[0]), found.state_dict, lambda: found.save(tmp_path)):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 
 import pytest
 import torch
 from torch import nn
 
-from engines.errors import PlanError
+from engines.errors import PlanError, RankError
 from engines.predict.kinds import kind_of
 from engines.predict.machine import Machine
 from engines.program.compile import compile_plan
@@ -19,6 +20,7 @@ from engines.spoken import spoken_bytes, spoken_rate
 from mpi4dl_nb import Cluster, Training, tune
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.tuning import show_tuning
+from mpi4dl_nb.known_machine import KnownMachine
 from mpi4dl_nb.tuning import Candidate, Tuning, ordered
 from mpi4dl_nb.widgets.tuner import Tuner
 from tests.draw.legible import read, unreadable
@@ -51,6 +53,25 @@ def test_a_machine_is_measured_once_and_kept(cluster, tmp_path):
     assert isinstance(cluster.machine, Machine)
     assert cluster.machine.ranks == 2
     assert min(speed.per_s for kind in cluster.machine.speeds.values() for speed in kind) > 1e6
+
+
+def test_a_machine_is_remembered_for_the_next_notebook(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("MPI4DL_NB_MACHINES", str(tmp_path))
+    KnownMachine.of(2, "loopback").keep(cluster.machine)
+    assert Cluster(2, backend="loopback").calibrate() == cluster.machine
+    (file,) = tmp_path.iterdir()
+    for text in (replace(cluster.machine, ranks=3).to_json(), "of another version"):
+        file.write_text(text)
+        with pytest.raises(RankError, match="not started"):  # so it would be measured
+            Cluster(2, backend="loopback").calibrate()
+    with pytest.raises(RankError, match="not started"):
+        Cluster(3, backend="loopback").calibrate()
+    KnownMachine.of(2, "loopback").keep(cluster.machine)
+    with pytest.raises(RankError, match="not started"):
+        Cluster(2, backend="loopback").calibrate(again=True)
+    monkeypatch.setenv("MPI4DL_NB_MACHINES", str(file))  # no folder can be made of a file
+    KnownMachine.of(2, "loopback").keep(cluster.machine)
+    assert KnownMachine.of(2, "loopback").read() is None
 
 
 def test_the_best_plan_is_one_that_was_measured_and_trains(cluster):

@@ -1,0 +1,57 @@
+"""The machine as it was calibrated before, so that no notebook has to wait for that again.
+
+Where no file is named, a calibration lies with other things that can be made again (in XDG_CACHE_HOME or `~/.cache`;
+MPI4DL_NB_MACHINES names another folder), for as many ranks of a kind on as many cores of this host.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+
+from engines.comm.container import cores
+from engines.errors import PlanError
+from engines.predict.machine import Machine
+
+__all__ = ["KnownMachine"]
+
+
+@dataclass(frozen=True)
+class KnownMachine:
+    """One file; a `usual` one, for which nobody has asked, fails silently: then the machine is measured."""
+
+    path: Path
+    usual: bool = False
+
+    @classmethod
+    def of(cls, n: int, backend: str, hosts: str = "") -> KnownMachine:
+        """Where `n` ranks are remembered, on this host or on those that are named."""
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 (there may be no home)
+        folder = Path(os.environ.get("MPI4DL_NB_MACHINES") or Path(caches, "mpi4dl_nb_machines"))
+        where = sha256((hosts or socket.gethostname()).encode()).hexdigest()[:12]
+        return cls(folder / f"{backend}-{n}-on-{cores()}-torch-{torch.__version__}-{where}.json", usual=True)
+
+    def read(self) -> Machine | None:
+        """None where there is none. Raises PlanError where the file holds something else."""
+        if not self.path.exists():
+            return None
+        try:
+            return Machine.from_json(self.path.read_text(errors="replace"))
+        except (OSError, PlanError):
+            if not self.usual:
+                raise
+            return None
+
+    def keep(self, machine: Machine) -> None:
+        """Store it in place of what is there."""
+        with suppress(*(OSError,) * self.usual):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+            part.write_text(machine.to_json())
+            part.replace(self.path)
