@@ -107,7 +107,7 @@ def _verify(world: World, arguments: Sequence[str]) -> bool:
     """Ranks against one process, three optimiser steps."""
     flags = options.parser("Compare a plan on the ranks with the plain model in one process.")
     chosen = flags.parse_args([*_default("float64", arguments), *arguments])
-    model, recipe = options.recipe(chosen, world.size)
+    model, recipe = options.recipe(chosen, world.size, world)
     line = verify(world, recipe, model, nn.CrossEntropyLoss(), chosen.seed)
     _print(world, line)
     return bool(line["ok"])
@@ -128,7 +128,7 @@ def _bench_step(world: World, arguments: Sequence[str]) -> bool:
         help="give memory back after each step: ranks and process need not fit together",
     )
     chosen = flags.parse_args(arguments)
-    model, recipe = options.recipe(chosen, world.size)
+    model, recipe = options.recipe(chosen, world.size, world)
     _print(world, bench_step(world, recipe, model, chosen.iterations, chosen.seed, chosen.in_turns))
     return True
 
@@ -140,7 +140,7 @@ def _bench_overlap(world: World, arguments: Sequence[str]) -> bool:
     flags.add_argument("--link-mbit-per-s", type=options.positive, help="as if each rank were behind such a link")
     flags.add_argument("--halos", action="store_true", help="halos behind tiles' interiors, and not sums")
     chosen = flags.parse_args(arguments)
-    _, recipe = options.recipe(chosen, world.size)
+    _, recipe = options.recipe(chosen, world.size, world)
     _print(world, bench_overlap(world, recipe, chosen.iterations, chosen.seed, chosen.link_mbit_per_s, chosen.halos))
     return True
 
@@ -149,7 +149,7 @@ def _bench_memory(world: World, arguments: Sequence[str]) -> bool:
     """Peak bytes of each rank, and of one process with the whole image."""
     flags = options.parser("Measure the peak memory of a training step on each rank, and in one process.")
     chosen = flags.parse_args(arguments)
-    _, recipe = options.recipe(chosen, world.size)
+    _, recipe = options.recipe(chosen, world.size, world)
     _print(world, bench_memory(world, recipe, arguments, chosen.seed))
     return True
 
@@ -188,7 +188,7 @@ def _bench_streaming(world: World, arguments: Sequence[str]) -> bool:
 def _bench_throughput(world: World, arguments: Sequence[str]) -> bool:
     """Images per second, in the lines that the field's synthetic benchmarks print."""
     chosen = throughput_parser().parse_args(arguments)
-    recipe = throughput_recipe(chosen, world.size)
+    recipe = throughput_recipe(chosen, world.size, world)
     line = bench_throughput(
         world, recipe, chosen.model, chosen.warmup, chosen.num_iters, chosen.num_batches_per_iter, chosen.seed
     )
@@ -231,7 +231,7 @@ def _bench_asynchronous(world: World, arguments: Sequence[str]) -> bool:
 
     chosen = asynchronous.parser().parse_args(arguments)
     studies = asynchronous.chosen_studies(chosen, world.size)
-    _, recipe = options.recipe(chosen, options.plan(chosen).ranks)
+    _, recipe = options.recipe(chosen, options.plan(chosen).ranks, world)
     for study in asynchronous.bench_asynchronous(world, studies, recipe):
         _print(world, study.line)
     return True

@@ -32,7 +32,7 @@ def train_command(world: World, arguments: Sequence[str]) -> bool:
     """Train as the flags say; every rank does the same, and what is printed is one rank's to show."""
     chosen = train_options.train_parser().parse_args(arguments)
     feeding = Feeding(chosen.seed, chosen.max_steps, chosen.num_workers, chosen.on_bad_image)
-    model, recipe = options.recipe(chosen, world.size)
+    model, recipe = options.recipe(chosen, world.size, world)
     for text in train_options.without_effect(chosen):
         print(text, flush=True)
     images, others = together(world, lambda: train_options.applications(chosen, images_per_step(recipe)))

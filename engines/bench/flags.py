@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from engines import options
+from engines.comm.world import World
 from engines.training import Recipe
 
 __all__ = ["allreduce_parser", "throughput_parser", "throughput_recipe"]
@@ -25,12 +26,12 @@ def throughput_parser() -> argparse.ArgumentParser:
     return flags
 
 
-def throughput_recipe(chosen: argparse.Namespace, ranks: int) -> Recipe:
+def throughput_recipe(chosen: argparse.Namespace, ranks: int, world: World | None = None) -> Recipe:
     """What every rank has to know. As many replicas as the ranks make, unless the flags say. Raises PlanError."""
     if chosen.data_parallel is None:
         chosen.data_parallel = 1
         chosen.data_parallel = max(1, ranks // options.plan(chosen).ranks)
-    return options.recipe(chosen, ranks)[1]
+    return options.recipe(chosen, ranks, world)[1]
 
 
 def allreduce_parser() -> argparse.ArgumentParser:

@@ -38,7 +38,7 @@ _APART = 7  # chains by which a rank is before its neighbour, when all time kern
 
 
 def calibrate(world: World, name: str = "this machine", rehearsal: Rehearsal | None = None) -> Machine:
-    """The machine as these ranks see it, the same on all of them; collective. It takes less than a minute.
+    """The machine as these ranks see it, the same on all of them; collective. It takes about a minute.
 
     Kernels are timed on rank 0 while the others sleep, and on all ranks at once; then these train a small network
     together: `rehearsal` is `Rehearsal.of(world.size)`, where it was traced elsewhere.

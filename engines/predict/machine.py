@@ -162,19 +162,19 @@ class Machine:
     def threaded(self, seconds: float, threads: int, spread: float = 0.0) -> float:
         """What a kernel of one thread takes with several: each does its part, and they wait for each other.
 
-        A part of it is nobody's (Amdahl, 1967), which its `spread` over all cores tells. A kernel that is too small is
-        left to one of them.
+        A part of it is nobody's (Amdahl, 1967), which its `spread` over all cores tells: all of it, where a kernel is
+        so small that it is left to one thread. What is shared out takes `thread_s` more, however small it is.
 
         >>> machine = Machine("two cores", "an example", {}, cores=2, thread_s=0.5)
         >>> machine.threaded(4.0, threads=2), machine.threaded(0.5, threads=2), machine.threaded(4.0, 2, spread=0.75)
-        (2.5, 0.5, 3.5)
+        (2.5, 0.75, 3.25)
         """
         count = min(threads, self.cores or 1)
         if count <= 1:
             return seconds
         least = 1 / self.cores  # type: ignore[operator]
-        alone = max(0.0, (spread - least) / (1 - least))
-        return min(seconds, seconds * (alone + (1 - alone) / count) + (count - 1) * self.thread_s)
+        alone = min(1.0, max(0.0, (spread - least) / (1 - least)))
+        return seconds * (alone + (1 - alone) / count) + (1 - alone) * (count - 1) * self.thread_s
 
     def slowdown(self, busy: int, crowded: float = 1.0) -> float:
         """How much longer work takes while so many cores are busy; with all of them, `crowded` times `contention`.

@@ -32,6 +32,7 @@ from engines.whereabouts import here
 __all__ = ["Size", "Timed", "chain_seconds", "each_seconds", "median_seconds", "speeds", "timed"]
 
 _REPEATS, _ROUNDS = 4, 3  # at moments some seconds apart: a shared machine is now faster, now slower
+_FEW, _LONG_S = 2, 0.05  # a chain that takes longer is steadier, and repeated less often
 _Call = tuple[str, tuple[Any, ...]]
 
 
@@ -201,7 +202,10 @@ class _Chain:
 
     def run(self) -> None:
         """A few times."""
-        for _ in range(_REPEATS):
+        began_s = time.perf_counter()
+        for turn in range(_REPEATS):
+            if turn >= _FEW and time.perf_counter() - began_s > turn * _LONG_S:
+                return
             here().at(b"measures how fast it computes")  # others wait for that, and none hangs
             results = [self._forward(*each) for each in zip(self.timed, self.calls, strict=True)]
             calls = [*zip(self.timed, map(_leaves, self.calls), results, strict=True)][::-1]

@@ -34,7 +34,7 @@ def traces_once(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(flags=plans(most_ranks=16))
 def test_random_plans_are_exact_over_loopback(flags: list[str]) -> None:
     chosen = options.parser("").parse_args(flags)
