@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ def mpi_command(ranks: int, *arguments: object) -> list[str]:
 def mpi_environment() -> dict[str, str]:
     """More ranks than cores, one thread each; the ranks can import `tests`."""
     found = {**os.environ, "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMP_NUM_THREADS": "1"}
-    found |= {"GOMP_SPINCOUNT": "100000", "PYTHONPATH": str(Path(__file__).parents[1])}
+    found |= {"GOMP_SPINCOUNT": "100000", "PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONFAULTHANDLER": "1"}
     if os.geteuid() == 0:
         found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return found
@@ -42,7 +43,7 @@ def run_launcher(command: Sequence[str], environment: Mapping[str, str]) -> subp
     """Run a launcher to its end. Once in thousands of runs prterun waits for itself when its ranks are gone (seen: its
     main thread in a mutex that nobody will unlock), or cannot start its own listener; then it is started again.
 
-    Raises subprocess.TimeoutExpired where ranks go on for ten minutes.
+    Raises TimeoutError where ranks go on for ten minutes, with what each of them was doing.
     """
     for number in range(1, TRIES + 1):
         with subprocess.Popen(
@@ -56,7 +57,7 @@ def run_launcher(command: Sequence[str], environment: Mapping[str, str]) -> subp
                 continue
             finally:
                 launcher.kill()
-    raise subprocess.TimeoutExpired(command, TRIES * _CHILDLESS * _LOOK_S)
+    raise TimeoutError(f"{' '.join(command)}: its ranks ended, and the launcher did not, {TRIES} times.")
 
 
 class _StuckError(Exception):
@@ -70,7 +71,23 @@ def _ended(launcher: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
             out, errors = launcher.communicate(timeout=_LOOK_S)
             return subprocess.CompletedProcess(launcher.args, launcher.returncode, out, errors)
         except subprocess.TimeoutExpired:
-            childless = 0 if psutil.Process(launcher.pid).children() else childless + 1
+            childless = 0 if _ranks(launcher) else childless + 1
         if childless == _CHILDLESS:
             raise _StuckError
-    raise subprocess.TimeoutExpired(launcher.args, _LOOKS * _LOOK_S)
+    raise TimeoutError(f"Its ranks went on for {_LOOKS * _LOOK_S:.0f} s. {_told(launcher)}")
+
+
+def _ranks(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Those that live: one that has ended is a zombie while the launcher does not ask."""
+    children = psutil.Process(launcher.pid).children()
+    return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def _told(launcher: subprocess.Popen[str]) -> str:
+    """Where the ranks are, which end by that."""
+    for rank in _ranks(launcher):
+        rank.send_signal(signal.SIGABRT)
+    try:
+        return "".join(launcher.communicate(timeout=_LOOK_S))
+    except subprocess.TimeoutExpired:
+        return "They do not tell where they are."

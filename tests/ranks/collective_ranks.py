@@ -86,6 +86,7 @@ def after_a_failure_it_is_connected_anew(world: MpiWorld) -> None:
     (batch,) = batches(training.recipe, seed=1, steps=1)
     training.step(training.cut(batch))
     before = training.worker._sums
+    world.rest()  # all have ended this step
     if world.rank == 1:
         world.fail()
     else:
@@ -127,6 +128,7 @@ def others_die(world: MpiWorld) -> None:
     """A rank dies while the others wait for a sum and for nothing of MPI's: they notice."""
     found = world.collectives(HOST)
     waiting = NcclSum(torch.zeros(1), found.group(range(4), HOST), 0, InOrder(1), found.check)
+    world.rest()  # all are connected
     if world.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     waiting.work = _NeverDone()
