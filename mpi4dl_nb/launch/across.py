@@ -16,13 +16,18 @@ from mpi4dl_nb.launch.outposts import BOOT, Outposts
 from mpi4dl_nb.launch.reach import Reach, is_here
 from mpi4dl_nb.launch.reports import Ended
 
-__all__ = ["Across", "CutOff"]
+__all__ = ["Across", "CutOff", "forwarded"]
 
 # What ranks elsewhere shall know of this process's environment. MPI forwards its own settings itself.
-_FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
-_FAMILIES = ("MPI4DL_NB_", "NCCL_", "TORCH_", "THP_")
+_FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "NVIDIA_TF32_OVERRIDE")
+_FAMILIES = ("MPI4DL_NB_", "NCCL_", "PYTORCH_", "TORCH_", "THP_")
 # A daemon of MPI that is cut off is noticed after 6 + 3 s: after we have named its host.
 _ALIVE = {"oob_tcp_keepalive_time": 6, "oob_tcp_keepalive_intvl": 1, "oob_tcp_keepalive_probes": 3}
+
+
+def forwarded(known: Mapping[str, str]) -> dict[str, str]:
+    """What of it ranks elsewhere shall know: how torch and its libraries were asked to compute, among others."""
+    return {name: value for name, value in known.items() if name in _FORWARDED or name.startswith(_FAMILIES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +102,10 @@ class Across:
     def _environment(self, share: Share, cluster_id: str) -> dict[str, str]:
         """Each host's cores are shared out among its own ranks."""
         cores = self._told[share.name]["cores"]
-        ours = {name: value for name, value in os.environ.items() if name in _FORWARDED or name.startswith(_FAMILIES)}
         threads = max(1, cores // len(share.ranks))
         home, memory = self._posts.folders(share.name)
         theirs = {"IPP_PROFILE_DIR": home, "IPP_CLUSTER_ID": cluster_id, "OMPI_MCA_btl_sm_backing_directory": memory}
-        return {**ours, **mpi_environment(len(share.ranks)), **theirs, "OMP_NUM_THREADS": str(threads)}
+        return {**forwarded(os.environ), **mpi_environment(len(share.ranks)), **theirs, "OMP_NUM_THREADS": str(threads)}
 
     def _networks(self) -> list[str]:
         """MPI shall take the networks that lead to the hosts: others may have the same addresses on every host."""

@@ -21,7 +21,7 @@ import pytest
 from engines.errors import PlanError, RankError
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.launch import outpost, outposts
-from mpi4dl_nb.launch.across import Across, CutOff
+from mpi4dl_nb.launch.across import Across, CutOff, forwarded
 from mpi4dl_nb.launch.allocation import allocation, chosen_hosts, expand
 from mpi4dl_nb.launch.environment import mpiexec
 from mpi4dl_nb.launch.hosts import Hosts, read_hosts
@@ -34,6 +34,11 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_N
 
 def shared(n: int, *hosts: str) -> list[list[int]]:
     return [list(share.ranks) for share in Hosts(read_hosts(hosts)).share_out(n)]
+
+
+def test_how_torch_shall_compute_is_known_on_every_host():
+    asked = {"NVIDIA_TF32_OVERRIDE": "0", "PYTORCH_ALLOC_CONF": "expandable_segments:True", "MPI4DL_NB_NCCL": "0"}
+    assert forwarded({**asked, "HOME": "/root", "CUDA_VISIBLE_DEVICES": "3"}) == asked
 
 
 # ---- what is written of hosts
