@@ -1,4 +1,4 @@
-"""Operators of ATen that end the process on some arguments, called so that they compute the same and do not."""
+"""Operators of ATen that end the process or take too long on some arguments, called so that they compute the same."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 __all__ = ["MENDED"]
 
 _VECTOR = 8
+_SMALL, _FEW_PX = 20480, 128  # numbers of an input, of which PyTorch has the first, and pixels of each image
 
 
 def _conv2d(
@@ -27,9 +28,27 @@ def _conv2d(
     Of several images with channels last, the gradient of such weights is written beyond its memory on processors
     without AVX-512 (PyTorch 2.13, oneDNN): the heap is damaged, and the process aborts sooner or later.
     """
-    if weight.shape[1] < _VECTOR and weight.shape[2:] == (1, 1) and max(stride) > 1 and not any(padding):
-        x, stride = x[..., :: stride[0], :: stride[1]], (1, 1)
+    if weight.shape[2:] == (1, 1):
+        if weight.shape[1] < _VECTOR and max(stride) > 1 and not any(padding):
+            x, stride = x[..., :: stride[0], :: stride[1]], (1, 1)
+        if _is_slow(x):
+            dilation = (2, 2)
     return torch.ops.aten.conv2d.default(x, weight, bias, stride, padding, dilation, groups)
+
+
+def _is_slow(x: Tensor) -> bool:
+    """Whether a 1x1 kernel would wait for BLAS, which takes two to three times as long as oneDNN here.
+
+    PyTorch asks BLAS where one thread is at work, but never if the kernel is dilated, which changes nothing for one of
+    a single pixel. Small values are no slower that way.
+    """
+    return (
+        (x.device.type, x.dtype) == ("cpu", torch.float32)
+        and torch.get_num_threads() == 1
+        and torch.backends.mkldnn.is_available()
+        and x.numel() > _SMALL
+        and x.shape[-2] * x.shape[-1] >= _FEW_PX
+    )
 
 
 MENDED: dict[str, Callable[..., Any]] = {"aten.conv2d.default": _conv2d}

@@ -1,10 +1,11 @@
-"""Operators that are called in another way than PyTorch would, lest the process ends, compute the same."""
+"""Operators that are called in another way than PyTorch would, lest the process ends or waits, compute the same."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch.nn import functional
+from torch.profiler import profile
 
 from engines.spatial.kernels import kernel
 
@@ -34,3 +35,23 @@ def _gradients(convolve, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.T
     x, weight = (tensor.detach().requires_grad_() for tensor in (x, weight))
     made = convolve(x, weight)
     return made.detach(), *torch.autograd.grad(made.square().sum(), (x, weight))
+
+
+@pytest.mark.parametrize(("side_px", "library"), [(48, "mkldnn"), (8, "slow")])
+def test_one_thread_leaves_a_large_pointwise_convolution_to_onednn(side_px: int, library: str):
+    """As several threads do: BLAS took two to three times as long. Small ones are no faster there."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this PyTorch has no oneDNN")
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        x, weight = torch.randn(1, 16, side_px, side_px), torch.randn(8, 16, 1, 1)
+        with profile() as seen:
+            found = _gradients(kernel("aten.conv2d.default"), x, weight)
+        wanted = _gradients(functional.conv2d, x.double(), weight.double())
+    finally:
+        torch.set_num_threads(before)
+    assert any(library in event.key for event in seen.key_averages())
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
