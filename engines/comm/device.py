@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -19,13 +20,16 @@ from engines.errors import PlanError
 from engines.plan import Plan
 
 __all__ = [
+    "Mark",
     "autocast_type",
+    "bound_own_memory",
     "choose_device",
     "give_memory_back",
     "gpu_of",
     "has_own_memory",
     "held_bytes",
     "keep_memory_tight",
+    "marked",
     "memory_format",
     "peak_of_own_memory",
     "process_bytes",
@@ -112,12 +116,46 @@ def wait_for_stream(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+class Mark(Protocol):
+    """A place in what a device was told to do."""
+
+    def query(self) -> bool:
+        """Whether the device has come as far; returns at once."""
+
+    def synchronize(self) -> None:
+        """Return when it has."""
+
+
+class _Passed:
+    """Where nothing is only told: all has been done."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return
+
+
+_PASSED = _Passed()
+
+
+def marked(device: torch.device) -> Mark:
+    """Behind all that this thread has told the device so far: once passed, what was copied may be read."""
+    return torch.cuda.current_stream(device).record_event() if has_own_memory(device) else _PASSED
+
+
 def peak_of_own_memory(device: torch.device, work: Callable[[], object]) -> int:
     """The most bytes that tensors of this process take on a device with memory of its own while `work` runs."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     work()
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def bound_own_memory(device: torch.device, size_bytes: int) -> None:
+    """From now on this process gets no more than so many bytes of a device with memory of its own."""
+    whole_bytes = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / whole_bytes), device)
 
 
 def held_bytes(device: torch.device) -> int:

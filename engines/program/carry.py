@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from engines.comm.device import memory_format, wait_for_stream
+from engines.comm.device import Mark, marked, memory_format
 from engines.comm.world import Pending, World
 from engines.program.instructions import Exchange
 from engines.program.outbox import Outbox
@@ -88,8 +88,7 @@ class Carrier:
         with torch.no_grad():
             window, complete = self._ground(source)
             route = self._route_of(source, window)
-            self._pack(route.lent, source)
-            pending = route.start_there()
+            pending = self.outbox.depart(self._pack(route.lent, source), route.start_there)
             if self._kept and not complete:
                 window[self._kept[1]].copy_(source[self._kept[0]])
             self._finish(pending, route.borrowed)
@@ -109,8 +108,7 @@ class Carrier:
             if first:
                 source.grad = torch.empty_like(source)
             route = self._route_of(source.grad if first else None, grad)
-            self._pack(route.borrowed, grad)
-            pending = route.start_back()
+            pending = self.outbox.depart(self._pack(route.borrowed, grad), route.start_back)
             if source is not None and not first:
                 self._start_from_own(grad, source, alone)
             self._finish(pending, route.lent)
@@ -121,11 +119,11 @@ class Carrier:
     def _route_of(self, source: Tensor | None = None, window: Tensor | None = None) -> Route:
         return self._route or fresh_route(self.exchange, self.world, self._memory, source, window)
 
-    def _pack(self, parcels: Sequence[Parcel], whole: Tensor | None) -> None:
-        """Put pixels into their messages, which may then leave."""
+    def _pack(self, parcels: Sequence[Parcel], whole: Tensor | None) -> Mark:
+        """Put pixels into their messages, which may leave when that has been done."""
         for parcel in parcels:
             parcel.pixels.copy_(whole[parcel.index], non_blocking=True)
-        wait_for_stream(self.device)
+        return marked(self.device)
 
     def _land(self, move: Move, parcel: Parcel, whole: Tensor, adds: bool) -> None:
         """Put what has arrived into its place, or add it there."""

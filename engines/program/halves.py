@@ -63,8 +63,7 @@ class Halves(Carrier):
         """Messages are posted and what is here already is in its place; the bytes that this rank sends."""
         with torch.no_grad():
             route = self._route_of()
-            self._pack(route.lent, source)
-            pending = route.start_there()
+            pending = self.outbox.depart(self._pack(route.lent, source), route.start_there)
             strips = [self._filled(number) for number in range(len(self.tiles))]
             for number, here, there in self._shared:
                 strips[number][there].copy_(source[here])

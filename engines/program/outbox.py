@@ -2,32 +2,81 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engines.comm.device import Mark
 from engines.comm.world import Pending
 
 __all__ = ["Outbox"]
 
 
 class Outbox:
-    """What is on its way. Each message keeps its own memory until it has gone."""
+    """What is on its way, and what a device has still to fill. Each message keeps its own memory until it has gone.
+
+    A device works behind its rank, which need not wait for it before it tells it more. But whoever waits for another
+    rank must have sent what that one waits for: `leave` comes before.
+    """
 
     def __init__(self) -> None:
         self._under_way: list[Pending] = []
+        self._packed: deque[_Departure] = deque()
+
+    def depart(self, packed: Mark, start: Callable[[], Pending]) -> Pending:
+        """Have messages start when the device has passed `packed`, in the order in which they are handed over."""
+        if not self._packed and packed.query():
+            return start()
+        departure = _Departure(packed, start, self)
+        self._packed.append(departure)
+        return departure
+
+    def leave(self) -> None:
+        """Return when all messages have started."""
+        while self._packed:
+            self._packed.popleft().leave()
 
     def add(self, pending: Pending) -> None:
-        """Let go of messages that were started."""
+        """Let go of messages that were started, or are to depart."""
         self._under_way.append(pending)
 
     def look(self) -> None:
         """Help messages along, without waiting: transports may need the sender to look."""
+        while self._packed and self._packed[0].packed.query():
+            self._packed.popleft().leave()
         if self._under_way:
             self._under_way = [pending for pending in self._under_way if not pending.done()]
 
     def forget(self) -> None:
         """Ask no more after messages of a step that was given up."""
         self._under_way = []
+        self._packed.clear()
 
     def wait(self) -> None:
         """Return when all have gone. Raises RankError if a rank fails meanwhile."""
+        self.leave()
         for pending in self._under_way:
             pending.wait()
         self._under_way = []
+
+
+@dataclass
+class _Departure:
+    """Messages that start when a device has filled them: `pending` from then on."""
+
+    packed: Mark
+    start: Callable[[], Pending]
+    outbox: Outbox
+    pending: Pending | None = None
+
+    def leave(self) -> None:
+        self.packed.synchronize()
+        self.pending = self.start()
+
+    def wait(self) -> None:
+        self.outbox.leave()
+        if self.pending is not None:  # a step that was given up has forgotten it
+            self.pending.wait()
+
+    def done(self) -> bool:
+        return self.pending is not None and self.pending.done()

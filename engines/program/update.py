@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from engines.comm.device import wait_for_stream
+from engines.comm.device import Mark, marked, wait_for_stream
 from engines.comm.nccl import NcclSum
 from engines.comm.total import Total, all_reduce
 from engines.comm.world import World
@@ -52,13 +52,12 @@ class GradientSum:
         self.sums = [part.as_strided(weight.shape, weight.stride()) for weight, part in pairs]
         self.total = added(self.flat) if added else Total(world, self.flat, bucket.group, bucket.tag, again=True)
 
-    def begin(self) -> Total | NcclSum:
-        """Start to add up the gradients as they are now."""
+    def pack(self) -> Mark:
+        """Have the gradients copied as they are now; `total.begin` may start to add them up when that has been done."""
         wait_for_stream(self.device)  # the last sum has been read
         for weight, own in zip(self.shared, self.sums, strict=True):
             own.zero_() if weight.grad is None else own.copy_(weight.grad, non_blocking=True)
-        wait_for_stream(self.device)
-        return self.total.begin()
+        return marked(self.device)
 
     def finish(self) -> None:
         """Wait for it, and give each weight its gradient."""

@@ -202,6 +202,8 @@ class Worker:
         return self.lanes[micro_batch]
 
     def _do(self, step: Step) -> int:
+        if not isinstance(step.instruction, Compute):
+            self._outbox.leave()
         match step.instruction:
             case SumGradients() as bucket:
                 return self._sum_gradients(bucket, begins=step.phase is not Phase.UPDATE)
@@ -220,9 +222,9 @@ class Worker:
             return 0
         if bucket.name not in self._sums:
             self._sums[bucket.name] = GradientSum(self.weights, bucket, self.world)
-        under_way = self._sums[bucket.name].begin()
-        self._outbox.add(under_way)
-        return under_way.sent_bytes
+        own = self._sums[bucket.name]
+        self._outbox.add(self._outbox.depart(own.pack(), own.total.begin))
+        return own.total.sent_bytes
 
     def _agree(self, agreement: Agree) -> int:
         self._outbox.wait()
