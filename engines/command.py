@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     if name == "gpu-check":
         from engines.bench.gpu_check import gpu_check
 
-        return gpu_check()
+        return gpu_check(rest)
     if name == "table":
         from engines.table_command import table_command
 
@@ -185,6 +185,16 @@ def _bench_streaming(world: World, arguments: Sequence[str]) -> bool:
     return True
 
 
+def _bench_largest(world: World, arguments: Sequence[str]) -> bool:
+    """The largest image that trains within a bound of memory."""
+    if world.size > 1:
+        raise PlanError(f"The largest image is looked for by one process, but there are {world.size}. Start 1.")
+    from engines.bench.largest import bench_largest
+
+    _print(world, bench_largest(arguments))
+    return True
+
+
 def _bench_throughput(world: World, arguments: Sequence[str]) -> bool:
     """Images per second, in the lines that the field's synthetic benchmarks print."""
     chosen = throughput_parser().parse_args(arguments)
@@ -248,6 +258,7 @@ _COMMANDS: dict[str, Command] = {
     "bench overhead": _bench_overhead,
     "bench overlap": _bench_overlap,
     "bench streaming": _bench_streaming,
+    "bench largest": _bench_largest,
     "bench throughput": _bench_throughput,
     "bench allreduce": _bench_allreduce,
     "bench read": _bench_read,

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from engines.whereabouts import BOARD, Board, Whereabouts
 
-__all__ = ["MARK", "RANK_NAMES", "main"]
+__all__ = ["MARK", "RANK_NAMES", "main", "tied"]
 
 MARK = "\x1empi4dl_nb "
 """What a line begins with that tells of a rank: the rest is JSON."""
@@ -47,7 +47,7 @@ class _Guard:
             self.board = Board.on(file.fileno())
             self.process = subprocess.Popen(
                 command, pass_fds=[file.fileno()], env={**os.environ, BOARD: str(file.fileno())},
-                preexec_fn=_tied,  # noqa: PLW1509 (there are no threads here)
+                preexec_fn=tied,  # noqa: PLW1509 (there are no threads here)
             )  # fmt: skip
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever means the rank sends it there
         signal.signal(signal.SIGTERM, lambda number, frame: self.process.terminate())
@@ -76,8 +76,8 @@ class _Guard:
         os.write(1, f"\n{MARK}{json.dumps(line)}\n".encode())
 
 
-def _tied() -> None:
-    """Done by the child: should this guard be killed, it ends too."""
+def tied() -> None:
+    """Done by a child before it begins: should the one that has started it be killed, it ends too."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from engines.comm.device import choose_device
 from engines.layer.answers import prediction_of
 from engines.layer.trace import LOSS, MODEL, plain_name
 from engines.program.update import SCALE, UpdateRules
 from engines.spatial.draws import SameDraws
-from engines.training import Loss, Optimiser
+from engines.training import Loss, Optimiser, Recipe
 
 __all__ = ["Comparison", "OneProcess", "Record", "compare", "one_process"]
 
@@ -76,6 +77,13 @@ class OneProcess:
         self.scheduler = self.rules.scheduler(self.optimiser) if self.rules.scheduler and self.optimiser else None
         first = self.rules.loss_scale or SCALE
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=first, enabled=dtype is torch.float16)
+
+    @classmethod
+    def of(cls, model: nn.Module, loss: Loss, recipe: Recipe, seed: int | None = None) -> OneProcess:
+        """Trained as a recipe says, on a device of its."""
+        dtype, device = getattr(torch, recipe.plan.precision), choose_device(recipe.device, rank=0)
+        count = recipe.plan.micro_batches
+        return cls(model, loss, recipe.optimiser, dtype, seed, count, recipe.rules, device)
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """One training step, its micro-batches one after another; the mean of their losses before it."""

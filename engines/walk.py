@@ -100,6 +100,7 @@ class RankWalk:
             else:
                 self.training.advance()
         # A large message leaves only while its sender looks, and this one may have nothing else to do.
+        worker.leave()
         worker.world.rest()
         self.seconds += time.perf_counter() - start_s
         return self.standing

@@ -10,14 +10,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from engines.errors import RankError
+from engines.guard import tied
 
-__all__ = ["apart"]
+__all__ = ["EndedError", "apart"]
+
+
+class EndedError(RankError):
+    """The process did not end well: by `code`, negative where a signal ended it."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 def apart(function: str, arguments: Sequence[str], threads: int | None = None) -> Any:
     """Call `PACKAGE.MODULE:FUNCTION` with a list of texts there. `threads`: how many torch has (None: as here).
 
-    Raises RankError where it fails.
+    Raises EndedError where it fails. It ends with this process.
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
     environment |= {"THP_MEM_ALLOC_ENABLE": "1"}  # tensors lie in huge pages: memory that is fresh costs little time
@@ -25,7 +34,12 @@ def apart(function: str, arguments: Sequence[str], threads: int | None = None) -
     module, _, name = function.partition(":")
     code = f"import sys; from {module} import {name}; {name}(sys.argv[1:])"
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False,
+        preexec_fn=tied,
+    )  # fmt: skip
     if done.returncode:
-        raise RankError(f"{name} in a process of its own ended with code {done.returncode}: {done.stderr[-300:]}")
+        raise EndedError(
+            f"{name} in a process of its own ended with code {done.returncode}: {done.stderr[-300:]}", done.returncode
+        )
     return json.loads(done.stdout.splitlines()[-1])

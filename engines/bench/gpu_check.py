@@ -1,6 +1,6 @@
-"""What a machine with a GPU has to show: exactness on it, several ranks on one device, images per second.
+"""What a machine with a GPU has to show: exactness on it, several ranks on one device, speed, and how large images get.
 
-Needs torch, mpi4py and an `mpiexec` only. Where there is no GPU it says so and ends well.
+Needs torch, mpi4py and an `mpiexec` only (tiles in turn: greenlet, too). Where there is no GPU it says so, and ends.
 """
 
 from __future__ import annotations
@@ -8,18 +8,43 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-__all__ = ["gpu_check", "launch"]
+from engines import options
+from engines.bench.apart import apart
+from engines.comm.device import has_own_memory, wait_for
+from engines.errors import PlanError
+
+__all__ = ["CHECKS", "gpu_check", "launch", "link_speeds", "tell_link"]
 
 RESNET = "engines.models:resnet20_v1"
+AMOEBANET = ("--model", "amoebanet", "--num-filters", "214")
+ONE_RANK = ("--split-size", "1", "--spatial-size", "0")
+LARGE = (
+    "bench",
+    "largest",
+    "--precision",
+    "bfloat16",
+    "--memory-mb",
+    "1000000",
+    "--step-px",
+    "256",
+    "--image-size",
+    "2048",
+)
+LINK_BYTES, LINK_TIMES = 1 << 26, 15
+_ENDING_S = 20.0
 
-_CHECKS: dict[str, tuple[int, Sequence[str]]] = {
+CHECKS: Mapping[str, tuple[int, Sequence[str]]] = {
     "exact, ResNet-20 v1, 2x2 tiles": (5, ("verify", "--model", "engines.models:resnet20_v1", "--image-size", "128")),
     "exact, ResNet-110 v2, 2x3 tiles": (7, ("verify", "--image-size", "100x132", "--slice-method", "2x3")),
     "exact, U-Net tiled to its loss": (
@@ -50,30 +75,98 @@ _CHECKS: dict[str, tuple[int, Sequence[str]]] = {
             "--precision", "bfloat16", "--schedule", "1f1b"),
     ),
     "speed, ResNet-110 v2, 512 px": (5, ("bench", "step", "--image-size", "512", "--iterations", "5")),
+    "speed, 1 rank, 512 px": (1, ("bench", "step", "--image-size", "512", "--iterations", "9", *ONE_RANK)),
+    "speed, 1 rank, 2,048 px, bfloat16": (
+        1, ("bench", "step", "--image-size", "2048", "--iterations", "5", "--precision", "bfloat16", *ONE_RANK),
+    ),
+    "speed, 2x2 tiles, 1,024 px, D1": (4, ("bench", "step", "--image-size", "1024", "--split-size", "1")),
+    "speed, 2x2 tiles, 1,024 px, D2": (
+        4, ("bench", "step", "--image-size", "1024", "--split-size", "1", "--halo-d2", "--fused-layers", "2"),
+    ),
+    "speed, 2x2 tiles, 1,024 px, overlapped": (
+        4, ("bench", "step", "--image-size", "1024", "--split-size", "1", "--overlap-halos"),
+    ),
+    "halos, 4 strips of 64 channels, 4,096 px": (
+        4, ("bench", "halo", "--image-size", "4096", "--in-channels", "64", "--num-spatial-parts", "4",
+            "--slice-method", "vertical", "--iterations", "30"),
+    ),
+    **{f"largest image, ResNet-110 v2, {way}": (1, (*LARGE, "--way", way, *ONE_RANK)) for way in ("plain", "again")},
+    "largest image, ResNet-110 v2, in turn": (
+        1, (*LARGE, "--way", "in-turn", "--split-size", "1", "--slice-method", "8x1"),
+    ),
+    **{f"largest image, AmoebaNet-D 214, {way}": (1, (*LARGE, *AMOEBANET, "--way", way, *ONE_RANK))
+       for way in ("plain", "again")},
 }  # fmt: skip
+"""By name: on how many ranks, and which command. Of speed, `of_limit` / `ratio` is the share of convolutions."""
 
 
-def gpu_check() -> int:
-    """Run every check on this machine's GPU and print a table, then JSON; 0 if all are well."""
+def gpu_check(arguments: Sequence[str] = ()) -> int:
+    """Run the checks on this machine's GPU, each told when it is done, then all as JSON; 0 if all are well."""
+    flags = options.Parser("gpu-check", description=__doc__.splitlines()[0])
+    flags.add_argument("--only", default="", help="those whose names begin so")
+    flags.add_argument("--timeout", type=options.positive, default=900, help="seconds for each")
+    try:
+        chosen = flags.parse_args(arguments)
+        names = [name for name in ("link", *CHECKS) if name.startswith(chosen.only)]
+        if not names:
+            raise PlanError(f"No check begins with {chosen.only}. There are link, {', '.join(CHECKS)}.")
+    except PlanError as error:
+        print(error, file=sys.stderr)
+        return 2
     if not torch.cuda.is_available():
         print("There is no GPU that torch can use here: nothing to check.")
         return 0
-    results = {name: _run(ranks, arguments) for name, (ranks, arguments) in _CHECKS.items()}
-    for name, result in results.items():
-        facts = ", ".join(f"{key} {value}" for key, value in result.items())
-        print(f"{name:34} {facts}")
+    results = {}
+    for name in names:
+        results[name] = _checked(name, chosen.timeout)
+        facts = ", ".join(f"{key} {value}" for key, value in results[name].items())
+        print(f"{name:42} {facts}", flush=True)
     print(json.dumps({"device": torch.cuda.get_device_name(), **results}))
-    return (
-        0
-        if all(result.get("ok", "images_per_s" in result or "peak_bytes" in result) for result in results.values())
-        else 1
-    )
+    return 1 if any("error" in result or not result.get("ok", True) for result in results.values()) else 0
 
 
-def _run(ranks: int, arguments: Sequence[str]) -> dict[str, object]:
-    done = launch(ranks, ["-m", "engines", *arguments, "--device", "cuda"])
+def _checked(name: str, timeout_s: float) -> dict[str, object]:
+    if name == "link":
+        return apart("engines.bench.gpu_check:tell_link", [])  # whose memory is free again for the others
+    ranks, command = CHECKS[name]
+    if "in-turn" in command and not find_spec("greenlet"):
+        return {"skipped": "tiles in turn need greenlet"}
+    return _run(ranks, command, timeout_s)
+
+
+def tell_link(_: Sequence[str]) -> None:
+    """Prints `link_speeds` of this machine's first GPU."""
+    print(json.dumps(link_speeds(torch.device("cuda", 0))))
+
+
+def link_speeds(device: torch.device) -> dict[str, object]:
+    """Bytes per second between a device and pinned memory of its host, both ways: what staged halos cannot exceed."""
+    there = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
+    here = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=has_own_memory(device))
+    return {
+        "to_host_bytes_per_s": LINK_BYTES / _copy_seconds(here, there),
+        "to_device_bytes_per_s": LINK_BYTES / _copy_seconds(there, here),
+    }
+
+
+def _copy_seconds(into: torch.Tensor, of: torch.Tensor) -> float:
+    found = []
+    for _ in range(LINK_TIMES):
+        start_s = time.perf_counter()
+        into.copy_(of, non_blocking=True)
+        for tensor in (into, of):
+            wait_for(tensor.device)
+        found.append(time.perf_counter() - start_s)
+    return statistics.median(found)
+
+
+def _run(ranks: int, arguments: Sequence[str], timeout_s: float) -> dict[str, object]:
+    try:
+        done = launch(ranks, ["-m", "engines", *arguments, "--device", "cuda"], timeout_s)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done within {timeout_s:g} s"}
     if done.returncode == 2 or not done.stdout.strip():
-        return {"ok": False, "error": done.stderr.strip()[-400:]}
+        return {"error": done.stderr.strip()[-400:]}
     return json.loads(done.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
 
 
@@ -85,4 +178,15 @@ def launch(ranks: int, arguments: Sequence[str], timeout_s: float = 600) -> subp
     if os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = [mpiexec, "-n", str(ranks), sys.executable, "-m", "mpi4py", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            told = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # it ends its ranks
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=_ENDING_S)
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, *told)

@@ -26,9 +26,9 @@ from engines.oracle import OneProcess
 from engines.program.worker import Inputs
 from engines.training import RankTraining, Recipe
 
-__all__ = ["alone", "bench_memory", "host_peak_bytes"]
+__all__ = ["STEPS", "alone", "bench_memory", "host_peak_bytes", "peak_bytes"]
 
-_STEPS = 2  # gradients and the optimiser's state are there from the second one on
+STEPS = 2  # gradients and the optimiser's state are there from the second one on
 
 
 def bench_memory(world: World, recipe: Recipe, arguments: Sequence[str], seed: int) -> dict[str, object]:
@@ -54,10 +54,10 @@ def _rank_bytes(world: World, recipe: Recipe, seed: int) -> int:
 
     def work() -> None:
         training = RankTraining(world, recipe)
-        for _ in range(_STEPS):
+        for _ in range(STEPS):
             training.step(own)
 
-    return _peak_bytes(choose_device(recipe.device, world.rank), work)
+    return peak_bytes(choose_device(recipe.device, world.rank), work)
 
 
 def _own_part(world: World, recipe: Recipe, seed: int) -> Inputs:
@@ -73,18 +73,17 @@ def alone(arguments: Sequence[str]) -> None:
     chosen = options.parser("").parse_args(list(arguments))
     model, recipe = options.recipe(chosen, options.plan(chosen).ranks)
     batch = batches(recipe, chosen.seed, steps=1)[0]
-    dtype, count = getattr(torch, recipe.plan.precision), recipe.plan.micro_batches
     device = choose_device(recipe.device, rank=0)
 
     def work() -> None:
-        process = OneProcess(model, nn.CrossEntropyLoss(), recipe.optimiser, dtype, micro_batches=count, device=device)
-        for _ in range(_STEPS):
+        process = OneProcess.of(model, nn.CrossEntropyLoss(), recipe)
+        for _ in range(STEPS):
             process.step(batch)
 
-    print(json.dumps(_peak_bytes(device, work)), flush=True)
+    print(json.dumps(peak_bytes(device, work)), flush=True)
 
 
-def _peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
+def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
     """The most memory in use while `work` runs, beyond what was before: the process's, or a device's own."""
     if has_own_memory(device):
         return peak_of_own_memory(device, work)

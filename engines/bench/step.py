@@ -8,7 +8,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
@@ -38,10 +37,7 @@ def bench_step(
     training = RankTraining(world, recipe)
     batch = batches(recipe, seed, steps=1)[0]
     own = training.cut(batch)
-    dtype = getattr(torch, recipe.plan.precision)
-    count = recipe.plan.micro_batches
-    one = partial(OneProcess, model, nn.CrossEntropyLoss(), recipe.optimiser, dtype, device=training.device)
-    alone = one(micro_batches=count, rules=recipe.rules) if world.rank == 0 else None
+    alone = OneProcess.of(model, nn.CrossEntropyLoss(), recipe) if world.rank == 0 else None
     threads = cores()
     ranks_s, alone_s, spent = [], [], Counter[str]()
     for number in range(iterations + 1):

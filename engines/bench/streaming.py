@@ -8,7 +8,6 @@ The bound is the kernel's (`RLIMIT_DATA`, Linux): an allocation beyond it fails.
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import sys
 import tempfile
@@ -22,19 +21,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from engines.bench.apart import apart
+from engines.bench.bounded import KEPT_BYTES, MIB, bounded
 from engines.bench.memory import host_peak_bytes
 from engines.bench.verify import batches
 from engines.comm.container import cores
-from engines.comm.device import choose_device, keep_memory_tight, process_bytes
+from engines.comm.device import keep_memory_tight
 from engines.errors import RankError
 from engines.offload.store import on_disk
 from engines.oracle import OneProcess
 from engines.streaming.training import StreamedTraining, check
 
 __all__ = ["alone", "bench_streaming", "streamed", "streaming_parser"]
-
-_MIB = 1 << 20
-_KEPT_BYTES = 4 << 20  # of smaller blocks the memory is kept: most tensors of a tile are, and fresh pages take long
 
 
 def streaming_parser() -> ArgumentParser:
@@ -62,10 +59,10 @@ def bench_streaming(arguments: Sequence[str]) -> dict[str, object]:
         }
         ours, theirs = (load_file(path) for path in ways.values())
     return {
-        "memory_bytes": chosen.memory_mb * _MIB,
+        "memory_bytes": chosen.memory_mb * MIB,
         "peak_bytes": lines["streamed"]["peak_bytes"],
         "one_process_peak_bytes": lines["alone"]["peak_bytes"],
-        "needs": round(lines["alone"]["peak_bytes"] / (chosen.memory_mb * _MIB), 2),
+        "needs": round(lines["alone"]["peak_bytes"] / (chosen.memory_mb * MIB), 2),
         "step_s": round(lines["streamed"]["step_s"], 6),
         "one_process_step_s": round(lines["alone"]["step_s"], 6),
         "time_ratio": round(lines["streamed"]["step_s"] / lines["alone"]["step_s"], 3),
@@ -82,13 +79,12 @@ def streamed(arguments: Sequence[str]) -> None:
     path, chosen = _told(arguments)
     _, recipe = options.recipe(chosen, options.plan(chosen).ranks)
     whole = batches(recipe, chosen.seed, steps=1)[0]
-    keep_memory_tight(True, _KEPT_BYTES)
+    keep_memory_tight(True, KEPT_BYTES)
     training = StreamedTraining(recipe, chosen.folder)
-    most = process_bytes("VmData") + chosen.memory_mb * _MIB
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     feed = training.cut(whole)
     try:
-        line = _measured(lambda: training.step(feed), chosen.iterations)
+        with bounded(training.device, chosen.memory_mb * MIB):
+            line = _measured(lambda: training.step(feed), chosen.iterations)
     except RankError as error:
         sys.exit(str(error))
     except (RuntimeError, MemoryError) as error:
@@ -103,12 +99,8 @@ def alone(arguments: Sequence[str]) -> None:
 
     path, chosen = _told(arguments)
     model, recipe = options.recipe(chosen, options.plan(chosen).ranks)
-    whole, dtype = batches(recipe, chosen.seed, steps=1)[0], getattr(torch, recipe.plan.precision)
-    count = recipe.plan.micro_batches
-    process = OneProcess(
-        model, nn.CrossEntropyLoss(), recipe.optimiser, dtype, recipe.draws, count, recipe.rules,
-        choose_device(recipe.device, rank=0),
-    )  # fmt: skip
+    whole = batches(recipe, chosen.seed, steps=1)[0]
+    process = OneProcess.of(model, nn.CrossEntropyLoss(), recipe, recipe.draws)
     torch.set_num_threads(cores())
     line = _measured(lambda: process.step(whole), chosen.iterations)
     save_file(_flat(process.gradients), path)

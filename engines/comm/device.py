@@ -139,9 +139,12 @@ class _Passed:
 _PASSED = _Passed()
 
 
-def marked(device: torch.device) -> Mark:
-    """Behind all that this thread has told the device so far: once passed, what was copied may be read."""
-    return torch.cuda.current_stream(device).record_event() if has_own_memory(device) else _PASSED
+def marked(device: torch.device, memory: torch.device) -> Mark:
+    """Behind all that this thread has told the device so far: once passed, what it copied to `memory` may be read.
+
+    What lies on the device itself comes in order by whoever reads it there.
+    """
+    return torch.cuda.current_stream(device).record_event() if memory != device else _PASSED
 
 
 def peak_of_own_memory(device: torch.device, work: Callable[[], object]) -> int:

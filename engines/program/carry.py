@@ -16,7 +16,7 @@ from engines.comm.device import Mark, marked, memory_format
 from engines.comm.world import Pending, World
 from engines.program.instructions import Exchange
 from engines.program.outbox import Outbox
-from engines.program.parcels import Parcel, Route, fresh_route, index_of, kept_route, memory_for, outside
+from engines.program.parcels import Parcel, Route, fresh_route, index_of, kept_route, memory_for, outside, place_for
 from engines.program.staging import is_kept, kept_bytes, lends_all
 from engines.spatial.moves import Move
 from engines.spatial.tiles import Tile
@@ -63,7 +63,7 @@ class Carrier:
         self.landings: list[Landing] | None = None  # where somebody looks, what arrived last
         self._room: Tensor | None = None
         self._middle: tuple[int, tuple[int, ...]] | None = None
-        self._memory = memory_for(device, world)
+        self._memory, self._where = memory_for(device, world), place_for(device, world)
         self._route = None if arena is None else kept_route(exchange, world, arena)
 
     @property
@@ -122,8 +122,11 @@ class Carrier:
     def _pack(self, parcels: Sequence[Parcel], whole: Tensor | None) -> Mark:
         """Put pixels into their messages, which may leave when that has been done."""
         for parcel in parcels:
-            parcel.pixels.copy_(whole[parcel.index], non_blocking=True)
-        return marked(self.device)
+            pixels = whole[parcel.index]
+            if self._where != self.device:  # a copy of what has gaps would be waited for
+                pixels = pixels.contiguous(memory_format=memory_format(pixels.dim()))
+            parcel.pixels.copy_(pixels, non_blocking=True)
+        return marked(self.device, self._where)
 
     def _land(self, move: Move, parcel: Parcel, whole: Tensor, adds: bool) -> None:
         """Put what has arrived into its place, or add it there."""
@@ -132,7 +135,7 @@ class Carrier:
         if adds:
             place.add_(parcel.pixels.to(self.device, non_blocking=True))
         else:
-            place.copy_(parcel.pixels, non_blocking=True)
+            place.copy_(parcel.pixels.to(self.device, non_blocking=True), non_blocking=True)
         if self.landings is not None:
             self.landings.append(Landing(move, before, parcel.pixels.clone(), place.clone()))
 

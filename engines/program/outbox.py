@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from engines.comm.device import Mark
 from engines.comm.world import Pending
+from engines.errors import RankError
 
 __all__ = ["Outbox"]
 
@@ -21,20 +21,21 @@ class Outbox:
 
     def __init__(self) -> None:
         self._under_way: list[Pending] = []
-        self._packed: deque[_Departure] = deque()
+        self._packed: _Departure | None = None
 
     def depart(self, packed: Mark, start: Callable[[], Pending]) -> Pending:
-        """Have messages start when the device has passed `packed`, in the order in which they are handed over."""
-        if not self._packed and packed.query():
+        """Have messages start when the device has passed `packed`; those before them have left by then."""
+        self.leave()
+        if packed.query():
             return start()
-        departure = _Departure(packed, start, self)
-        self._packed.append(departure)
-        return departure
+        self._packed = _Departure(packed, start, self)
+        return self._packed
 
     def leave(self) -> None:
         """Return when all messages have started."""
-        while self._packed:
-            self._packed.popleft().leave()
+        if departure := self._packed:
+            self._packed = None
+            departure.leave()
 
     def add(self, pending: Pending) -> None:
         """Let go of messages that were started, or are to depart."""
@@ -42,15 +43,15 @@ class Outbox:
 
     def look(self) -> None:
         """Help messages along, without waiting: transports may need the sender to look."""
-        while self._packed and self._packed[0].packed.query():
-            self._packed.popleft().leave()
+        if self._packed and self._packed.packed.query():
+            self.leave()
         if self._under_way:
             self._under_way = [pending for pending in self._under_way if not pending.done()]
 
     def forget(self) -> None:
         """Ask no more after messages of a step that was given up."""
         self._under_way = []
-        self._packed.clear()
+        self._packed = None
 
     def wait(self) -> None:
         """Return when all have gone. Raises RankError if a rank fails meanwhile."""
@@ -75,8 +76,9 @@ class _Departure:
 
     def wait(self) -> None:
         self.outbox.leave()
-        if self.pending is not None:  # a step that was given up has forgotten it
-            self.pending.wait()
+        if self.pending is None:
+            raise RankError("a message was waited for that a step had begun which was given up")
+        self.pending.wait()
 
     def done(self) -> bool:
         return self.pending is not None and self.pending.done()

@@ -17,7 +17,7 @@ from engines.program.staging import ALIGNED_BYTES
 from engines.spatial.moves import Move
 from engines.spatial.tiles import Span, Tile
 
-__all__ = ["Index", "Parcel", "Route", "fresh_route", "index_of", "kept_route", "memory_for", "outside"]
+__all__ = ["Index", "Parcel", "Route", "fresh_route", "index_of", "kept_route", "memory_for", "outside", "place_for"]
 
 Index = tuple[EllipsisType | slice, ...]
 
@@ -68,9 +68,14 @@ def fresh_route(
     return _route(exchange, parcels, lambda *both: partial(world.exchange, *both))
 
 
+def place_for(device: torch.device, world: World) -> torch.device:
+    """Where messages of tensors there lie: with them, or on the host next to it."""
+    return device if world.reaches(device) else torch.device("cpu")
+
+
 def memory_for(device: torch.device, world: World) -> Callable[[int], Tensor]:
-    """Makes memory, of so many bytes, for messages of tensors there: where they are, or on the host next to it."""
-    where = device if world.reaches(device) else torch.device("cpu")
+    """Makes memory, of so many bytes, for messages of tensors there."""
+    where = place_for(device, world)
     return partial(torch.empty, dtype=torch.uint8, device=where, pin_memory=has_own_memory(device) and where != device)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from engines.comm.device import Mark, marked, wait_for_stream
+from engines.comm.device import Mark, marked
 from engines.comm.nccl import NcclSum
 from engines.comm.total import Total, all_reduce
 from engines.comm.world import World
@@ -50,20 +50,22 @@ class GradientSum:
         pairs = zip(self.shared, self.flat.split(sizes), strict=True)
         # Each lies as its weight does: copies and updates go straight through memory.
         self.sums = [part.as_strided(weight.shape, weight.stride()) for weight, part in pairs]
+        self.read = marked(self.device, self.device)  # what came last
         self.total = added(self.flat) if added else Total(world, self.flat, bucket.group, bucket.tag, again=True)
 
     def pack(self) -> Mark:
         """Have the gradients copied as they are now; `total.begin` may start to add them up when that has been done."""
-        wait_for_stream(self.device)  # the last sum has been read
+        self.read.synchronize()
         for weight, own in zip(self.shared, self.sums, strict=True):
             own.zero_() if weight.grad is None else own.copy_(weight.grad, non_blocking=True)
-        return marked(self.device)
+        return marked(self.device, self.flat.device)
 
     def finish(self) -> None:
         """Wait for it, and give each weight its gradient."""
         self.total.wait()
         for weight, total in zip(self.shared, self.sums, strict=True):
             weight.grad = total.to(self.device, non_blocking=True)
+        self.read = marked(self.device, self.flat.device)
 
 
 @dataclass(frozen=True)

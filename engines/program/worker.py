@@ -166,6 +166,10 @@ class Worker:
         self.helping_s += time.perf_counter() - start_s
         return step
 
+    def leave(self) -> None:
+        """Let messages start whose pixels a device has still to pack: for whoever stops here, and waits for others."""
+        self._outbox.leave()
+
     def put_away(self) -> None:
         """Let what its micro-batches hold lie where they put it while nothing is computed with it, if they do."""
         for lane in self.lanes.values():
@@ -203,7 +207,7 @@ class Worker:
 
     def _do(self, step: Step) -> int:
         if not isinstance(step.instruction, Compute):
-            self._outbox.leave()
+            self.leave()
         match step.instruction:
             case SumGradients() as bucket:
                 return self._sum_gradients(bucket, begins=step.phase is not Phase.UPDATE)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -85,21 +86,41 @@ class _Moments(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: int, slots: int) -> Tensor:
-        untouched = torch.zeros(2, x.shape[1], dtype=sum_type(x), device=x.device)  # they say in what type
-        mean, variance = torch.batch_norm_update_stats(x, *untouched, 0.0)
+        untouched = x.new_zeros(x.shape[1], dtype=sum_type(x))  # it says in what type
+        mean, variance = torch.batch_norm_update_stats(x, untouched, untouched, 0.0)
         ctx.save_for_backward(x, mean)
         ctx.slot, ctx.count = slot, x.numel() // x.shape[1]
         moments = x.new_zeros((slots, 2, x.shape[1]), dtype=torch.float64)
-        moments[slot, 0], moments[slot, 1] = mean, variance.double() * ctx.count
+        means, squares = moments[slot].unbind()
+        means.copy_(mean)
+        squares.copy_(variance).mul_(ctx.count)
         return moments
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, mean = ctx.saved_tensors
-        offset, slope = grad[ctx.slot, 0] / ctx.count, 2 * grad[ctx.slot, 1]
-        one = torch.ones_like(mean)
-        affine = slope.to(mean.dtype), offset.to(mean.dtype)
-        return functional.batch_norm(x, mean, one, *affine, training=False, eps=0.0), None, None
+        offset, slope = (grad[ctx.slot] * _scales(ctx.count, grad.device)).to(mean.dtype).unbind()
+        return functional.batch_norm(x, mean, torch.ones_like(mean), slope, offset, eps=0.0), None, None
+
+
+def _column(numbers: Iterable[float], device: torch.device) -> Tensor:
+    """(numbers, 1) in float64, for whoever comes later, too."""
+    with torch.inference_mode(False):
+        return torch.tensor([*numbers], dtype=torch.float64, device=device)[:, None]
+
+
+# Made once: a GPU is waited for each time that numbers are handed to it.
+@lru_cache(maxsize=1 << 10)
+def _parts(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """(slots, 1): the part of all values that each tile has."""
+    whole = sum(counts)
+    return _column((count / whole for count in counts), device)
+
+
+@lru_cache(maxsize=1 << 10)
+def _scales(count: int, device: torch.device) -> Tensor:
+    """(2, 1): by what the gradients of a mean over `count` values, and of a sum of squares, reach each of them."""
+    return _column((1 / count, 2.0), device)
 
 
 def batch_statistics(moments: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -107,10 +128,15 @@ def batch_statistics(moments: Tensor, counts: Sequence[int]) -> tuple[Tensor, Te
 
     Chan, Golub and LeVeque, 1983 (The American Statistician 37), equation 2.1.
     """
-    weights = moments.new_tensor(counts)[:, None]
-    mean = (moments[:, 0] * weights).sum(0) / sum(counts)
-    between = (moments[:, 0] - mean).square() * weights
-    return mean, (moments[:, 1] + between).sum(0) / sum(counts)
+    return _statistics(moments, _parts(tuple(counts), moments.device), sum(counts))[:2]
+
+
+def _statistics(moments: Tensor, parts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance, and (slots, C) how far the tiles' means are from the mean of all."""
+    means, squares = moments.unbind(1)
+    mean = (means * parts).sum(0)
+    apart = means - mean
+    return mean, torch.addcmul(squares / count, apart, apart * parts).sum(0), apart
 
 
 class _Normalise(torch.autograd.Function):
@@ -130,27 +156,27 @@ class _Normalise(torch.autograd.Function):
         counts: list[int],
         eps: float,
     ) -> Tensor:
-        mean, variance = batch_statistics(moments, counts)
+        ctx.parts, ctx.count = _parts(tuple(counts), moments.device), sum(counts)
+        mean, variance, apart = _statistics(moments, ctx.parts, ctx.count)
         kind = sum_type(x)
         low = mean.to(kind), variance.to(kind)
         affine = [None if vector is None else vector.to(kind) for vector in (weight, bias)]
-        ctx.save_for_backward(x, *low, moments, mean, variance, affine[0])
-        ctx.counts, ctx.eps, ctx.types = counts, eps, [None if v is None else v.dtype for v in (weight, bias)]
-        return functional.batch_norm(x, *low, *affine, training=False, eps=eps)
+        ctx.save_for_backward(x, *low, variance, apart, affine[0])
+        ctx.eps, ctx.types = eps, [None if v is None else v.dtype for v in (weight, bias)]
+        return functional.batch_norm(x, *low, *affine, eps=eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, low_mean, low_variance, moments, mean, variance, weight = ctx.saved_tensors
+        x, low_mean, low_variance, variance, apart, weight = ctx.saved_tensors
         gain = torch.ones_like(low_mean) if weight is None else weight
         grad_x, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
             grad, x, gain, low_mean, low_variance, None, None, False, ctx.eps, [True, True, True]
         )
-        spread = (variance + ctx.eps).rsqrt()
-        to_variance = -0.5 * gain * spread * spread * grad_weight / sum(ctx.counts)
-        to_mean = -gain * spread * grad_bias / sum(ctx.counts)
-        counts = moments.new_tensor(ctx.counts)[:, None]
-        to_means = counts * (to_mean + 2 * to_variance * (moments[:, 0] - mean))
-        to_moments = torch.stack([to_means, to_variance.expand_as(to_means)], dim=1)
+        spread = (variance + ctx.eps).rsqrt_()
+        slope = (spread * gain).neg_()  # of the result by the mean of all
+        to_squares = (slope * spread).mul_(grad_weight)  # twice the gradient of one of them, times the count
+        to_means = torch.addcmul(slope * grad_bias, to_squares, apart).mul_(ctx.parts)
+        to_moments = torch.stack([to_means, (to_squares * (0.5 / ctx.count)).expand_as(to_means)], dim=1)
         pairs = zip(ctx.types, (grad_weight, grad_bias), strict=True)
         affine = (None if kind is None else grad_of.to(kind) for kind, grad_of in pairs)
         return grad_x, to_moments, *affine, None, None

@@ -23,29 +23,31 @@ def _conv2d(
     dilation: Sequence[int] = (1, 1),
     groups: int = 1,
 ) -> Tensor:
-    """Pixels that a 1x1 kernel of few channels leaves out are left out before.
+    """Pixels that a 1x1 kernel of few channels leaves out are left out before; one of many channels is never slow.
 
-    Of several images with channels last, the gradient of such weights is written beyond its memory on processors
-    without AVX-512 (PyTorch 2.13, oneDNN): the heap is damaged, and the process aborts sooner or later.
+    Of several images with channels last, the gradient of weights of few channels is written beyond its memory on
+    processors without AVX-512 (PyTorch 2.13, oneDNN): the heap is damaged, and the process aborts sooner or later.
     """
     if weight.shape[2:] == (1, 1):
-        if weight.shape[1] < _VECTOR and max(stride) > 1 and not any(padding):
+        few = weight.shape[1] < _VECTOR
+        if few and max(stride) > 1 and not any(padding):
             x, stride = x[..., :: stride[0], :: stride[1]], (1, 1)
-        if _is_slow(x):
+        if not few and max(stride) == 1 and _is_slow(x):
             dilation = (2, 2)
     return torch.ops.aten.conv2d.default(x, weight, bias, stride, padding, dilation, groups)
 
 
 def _is_slow(x: Tensor) -> bool:
-    """Whether a 1x1 kernel would wait for BLAS, which takes two to three times as long as oneDNN here.
+    """Whether PyTorch leaves a 1x1 kernel without strides to BLAS, which took two to three times as long as oneDNN.
 
-    PyTorch asks BLAS where one thread is at work, but never if the kernel is dilated, which changes nothing for one of
-    a single pixel. Small values are no slower that way.
+    It does where one thread is at work on fewer than 16 images, unless the kernel is dilated: that changes nothing for
+    one of a single pixel. Small values are no slower that way.
     """
     return (
         (x.device.type, x.dtype) == ("cpu", torch.float32)
         and torch.get_num_threads() == 1
         and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.enabled
         and x.numel() > _SMALL
         and x.shape[-2] * x.shape[-1] >= _FEW_PX
     )

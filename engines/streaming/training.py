@@ -110,6 +110,7 @@ class StreamedTraining:
         worker.restart(self._owned(feed(worker.program.rank)))
         while not (worker.done or isinstance(worker.program.steps[worker.position].instruction, Update)):
             worker.step()
+        worker.leave()
 
     def _owned(self, parts: Inputs) -> Inputs:
         """Copies on the device: their memory will be given up, and the caller's must not be."""

@@ -94,6 +94,29 @@ def _memory() -> Iterator[Case]:
         yield Case(f"{side_px:,} px", 4, arguments, side_px)
 
 
+def _largest() -> Iterator[Case]:
+    arguments = (
+        "bench",
+        "largest",
+        *_CHAIN,
+        "--memory-mb",
+        "300",
+        "--image-size",
+        "1024",
+        "--step-px",
+        "128",
+        "--most-px",
+        "4096",
+    )
+    for name, way, *tiles in (
+        ("PyTorch's own loop", "plain"),
+        ("activations computed again", "again"),
+        ("activations in a file", "away"),
+        ("8 strips in turn", "in-turn", "--split-size", "1", "--slice-method", "8x1"),
+    ):
+        yield Case(name, 1, (*arguments, "--way", way, *tiles))
+
+
 STUDIES: tuple[Study, ...] = (
     Study(
         "Against one process",
@@ -153,6 +176,13 @@ STUDIES: tuple[Study, ...] = (
             ),
         ),
         ratio="time_ratio", more_is_better=False,
+    ),
+    Study(
+        "Largest images",
+        "The largest square image (in steps of 128 px, to 4,096) whose training takes no more than 300 MB, which the "
+        "kernel enforces, in one process: the same twenty layers.",
+        {"largest_px": "px a side", "peak_bytes": "peak, with the file's pages", "s_per_megapixel": "s a megapixel"},
+        tuple(_largest()), ratio="largest_px",
     ),
     Study(
         "Halos",

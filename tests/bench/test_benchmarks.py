@@ -22,6 +22,7 @@ SMALL = {
     "step": ("--image-size", "64", "--iterations", "2"),
     "memory": ("--image-size", "64"),
     "streaming": ("--image-size", "64", "--iterations", "1", "--memory-mb", "400", "--slice-method", "2x1"),
+    "largest": ("--image-size", "128", "--memory-mb", "400", "--most-px", "256"),
     "halo": ("--image-size", "64", "--iterations", "2", "--warmup", "1"),
     "allreduce": ("--max-bytes", "64", "--iterations", "2"),
     "overhead": ("--iterations", "1"),

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+
+from engines import options
+from engines.bench.gpu_check import CHECKS, LINK_BYTES, gpu_check, link_speeds
+from engines.bench.largest import largest_parser
 
 WITHOUT = '''
 import sys
@@ -39,6 +46,37 @@ def test_without_a_gpu_it_says_so(bare, mpiexec):
     done = mpiexec(1, bare, "gpu-check")
     assert done.returncode == 0, done.stderr
     assert "There is no GPU" in done.stdout or json.loads(done.stdout.splitlines()[-1])["device"]
+
+
+def flags_of(command: Sequence[str]) -> Namespace:
+    match list(command):
+        case ["bench", "halo", *rest]:
+            return Namespace(**vars(options.halo_case(options.halo_parser().parse_args(rest)).plan))
+        case ["bench", "largest", *rest]:
+            return largest_parser().parse_args(rest)
+        case ["bench", "step", *rest]:
+            flags = options.parser("")
+            flags.add_argument("--iterations", type=options.positive)
+            return flags.parse_args(rest)
+        case ["bench", "memory", *rest] | ["verify", *rest]:
+            return options.parser("").parse_args(rest)
+    raise AssertionError(command)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_each_check_is_a_command_for_its_ranks(name: str):
+    ranks, command = CHECKS[name]
+    chosen = flags_of(command)
+    assert getattr(chosen, "way", "") == "in-turn" or options.plan(chosen).ranks == ranks
+
+
+def test_the_link_is_faster_than_nothing():
+    assert all(speed > LINK_BYTES for speed in link_speeds(torch.device("cpu")).values())
+
+
+def test_a_check_that_is_not_there_is_named(capsys):
+    assert gpu_check(["--only", "slow"]) == 2
+    assert "No check begins with slow. There are link, exact, ResNet-20" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [("verify",), ("bench", "step", "--iterations", 1), ("bench", "memory")])

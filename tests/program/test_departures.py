@@ -8,20 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.bench.verify import verify
+from engines.bench.verify import batches, verify
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.world import Pending
+from engines.errors import RankError
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
 from engines.plan import Plan
 from engines.program.carry import Carrier
-from engines.program.instructions import Compute
+from engines.program.instructions import Compute, Half
 from engines.program.outbox import Outbox
 from engines.program.parcels import Parcel
 from engines.program.program import Step
 from engines.program.update import GradientSum
 from engines.program.worker import Worker
-from engines.training import prepare
+from engines.streaming.training import StreamedTraining
+from engines.training import RankTraining, prepare
+from engines.walk import RankWalk
 
 CASES = {
     "tiles": (resnet20_v1, Plan(split_size=1, slice_method="2x2", overlap_halos=True, precision="float64")),
@@ -67,15 +70,23 @@ def handed_over(outbox: Outbox, device: Device, seen: list[str], name: str) -> P
     return outbox.depart(device, lambda: Started(seen, f"{name} left"))
 
 
-def test_messages_leave_in_the_order_in_which_they_were_handed_over():
+def test_messages_leave_when_the_device_has_packed_them():
     outbox, device, seen = Outbox(), Device(), []
-    pending = [handed_over(outbox, device, seen, name) for name in "ab"]
+    pending = handed_over(outbox, device, seen, "a")
     outbox.look()
     assert not seen
-    assert not pending[0].done()
+    assert not pending.done()
     device.synchronize()
-    pending[1].wait()
-    assert seen == ["a packed", "b packed", "a left", "b left"]
+    outbox.look()
+    assert seen == ["a packed", "a left"]
+    assert pending.done()
+
+
+def test_messages_leave_in_the_order_in_which_they_were_handed_over():
+    outbox, seen = Outbox(), []
+    handed_over(outbox, Device(), seen, "a")
+    handed_over(outbox, Device(), seen, "b").wait()
+    assert seen == ["a packed", "a left", "b packed", "b left"]
 
 
 def test_whoever_leaves_waits_for_the_device():
@@ -89,7 +100,8 @@ def test_what_was_given_up_does_not_leave():
     outbox, device, seen = Outbox(), Device(), []
     pending = handed_over(outbox, device, seen, "a")
     outbox.forget()
-    pending.wait()
+    with pytest.raises(RankError, match="given up"):
+        pending.wait()
     assert not seen
 
 
@@ -142,3 +154,31 @@ def test_a_device_that_works_behind_its_rank_changes_nothing(name: str, computed
 
     assert run_ranks(plan.ranks, work)[0]["ok"]
     assert computed, "no message waited for the device"
+
+
+def test_who_stops_between_two_instructions_has_sent_what_others_wait_for(computed: list[str]):
+    """A step that is walked: one rank is held up after a message's pixels were packed, the others go on."""
+    make, plan = CASES["tiles"]
+    recipe = prepare(make(num_classes=3), plan, (4, 3, 32, 32), device="cpu")
+    batch = batches(recipe, 0, steps=1)[0]
+
+    def work(world: LoopbackWorld) -> bool:
+        training = RankTraining(world, recipe)
+        walk = RankWalk(training, training.cut(batch), 4, "0")
+        steps = training.worker.program.steps
+        halves = [index for index, step in enumerate(steps) if isinstance(step.instruction, Half)]
+        walk.advance(1 + halves[0 if world.rank == 0 else 1])
+        walk.advance(len(steps))
+        return training.worker.done
+
+    assert all(run_ranks(plan.ranks, work))
+
+
+def test_tiles_in_turn_send_their_gradients_home(computed: list[str], tmp_path):
+    plan = Plan(split_size=2, spatial_size=1, slice_method="1x2", precision="float64")
+    recipe = prepare(resnet20_v1(), plan, (2, 3, 32, 32), device="cpu")
+    training = StreamedTraining(recipe, tmp_path)
+    losses = training.step(training.cut(batches(recipe, 0, steps=1)[0]))
+    assert all(torch.isfinite(grad).all() for grad in training.gradients.values())
+    assert len(losses) == 1
+    training.close()
