@@ -189,7 +189,7 @@ def _statistic_seconds() -> float:
 def _messages(world: World) -> tuple[float, float]:
     """Latency, and bytes in a second, of messages to a neighbour and back while all ranks send.
 
-    Latency is the least that was seen: that whoever sleeps goes on later is no message's, but `wake_s`.
+    Latency is the least that was seen: that whoever sleeps goes on later is no message's, but `resume_s`.
     """
     if world.size == 1:
         return 0.0, float("inf")

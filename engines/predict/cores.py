@@ -56,6 +56,10 @@ class RunQueue:
             else:
                 self._queue.append(_Task(rank, work.seconds, work.crowded, self.machine.slice_s))
 
+    def taken(self, rank: int) -> bool:
+        """Whether other ranks have work for all cores."""
+        return len({task.rank for task in (*self._running, *self._queue)} - {rank}) >= self.cores
+
     def next_end(self) -> float:
         """When the next work or slice is over."""
         self._kept.clear()

@@ -71,9 +71,9 @@ class Machine:
     Ranks are numbered node by node, `node_ranks` on each (None: all on one), and what goes to another node takes the
     link `between`; `sums` is one of `SUMS`, and each of their messages takes `message_s` more.
     The ranks of a node share its `cores` (None: each has its own device) in turns of `slice_s`; with all of them busy,
-    everything takes `contention` times as long, beside what its `Speed` says of that. A rank that waited goes on
-    `wake_s` after what it waited for, and then finds its caches cold: of what its next segment reads and writes, up to
-    `cold_bytes` are copied first.
+    everything takes `contention` times as long, beside what its `Speed` says of that. A rank that waited finds its
+    caches cold: of what its next segment reads and writes, up to `cold_bytes` are copied first. Where others have all
+    cores when that comes for which it waited, it is `resume_s` before it asks for one of them.
     A kernel of several threads takes `thread_s` for each of them but the first, beside what its `Speed` says: to share
     out, and to end together. Work is longer or shorter at random: of its time the share `jitter` is drawn each time by
     an exponential law, so that those who wait for several ranks wait for the slowest.
@@ -100,7 +100,7 @@ class Machine:
     cores: int | None = None
     contention: float = 1.0
     slice_s: float = 3e-3
-    wake_s: float = 0.0
+    resume_s: float = 0.0
     cold_bytes: float = 0.0
     thread_s: float = 0.0
     jitter: float = 0.0
@@ -204,7 +204,7 @@ class Machine:
         texts, speeds = [self.name, self.source, *self.speeds], [each for of in self.speeds.values() for each in of]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError("a name is no text")
-        times = [self.call_s, self.back_call_s, self.instruction_s, self.weight_s, self.statistic_s, self.wake_s]
+        times = [self.call_s, self.back_call_s, self.instruction_s, self.weight_s, self.statistic_s, self.resume_s]
         times += [self.exchange_s, self.sum_s, self.message_s, self.least_s, self.thread_s, self.jitter]
         times += [self.update_s]
         links = [Link(self.latency_s, self.bytes_per_s), *([self.between] if self.between else [])]

@@ -21,6 +21,9 @@ class Processors(Protocol):
     def start(self, rank: int, work: Work, now: float) -> None:
         """A rank begins some work."""
 
+    def taken(self, rank: int) -> bool:
+        """Whether others have all that a rank could go on with."""
+
     def next_end(self) -> float:
         """When the next work is done, if no other begins before."""
 
@@ -36,6 +39,9 @@ class Own:
 
     def start(self, rank: int, work: Work, now: float) -> None:
         heapq.heappush(self._ends, (now + work.seconds, rank))
+
+    def taken(self, rank: int) -> bool:
+        return False
 
     def next_end(self) -> float:
         return self._ends[0][0] if self._ends else math.inf
@@ -59,6 +65,9 @@ class Nodes:
 
     def start(self, rank: int, work: Work, now: float) -> None:
         self._hosts[self.machine.node(rank)].start(rank, work, now)
+
+    def taken(self, rank: int) -> bool:
+        return self._hosts[self.machine.node(rank)].taken(rank)
 
     def next_end(self) -> float:
         return min(host.next_end() for host in self._hosts.values())

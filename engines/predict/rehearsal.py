@@ -158,9 +158,9 @@ def explained(machine: Machine, rehearsal: Rehearsal, seen: Sequence[Rehearsed])
     """The machine whose ranks would have taken as long.
 
     What working at once costs is seen in what large images take more than small ones, for which the instructions are
-    the same; then what these take by themselves, what tiles compute longer since they wait for each other, how
-    long waiting goes on after its end, and last what a kernel of several threads takes longer than its part. One rank
-    alone has nobody to share with.
+    the same; then what these take by themselves, what tiles compute longer since they wait for each other, how long
+    waiting goes on after its end where others have all cores, and last what a kernel of several threads takes longer
+    than its part. One rank alone has nobody to share with.
     """
     tiled, many, few, turns = played = [Programs(*act, each) for act, each in zip(rehearsal.acts, seen, strict=True)]
     bare = replace(machine, contention=1.0, cold_bytes=0.0, **dict.fromkeys(_OVERHEADS.values(), 0.0))
@@ -172,7 +172,10 @@ def explained(machine: Machine, rehearsal: Rehearsal, seen: Sequence[Rehearsed])
     machine = replace(bare, **over)
     machine = _updating(replace(machine, cold_bytes=tiled.cold_bytes(machine)), played[:-1])
     if len(tiled.programs) > 1:
-        machine = tiled.as_long(replace(machine, jitter=tiled.seen.jitter), "wake_s")
+        machine = replace(machine, jitter=tiled.seen.jitter)
+    if machine.cores and len(tiled.programs) > machine.cores:
+        found_s = tiled.as_long(machine, "resume_s").resume_s
+        machine = replace(machine, resume_s=max(found_s, machine.slice_s / 2))  # what others still have of theirs
     return turns.as_long(machine, "thread_s")
 
 

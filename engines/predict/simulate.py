@@ -123,6 +123,13 @@ class _Message:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """A rank that has waited long enough for others to leave it a core."""
+
+    rank: int
+
+
 class _Simulation:
     """Ranks that can go on do so; then time passes to the next end of work, arrival or sum."""
 
@@ -135,7 +142,7 @@ class _Simulation:
         self.arrived: dict[Route, float] = {}
         self.expected: dict[Route, int] = {}
         self.sums: dict[Hashable, _Sum] = {}
-        self.later: list[tuple[float, int, int | _Message | _Sum]] = []
+        self.later: list[tuple[float, int, int | _Late | _Message | _Sum]] = []
         self.count = 0
 
     def run(self) -> Timeline:
@@ -152,13 +159,11 @@ class _Simulation:
         self._check_done()
         return Timeline.of(lane.events for lane in self.lanes.values())
 
-    def _at(self, then: float, what: int | _Message | _Sum) -> None:
-        if isinstance(what, int):
-            then += self.machine.wake_s
+    def _at(self, then: float, what: int | _Late | _Message | _Sum) -> None:
         self.count += 1  # what happens at the same time does so in the order in which it was foreseen
         heapq.heappush(self.later, (then, self.count, what))
 
-    def _happens(self, what: int | _Message | _Sum) -> None:
+    def _happens(self, what: int | _Late | _Message | _Sum) -> None:
         """A rank goes on, a message comes to its second link, or a sum is complete if nothing has held it up."""
         if isinstance(what, _Message):
             seconds = what.bytes / what.link.bytes_per_s
@@ -166,6 +171,10 @@ class _Simulation:
             self._arrives(what.route, start_s + seconds + what.link.latency_s)
         elif isinstance(what, _Sum):
             self._ends(what)
+        elif isinstance(what, _Late):
+            self.ready.append(what.rank)
+        elif self.machine.resume_s and self.processors.taken(what):
+            self._at(self.now + self.machine.resume_s, _Late(what))
         else:
             self.ready.append(what)
 

@@ -53,13 +53,22 @@ def test_threads_of_one_rank_take_several_cores():
     assert queue.next_end() == 4.0
 
 
-def test_who_has_waited_wakes_up_a_little_later():
-    first = toy(0, [(compute("a"), FORWARD), (transfer(0), FORWARD)], {"a": 1})
+def test_who_has_waited_goes_on_later_where_others_have_all_cores():
+    """The message comes at 1.5, and its receiver fetches it for half a second; until 2 the first rank computes on."""
+    first = toy(0, [(compute("a"), FORWARD), (transfer(0), FORWARD), (compute("b"), FORWARD)], {"a": 1, "b": 1})
     second = toy(1, [(transfer(1), FORWARD), (compute("c"), FORWARD)], {"c": 2})
-    late = toy(1, [(compute("b"), FORWARD), (transfer(1), FORWARD)], {"b": 5})
-    sleepy = replace(BYTE_PER_S, wake_s=0.25)
-    assert ends(run(sleepy, first, second), 1) == [2.25, 4.25]
-    assert ends(run(sleepy, first, late), 1) == [5, 5]
+    third = toy(2, [(compute("d"), FORWARD)], {"d": 10})
+    slow = replace(TWO, resume_s=0.75)
+    assert ends(run(slow, first, second), 1) == [2, 4]
+    assert ends(run(TWO, first, second, third), 1) == [2.5, 4.5]
+    assert ends(run(slow, first, second, third), 1) == [2.75, 4.75]
+
+
+def test_who_waits_for_nothing_goes_on_at_once():
+    first = toy(0, [(transfer(0), FORWARD), (compute("a"), FORWARD)], {"a": 9})
+    second = toy(1, [(compute("b"), FORWARD), (transfer(1), FORWARD)], {"b": 5})
+    slow = replace(TWO, cores=1, resume_s=0.75)
+    assert ends(run(slow, first, second), 1) == ends(run(replace(slow, resume_s=0.0), first, second), 1)
 
 
 def test_what_is_bound_by_memory_suffers_more_from_others_than_what_is_not():

@@ -14,7 +14,17 @@ from engines.predict.rehearsal import Programs, Rehearsal, Rehearsed, explained
 from tests.predict.test_simulate import FLAT
 
 RANKS = 4
-FOUND = ("update_s", "jitter", "contention", "instruction_s", "exchange_s", "sum_s", "cold_bytes", "wake_s", "thread_s")
+FOUND = (
+    "update_s",
+    "jitter",
+    "contention",
+    "instruction_s",
+    "exchange_s",
+    "sum_s",
+    "cold_bytes",
+    "resume_s",
+    "thread_s",
+)
 REAL = replace(
     FLAT,
     cores=2,
@@ -26,7 +36,7 @@ REAL = replace(
     sum_s=1e-4,
     cold_bytes=1e5,
     copy_per_s=1e9,
-    wake_s=1.5e-4,
+    resume_s=2e-3,
     thread_s=2e-3,
     jitter=0.1,
 )
@@ -60,11 +70,11 @@ def test_ranks_measure_themselves_and_agree(monkeypatch):
     assert set(machine.speeds) == set(CLASSES)
     assert 0.5 < machine.contention < 10
     assert 0 < machine.exchange_s < 0.1
-    assert 0 <= machine.wake_s < 0.1
+    assert 0 <= machine.resume_s < 0.1
 
 
 def test_a_rank_alone_waits_for_nobody(monkeypatch):
     monkeypatch.setattr("engines.predict.rehearsal._TURNS", 1)
     (machine,) = run_ranks(1, calibrate)
-    assert machine.wake_s == 0
+    assert machine.resume_s == 0
     assert machine.contention == 1
