@@ -34,6 +34,9 @@ RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _LOOK_S, _REST_S = 0.5, 1.0  # it is looked after this often; so long in one place, and it does not go on
 _STOPPED = "T"
 _PR_SET_PDEATHSIG = 1  # of Linux
+_LINUX = (
+    ctypes.CDLL(None) if sys.platform == "linux" else None
+)  # before a child is forked, which must not load anything
 
 
 class _Guard:
@@ -78,8 +81,8 @@ class _Guard:
 
 def tied() -> None:
     """Done by a child before it begins: should the one that has started it be killed, it ends too."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if _LINUX:
+        _LINUX.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _facts(now: Whereabouts | None) -> dict[str, object]:

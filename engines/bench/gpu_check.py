@@ -30,17 +30,8 @@ RESNET = "engines.models:resnet20_v1"
 AMOEBANET = ("--model", "amoebanet", "--num-filters", "214")
 ONE_RANK = ("--split-size", "1", "--spatial-size", "0")
 LARGE = (
-    "bench",
-    "largest",
-    "--precision",
-    "bfloat16",
-    "--memory-mb",
-    "1000000",
-    "--step-px",
-    "256",
-    "--image-size",
-    "2048",
-)
+    "bench", "largest", "--precision", "bfloat16", "--memory-mb", "1000000", "--step-px", "256", "--image-size", "2048",
+)  # fmt: skip
 LINK_BYTES, LINK_TIMES = 1 << 26, 15
 _ENDING_S = 20.0
 
