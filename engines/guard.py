@@ -34,9 +34,8 @@ RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _LOOK_S, _REST_S = 0.5, 1.0  # it is looked after this often; so long in one place, and it does not go on
 _STOPPED = "T"
 _PR_SET_PDEATHSIG = 1  # of Linux
-_LINUX = (
-    ctypes.CDLL(None) if sys.platform == "linux" else None
-)  # before a child is forked, which must not load anything
+# Loaded before a child is forked, which must not load anything.
+_LINUX = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class _Guard:
