@@ -80,7 +80,7 @@ class OneProcess:
 
     @classmethod
     def of(cls, model: nn.Module, loss: Loss, recipe: Recipe, seed: int | None = None) -> OneProcess:
-        """Trained as a recipe says, on a device of its."""
+        """Trained as a recipe says, on the device that its first rank would choose."""
         dtype, device = getattr(torch, recipe.plan.precision), choose_device(recipe.device, rank=0)
         count = recipe.plan.micro_batches
         return cls(model, loss, recipe.optimiser, dtype, seed, count, recipe.rules, device)

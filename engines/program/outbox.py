@@ -77,7 +77,7 @@ class _Departure:
     def wait(self) -> None:
         self.outbox.leave()
         if self.pending is None:
-            raise RankError("a message was waited for that a step had begun which was given up")
+            raise RankError("a message is waited for whose step was given up before it left")
         self.pending.wait()
 
     def done(self) -> bool:
