@@ -33,7 +33,7 @@ from mpi4dl_nb import Cluster
 from mpi4dl_nb.tuning import Candidate, Tuning
 from tests.typical import typical
 
-BATCH, GROUP, STEPS, TOP = 4, 8, 7, 4
+BATCH, GROUP, STEPS, TOP = 4, 15, 4, 4
 SIZES = (128, 192)
 
 

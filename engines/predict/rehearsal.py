@@ -31,7 +31,6 @@ _STRIP_PX, _WIDTH_PX = 128, 128
 _LARGEST_PX, _LARGE_PX, _SMALL_PX = 320, 160, 32
 _MOST_STAGES = 8
 _TURNS, _WARM_UP, _STEPS = 5, 1, 5
-_CACHE_BYTES = 1 << 24  # of one core's work no cache is larger
 _NO_WORSE = 0.5  # than samples say: a training may share the cores better than they did
 _OVERHEADS = {"compute": "instruction_s", "halo": "exchange_s", "all-reduce": "sum_s"}
 
@@ -251,9 +250,13 @@ class Programs:
         return found
 
     def cold_bytes(self, machine: Machine) -> float:
-        """What a rank that waited must have found in no cache, if its work behind that took as long as it did."""
-        taken_s = self.taken_s("compute")
-        return _found(_CACHE_BYTES, lambda size: self.total_s(replace(machine, cold_bytes=size), "compute") < taken_s)
+        """What a rank that waited must have found in no cache, if its work behind that took as long as it did.
+
+        At most what a segment has: of larger ones nothing was seen.
+        """
+        segments = (each for own in self.tallies for way in own.ways.values() for each in way.segments.values())
+        most, taken_s = max(sum(op.bytes for op in each.ops) for each in segments), self.taken_s("compute")
+        return _found(most, lambda size: self.total_s(replace(machine, cold_bytes=size), "compute") < taken_s)
 
     def as_long(self, machine: Machine, name: str) -> Machine:
         """The machine with so much of `name` that a step takes as long as it did, as far as that explains it."""
