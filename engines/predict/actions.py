@@ -12,7 +12,7 @@ __all__ = ["Action", "Await", "Fetch", "Finish", "Join", "Post", "Work"]
 class Work:
     """The rank computes for so long, if nobody else is at work.
 
-    With all cores at work it is `crowded` times as long, and the machine's `contention` times that.
+    With all cores at work it is `crowded` times as long.
 
     >>> Work(1.0, 2.0) + Work(3.0, 1.0)
     Work(seconds=4.0, crowded=1.25)

@@ -28,6 +28,8 @@ from engines.spatial.moves import Move
 
 __all__ = ["Prices", "amount_of", "priced", "segment_work"]
 
+_CACHE_BYTES = 1 << 24  # of one core's work no cache is larger
+
 
 def priced(
     program: Program, tally: RankTally, machine: Machine | Prices, threads: int, again: bool, away: bool = False
@@ -164,7 +166,7 @@ class _Pricing:
                 tally = self._way(step).segments[segment.name]
                 work = self.prices.of(tally, self.threads, step.phase, self.again)
                 if waited and work.seconds:
-                    yield self._copied(min(self.machine.cold_bytes, sum(op.bytes for op in tally.ops)))
+                    yield self._copied(self.machine.cold_copies * min(_CACHE_BYTES, sum(op.bytes for op in tally.ops)))
                 yield work
                 if self.away:
                     yield self._carried(sum(size for size in tally.fresh.values() if size >= LEAST_BYTES), step.phase)

@@ -70,10 +70,10 @@ class Machine:
     host, and computes with what lies in a file where it is). A message takes `latency_s` and travels at `bytes_per_s`.
     Ranks are numbered node by node, `node_ranks` on each (None: all on one), and what goes to another node takes the
     link `between`; `sums` is one of `SUMS`, and each of their messages takes `message_s` more.
-    The ranks of a node share its `cores` (None: each has its own device) in turns of `slice_s`; with all of them busy,
-    everything takes `contention` times as long, beside what its `Speed` says of that. A rank that waited finds its
-    caches cold: of what its next segment reads and writes, up to `cold_bytes` are copied first. Where others have all
-    cores when that comes for which it waited, it is `resume_s` before it asks for one of them.
+    The ranks of a node share its `cores` (None: each has its own device) in turns of `slice_s`; what is longer with
+    all of them busy, its `Speed` says. A rank that waited finds its caches cold: what its next segment reads and
+    writes, as far as it could be in a cache, takes as long as to copy it `cold_copies` times first. Where others have
+    all cores when that comes for which it waited, it is `resume_s` before it asks for one of them.
     A kernel of several threads takes `thread_s` for each of them but the first, beside what its `Speed` says: to share
     out, and to end together. Work is longer or shorter at random: of its time the share `jitter` is drawn each time by
     an exponential law, so that those who wait for several ranks wait for the slowest.
@@ -98,10 +98,9 @@ class Machine:
     latency_s: float = 0.0
     bytes_per_s: float = math.inf
     cores: int | None = None
-    contention: float = 1.0
     slice_s: float = 3e-3
     resume_s: float = 0.0
-    cold_bytes: float = 0.0
+    cold_copies: float = 0.0
     thread_s: float = 0.0
     jitter: float = 0.0
     memory_bytes: int | None = None
@@ -177,17 +176,15 @@ class Machine:
         return seconds * (alone + (1 - alone) / count) + (1 - alone) * (count - 1) * self.thread_s
 
     def slowdown(self, busy: int, crowded: float = 1.0) -> float:
-        """How much longer work takes while so many cores are busy; with all of them, `crowded` times `contention`.
+        """How much longer work takes while so many cores are busy; with all of them, `crowded` times.
 
-        Neighbours never help.
-
-        >>> machine = Machine("two cores", "an example", {}, cores=2, contention=1.5)
-        >>> machine.slowdown(1), machine.slowdown(2), machine.slowdown(2, crowded=2.0)
-        (1.0, 1.5, 3.0)
+        >>> machine = Machine("three cores", "an example", {}, cores=3)
+        >>> machine.slowdown(1, crowded=2.0), machine.slowdown(2, crowded=2.0), machine.slowdown(3, crowded=2.0)
+        (1.0, 1.5, 2.0)
         """
         if not self.cores or busy <= 1:
             return 1.0
-        return 1 + (max(1.0, self.contention * crowded) - 1) * min(1.0, (busy - 1) / max(1, self.cores - 1))
+        return 1 + (crowded - 1) * min(1.0, (busy - 1) / max(1, self.cores - 1))
 
     def to_json(self) -> str:
         """As text, to be kept in a file."""
@@ -211,7 +208,6 @@ class Machine:
         times += [link.latency_s for link in links] + [size for each in speeds for size in (*each.at, *each.half)]
         rates = [
             self.copy_per_s,
-            self.contention,
             self.slice_s,
             *([self.host_per_s] if self.host_per_s is not None else []),
             *(link.bytes_per_s for link in links),
@@ -219,11 +215,7 @@ class Machine:
         rates += [rate for each in speeds for rate in (each.per_s, each.back_per_s, each.crowded)]
         rates += [part for each in speeds for part in (each.inputs, each.weights)]
         counts = [count for count in (self.cores, self.memory_bytes, self.ranks, self.node_ranks) if count is not None]
-        shares = [
-            self.contention,
-            self.cold_bytes,
-            *(share for each in speeds for share in (each.crowded, each.spread)),
-        ]
+        shares = [self.cold_copies, *(share for each in speeds for share in (each.crowded, each.spread))]
         if not all(0 <= time < math.inf for time in (*times, *shares)) or not all(n > 0 for n in (*rates, *counts)):
             raise ValueError("a number is negative, zero or none at all")
         if self.jitter > 1:

@@ -28,21 +28,19 @@ __all__ = ["Programs", "Rehearsal", "Rehearsed", "explained", "rehearsed"]
 
 _WIDTHS, _DEPTH = (16, 32, 64), 4
 _STRIP_PX, _WIDTH_PX = 128, 128
-_LARGEST_PX, _LARGE_PX, _SMALL_PX = 320, 160, 32
+_LARGEST_PX, _SMALL_PX = 320, 32
 _MOST_STAGES = 8
 _TURNS, _WARM_UP, _STEPS = 5, 1, 5
-_NO_WORSE = 0.5  # than samples say: a training may share the cores better than they did
 _OVERHEADS = {"compute": "instruction_s", "halo": "exchange_s", "all-reduce": "sum_s"}
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """One network four times: in a strip for each rank, where every layer has a halo and a sum; in replicas, of large
-    images and of small ones; and in stages, whose ranks take turns with all cores: of images that are worth it.
+    """One network three times: in a strip for each rank, where every layer has a halo and a sum; in replicas of small
+    images; and in stages, whose ranks take turns with all cores: of images that are worth it.
     """
 
     strips: Recipe
-    large: Recipe
     small: Recipe
     turns: Recipe
 
@@ -55,14 +53,14 @@ class Rehearsal:
         turns = Plan(split_size=stages, spatial_size=0, data_parallel=ranks // stages)
         return cls(
             prepare(_network(), strips, (1, 3, _STRIP_PX * ranks, _WIDTH_PX), device="cpu"),
-            *(prepare(_network(), replicas, (1, 3, px, px), device="cpu") for px in (_LARGE_PX, _SMALL_PX)),
+            prepare(_network(), replicas, (1, 3, _SMALL_PX, _SMALL_PX), device="cpu"),
             prepare(_network(), turns, (1, 3, _LARGEST_PX, _LARGEST_PX), device="cpu"),
         )
 
     @property
     def acts(self) -> tuple[tuple[Recipe, bool], ...]:
         """In this order they are played: each on one core for a rank, or on all that the plan gives it."""
-        return (self.strips, False), (self.large, False), (self.small, False), (self.turns, True)
+        return (self.strips, False), (self.small, False), (self.turns, True)
 
 
 def _network() -> nn.Module:
@@ -156,20 +154,16 @@ def _apart(one_s: Sequence[float], other_s: Sequence[float]) -> float:
 def explained(machine: Machine, rehearsal: Rehearsal, seen: Sequence[Rehearsed]) -> Machine:
     """The machine whose ranks would have taken as long.
 
-    What working at once costs is seen in what large images take more than small ones, for which the instructions are
-    the same; then what these take by themselves, what tiles compute longer since they wait for each other, how long
-    waiting goes on after its end where others have all cores, and last what a kernel of several threads takes longer
-    than its part. One rank alone has nobody to share with.
+    What instructions take by themselves is seen where images are small; then what tiles compute longer since they wait
+    for each other, how long waiting goes on after its end where others have all cores, and last what a kernel of
+    several threads takes longer than its part. One rank alone has nobody to wait for.
     """
-    tiled, many, few, turns = played = [Programs(*act, each) for act, each in zip(rehearsal.acts, seen, strict=True)]
-    bare = replace(machine, contention=1.0, cold_bytes=0.0, **dict.fromkeys(_OVERHEADS.values(), 0.0))
-    if len(few.programs) > 1:
-        longer = (many.taken_s() - few.taken_s()) / (many.total_s(bare) - few.total_s(bare))
-        bare = replace(bare, contention=max(_NO_WORSE, longer))
+    tiled, few, turns = played = [Programs(*act, each) for act, each in zip(rehearsal.acts, seen, strict=True)]
+    bare = replace(machine, cold_copies=0.0, **dict.fromkeys(_OVERHEADS.values(), 0.0))
     over = _typical(tiled.over_s(bare)) | {"instruction_s": _typical(few.over_s(bare))["instruction_s"]}
     over["instruction_s"] = max(over["instruction_s"], machine.instruction_s)  # where kernels were faster than alone
     machine = replace(bare, **over)
-    machine = _updating(replace(machine, cold_bytes=tiled.cold_bytes(machine)), played[:-1])
+    machine = _updating(replace(machine, cold_copies=tiled.cold_copies(machine)), played[:-1])
     if len(tiled.programs) > 1:
         machine = replace(machine, jitter=tiled.seen.jitter)
     if machine.cores and len(tiled.programs) > machine.cores:
@@ -187,9 +181,7 @@ def _updating(machine: Machine, played: Sequence[Programs]) -> Machine:
     """With updates that take as long as they did, whatever their weights and running statistics do not explain."""
     taken_s = sum(each.taken_s("update") for each in played)
     known_s = sum(each.total_s(machine, "update") for each in played)
-    ranks = [len(each.programs) for each in played]
-    slower = machine.slowdown(max(ranks))
-    return replace(machine, update_s=max(0.0, (taken_s - known_s) / (slower * sum(ranks))))
+    return replace(machine, update_s=max(0.0, (taken_s - known_s) / sum(len(each.programs) for each in played)))
 
 
 def _found(most: float, is_too_little: Callable[[float], bool]) -> float:
@@ -242,21 +234,16 @@ class Programs:
     def over_s(self, bare: Machine) -> dict[str, list[float]]:
         """What instructions took beyond their kernels and copies, by the name that a machine has for it."""
         found: dict[str, list[float]] = {name: [] for name in _OVERHEADS.values()}
-        slower = bare.slowdown(len(self.programs))
         for program, works_s, spent_s in zip(self.programs, self.work_s(bare), self.seen.spent_s, strict=True):
             for step, work_s, taken_s in zip(program.steps, works_s, spent_s, strict=True):
                 if name := _OVERHEADS.get(step.instruction.kind):
-                    found[name].append((taken_s - work_s) / slower)
+                    found[name].append(taken_s - work_s)
         return found
 
-    def cold_bytes(self, machine: Machine) -> float:
-        """What a rank that waited must have found in no cache, if its work behind that took as long as it did.
-
-        At most what a segment has: of larger ones nothing was seen.
-        """
-        segments = (each for own in self.tallies for way in own.ways.values() for each in way.segments.values())
-        most, taken_s = max(sum(op.bytes for op in each.ops) for each in segments), self.taken_s("compute")
-        return _found(most, lambda size: self.total_s(replace(machine, cold_bytes=size), "compute") < taken_s)
+    def cold_copies(self, machine: Machine) -> float:
+        """Of what a rank that waited has found in no cache, if its work behind that took as long as it did."""
+        warm_s, cold_s = (self.total_s(replace(machine, cold_copies=times), "compute") for times in (0.0, 1.0))
+        return max(0.0, self.taken_s("compute") - warm_s) / (cold_s - warm_s) if cold_s > warm_s else 0.0
 
     def as_long(self, machine: Machine, name: str) -> Machine:
         """The machine with so much of `name` that a step takes as long as it did, as far as that explains it."""

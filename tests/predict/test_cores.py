@@ -72,9 +72,9 @@ def test_who_waits_for_nothing_goes_on_at_once():
 
 
 def test_what_is_bound_by_memory_suffers_more_from_others_than_what_is_not():
-    queue = RunQueue(replace(TWO, contention=1.5), {0: 1, 1: 1})
-    queue.start(0, Work(2.0, crowded=2.0), 0.0)
-    queue.start(1, Work(2.0), 0.0)
+    queue = RunQueue(TWO, {0: 1, 1: 1})
+    queue.start(0, Work(2.0, crowded=3.0), 0.0)
+    queue.start(1, Work(2.0, crowded=1.5), 0.0)
     assert queue.next_end() == 3.0
     assert list(queue.ended(3.0)) == [1]
     assert queue.next_end() == 4.0  # a third is done, and the rest goes on alone

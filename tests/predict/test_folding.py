@@ -62,7 +62,7 @@ def test_a_replica_takes_as_long_as_all_ranks_do(name, node_ranks, sums, graph_o
 @pytest.mark.parametrize("name", ["pipelines", "statistics by tile"])
 def test_ranks_that_share_cores_are_all_simulated_from_one_replica(name, graph_of):
     plan = PLANS[name]
-    machine = replace(APART, node_ranks=None, between=None, cores=2, contention=1.3)
+    machine = replace(APART, node_ranks=None, between=None, cores=2)
     found = forecast(graph_of(plan), plan, machine)
     assert found.seconds == pytest.approx(everyone(graph_of(plan), plan, machine).seconds, rel=1e-9)
     assert [memory.rank for memory in found.memory] == list(range(plan.ranks))

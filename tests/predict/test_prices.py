@@ -170,11 +170,12 @@ def _work_s(program, counted, machine: Machine) -> float:
     return sum(action.seconds for action in actions if isinstance(action, Work))
 
 
-@pytest.mark.parametrize(("cold_bytes", "more_s"), [(0, 0), (1, 0.25), (9, 0.5)])
-def test_who_has_waited_finds_its_caches_cold_as_far_as_they_reach(cold_bytes, more_s):
+@pytest.mark.parametrize(("copies", "cache_bytes", "more_s"), [(0, 9, 0), (1, 9, 0.5), (3, 9, 1.5), (3, 1, 0.75)])
+def test_who_has_waited_finds_its_caches_cold_as_far_as_they_reach(copies, cache_bytes, more_s, monkeypatch):
     """Work on two bytes, copied at four a second; nobody has waited before the one behind it."""
+    monkeypatch.setattr("engines.predict.cost._CACHE_BYTES", cache_bytes)
     works = [(transfer(1), FORWARD), (compute("a"), FORWARD), (compute("b"), FORWARD)]
     program, counted = toy(1, works, {"a": 2, "b": 2})
-    machine = replace(BYTE_PER_S, copy_per_s=4.0, cold_bytes=cold_bytes)
+    machine = replace(BYTE_PER_S, copy_per_s=4.0, cold_copies=copies)
     _, first, second = priced(program, counted, machine, 1, again=False)
     assert [sum(action.seconds for action in step) for step in (first, second)] == [2 + more_s, 2]

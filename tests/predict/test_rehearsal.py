@@ -17,11 +17,10 @@ RANKS = 4
 FOUND = (
     "update_s",
     "jitter",
-    "contention",
     "instruction_s",
     "exchange_s",
     "sum_s",
-    "cold_bytes",
+    "cold_copies",
     "resume_s",
     "thread_s",
 )
@@ -29,12 +28,11 @@ REAL = replace(
     FLAT,
     cores=2,
     slice_s=4e-3,
-    contention=1.25,
     instruction_s=6e-5,
     update_s=1e-3,
     exchange_s=2e-4,
     sum_s=1e-4,
-    cold_bytes=1e5,
+    cold_copies=0.8,
     copy_per_s=1e9,
     resume_s=2e-3,
     thread_s=2e-3,
@@ -48,7 +46,7 @@ def rehearsal():
 
 
 def played(machine: Machine, *act) -> Rehearsed:
-    """As ranks of such a machine would measure themselves: the processor works `contention` times as long."""
+    """As ranks of such a machine would measure themselves."""
     programs = Programs(*act)
     return Rehearsed(programs.seconds(machine), tuple(map(tuple, programs.work_s(machine))), machine.jitter)
 
@@ -68,7 +66,7 @@ def test_ranks_measure_themselves_and_agree(monkeypatch):
     assert machines[0] == machines[1] == Machine.from_json(machines[0].to_json())
     machine = machines[0]
     assert set(machine.speeds) == set(CLASSES)
-    assert 0.5 < machine.contention < 10
+    assert 0 <= machine.cold_copies < 100
     assert 0 < machine.exchange_s < 0.1
     assert 0 <= machine.resume_s < 0.1
 
@@ -77,4 +75,4 @@ def test_a_rank_alone_waits_for_nobody(monkeypatch):
     monkeypatch.setattr("engines.predict.rehearsal._TURNS", 1)
     (machine,) = run_ranks(1, calibrate)
     assert machine.resume_s == 0
-    assert machine.contention == 1
+    assert machine.cold_copies == 0

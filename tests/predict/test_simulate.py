@@ -99,7 +99,6 @@ def test_ranks_share_the_cores_of_a_host():
     timeline = run(machine, *ranks)
     assert ends(timeline, 0) + ends(timeline, 1) == pytest.approx([2, 4], abs=machine.slice_s)
     assert run(replace(machine, cores=2), *ranks).seconds == 3
-    assert run(replace(machine, cores=2, contention=1.5), *ranks).seconds == 1.5 + 2
 
 
 def test_two_ranks_that_wait_for_each_other_are_an_error():
