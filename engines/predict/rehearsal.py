@@ -215,11 +215,11 @@ class Programs:
             for steps in (priced(*rank, prices, 1, again=False) for rank in ranks)
         ]
 
-    def total_s(self, machine: Machine, kind: str = "") -> float:
-        """All of it, or that of one kind of instructions."""
+    def total_s(self, machine: Machine, kind: str) -> float:
+        """That of one kind of instructions, of all ranks."""
         return self._sum(self.work_s(machine), kind)
 
-    def taken_s(self, kind: str = "") -> float:
+    def taken_s(self, kind: str) -> float:
         """The same, as it was seen."""
         return self._sum(self.seen.spent_s, kind)
 
@@ -228,7 +228,7 @@ class Programs:
             each_s
             for program, own_s in zip(self.programs, seconds, strict=True)
             for step, each_s in zip(program.steps, own_s, strict=True)
-            if kind in ("", step.instruction.kind)
+            if kind == step.instruction.kind
         )
 
     def over_s(self, bare: Machine) -> dict[str, list[float]]:
@@ -241,7 +241,7 @@ class Programs:
         return found
 
     def cold_copies(self, machine: Machine) -> float:
-        """Of what a rank that waited has found in no cache, if its work behind that took as long as it did."""
+        """How often ranks that waited must have copied what they worked on next, if that took as long as it did."""
         warm_s, cold_s = (self.total_s(replace(machine, cold_copies=times), "compute") for times in (0.0, 1.0))
         return max(0.0, self.taken_s("compute") - warm_s) / (cold_s - warm_s) if cold_s > warm_s else 0.0
 
