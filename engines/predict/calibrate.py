@@ -34,7 +34,6 @@ _SEGMENTS = 40
 _ROUNDS = 15
 _SLICES_S, _GAP_S = 0.2, 5e-4
 _LARGE_BYTES, _BLOCKS = 1 << 22, 24
-_APART = 7  # chains by which a rank is before its neighbour, when all time kernels at once
 
 
 def calibrate(world: World, name: str = "this machine", rehearsal: Rehearsal | None = None) -> Machine:
@@ -47,7 +46,7 @@ def calibrate(world: World, name: str = "this machine", rehearsal: Rehearsal | N
     torch.set_num_threads(1)
     try:
         samples, spread, alone = world.gather(_one_by_one(world, _alone))[0]
-        crowded = world.gather(timed(SIZES, turn=world.rank * _APART)) if world.size > 1 else []
+        crowded = world.gather(timed(SIZES, late=world.rank / world.size)) if world.size > 1 else []
         known = speeds(samples, spread, crowded, alone["call_s"], alone["back_call_s"], alone["cores"])
         latency_s, bytes_per_s = _messages(world)
         on_host = max(world.gather(ranks_here(world.size)))

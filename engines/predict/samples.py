@@ -1,7 +1,10 @@
-"""Kernels timed as training runs them: one behind the other, each result kept for backward.
+"""Kernels timed as training runs them: one behind the other as layers are, forward and then back, all results kept.
 
-What is counted is the processor's time of this thread: on a machine where other programs run too, the clock on the
-wall would time them as well. Of several runs it is the median, since training meets cold caches as often as they do.
+So each meets the caches and the memory as a layer does: going forward its input has just been made, and its weights lay
+idle; going back its gradient has just come, and what was kept lay idle. Timed again and again by itself, a small
+convolution takes two thirds of that, and a large value is made ten times as slowly, in memory that was given back.
+What is counted is the processor's time of this thread: on a machine where other programs run too, the clock on the wall
+would time them as well. Of several runs it is the median.
 """
 
 from __future__ import annotations
@@ -31,8 +34,7 @@ from engines.whereabouts import here
 
 __all__ = ["Size", "Timed", "chain_seconds", "each_seconds", "median_seconds", "speeds", "timed"]
 
-_REPEATS, _ROUNDS = 4, 3  # at moments some seconds apart: a shared machine is now faster, now slower
-_FEW, _LONG_S = 2, 0.05  # a chain that takes longer is steadier, and repeated less often
+_TURNS, _WARM_TURNS = 9, 4  # at moments seconds apart: a shared machine is now faster, now slower
 _Call = tuple[str, tuple[Any, ...]]
 
 
@@ -104,18 +106,16 @@ class Timed:
         return statistics.median(self.backward)
 
 
-def timed(sizes: tuple[Size, ...], turn: int = 0, clock: Callable[[], float] = time.thread_time) -> list[Timed]:
-    """Samples of all classes, of one thread or as many as are set; `turn` says with which chain it begins.
+def timed(sizes: tuple[Size, ...], late: float = 0.0, clock: Callable[[], float] = time.thread_time) -> list[Timed]:
+    """Samples of all classes, of one thread or as many as are set; the first ones, this share of all, come last.
 
     By the clock of one thread, which knows nothing of others that work for it, or another one.
     """
-    chains = [_Chain(list(_calls(size)), clock) for size in sizes]
-    chains += [_Chain([_convolution(each)], clock, apart=True) for each in CONVOLUTIONS]
-    first = turn % len(chains)
-    for _ in range(_ROUNDS):
-        for chain in (*chains[first:], *chains[:first]):
-            chain.run()
-    return [each for chain in chains for each in chain.timed]
+    calls = [*(call for size in sizes for call in _calls(size)), *map(_convolution, CONVOLUTIONS)]
+    samples = [_Sample(call, clock) for call in calls]
+    middle = int(late * len(samples))
+    _run([*samples[middle:], *samples[:middle]], _TURNS)
+    return [each.timed for each in samples]
 
 
 def speeds(
@@ -141,9 +141,9 @@ def speeds(
 def chain_seconds(size: Size) -> float:
     """Of a kernel of a chain, forward or back: the mean, by the clock on the wall."""
     calls = [*_calls(size), _convolution(Filters(size.channels, size.channels, 3, size.side_px))]
-    chain = _Chain(calls, time.perf_counter)
-    chain.run()
-    return statistics.fmean(seconds for each in chain.timed for seconds in (each.forward_s, each.back_s))
+    samples = [_Sample(call, time.perf_counter) for call in calls]
+    _run(samples, _WARM_TURNS)
+    return statistics.fmean(seconds for each in samples for seconds in (each.timed.forward_s, each.timed.back_s))
 
 
 def median_seconds(work: Callable[[], object], times: int = 5) -> float:
@@ -190,52 +190,63 @@ def _without(seconds: float, overhead_s: float) -> float:
     return max(0.1 * seconds, seconds - overhead_s)
 
 
-@dataclass
-class _Chain:
-    """Calls one behind the other, each time forward and then back: once more with inputs and weights `apart`."""
+def _run(samples: Sequence[_Sample], turns: int) -> None:
+    """As layers of a network: all forward and then all back, once for all gradients, once for each part of them."""
+    for _ in range(turns):
+        here().at(b"measures how fast it computes")  # others wait for that, and none hangs
+        results = [sample.forward() for sample in samples]
+        for part in _Sample.back, _Sample.inputs, _Sample.weights:
+            for sample, result in reversed(list(zip(samples, results, strict=True))):
+                part(sample, result)
 
-    calls: Sequence[_Call]
+
+@dataclass
+class _Sample:
+    """A kernel's call, timed going forward and back; where backward is arithmetic, also its parts by themselves."""
+
+    call: _Call
     clock: Callable[[], float] = time.thread_time
-    apart: bool = False
 
     def __post_init__(self) -> None:
-        self.timed = [Timed(counted(name, _looks(arguments))) for name, arguments in self.calls]
+        name, arguments = self.call
+        self.timed = Timed(counted(name, _looks(arguments)))
+        self.leaves = _leaves(arguments)
+        self.apart = self.timed.op.kind in BY_ARITHMETIC
 
-    def run(self) -> None:
-        """A few times."""
-        began_s = time.perf_counter()
-        for turn in range(_REPEATS):
-            if turn >= _FEW and time.perf_counter() - began_s > turn * _LONG_S:
-                return
-            here().at(b"measures how fast it computes")  # others wait for that, and none hangs
-            results = [self._forward(*each) for each in zip(self.timed, self.calls, strict=True)]
-            calls = [*zip(self.timed, map(_leaves, self.calls), results, strict=True)][::-1]
-            for timed, leaves, result in calls:
-                timed.backward.append(self._back(leaves, result))
-                if self.apart:
-                    timed.inputs.append(self._back(leaves[:1], result))
-                    timed.weights.append(self._back(leaves[1:], result))
-
-    def _forward(self, timed: Timed, call: _Call) -> Tensor:
-        name, arguments = call
+    def forward(self) -> Tensor:
+        """Its result, made of an input that was touched just before."""
+        name, arguments = self.call
+        self.leaves[0].detach().sum()
         start_s = self.clock()
         made = kernel(name)(*arguments)
-        timed.forward.append(self.clock() - start_s)
-        return made[0] if isinstance(made, tuple) else made
+        self.timed.forward.append(self.clock() - start_s)
+        result: Tensor = made[0] if isinstance(made, tuple) else made
+        return result
 
-    def _back(self, leaves: Sequence[Tensor], result: Tensor) -> float:
+    def back(self, result: Tensor) -> None:
+        self.timed.backward.append(self._back_s(self.leaves, result))
+
+    def inputs(self, result: Tensor) -> None:
+        if self.apart:
+            self.timed.inputs.append(self._back_s(self.leaves[:1], result))
+
+    def weights(self, result: Tensor) -> None:
+        if self.apart:
+            self.timed.weights.append(self._back_s(self.leaves[1:], result))
+
+    def _back_s(self, leaves: Sequence[Tensor], result: Tensor) -> float:
         """Seconds until they have their gradients."""
         grad = torch.ones_like(result)
         start_s = self.clock()
-        found = torch.autograd.grad(result, leaves, grad, retain_graph=self.apart)
+        found = torch.autograd.grad(result, leaves, grad, retain_graph=True)
         for part in found:
             if part.untyped_storage().nbytes() > part.nbytes:
                 part.clone()  # as whoever reads it next has to
         return self.clock() - start_s
 
 
-def _leaves(call: _Call) -> list[Tensor]:
-    return [item for item in tree_leaves(call) if isinstance(item, Tensor) and item.requires_grad]
+def _leaves(arguments: Any) -> list[Tensor]:
+    return [item for item in tree_leaves(arguments) if isinstance(item, Tensor) and item.requires_grad]
 
 
 def _convolution(filters: Filters) -> _Call:
