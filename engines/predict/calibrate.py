@@ -18,7 +18,8 @@ from engines.comm.world import Message, World
 from engines.layer.graph import Ref
 from engines.predict.machine import Machine
 from engines.predict.rehearsal import Rehearsal, explained, rehearsed
-from engines.predict.samples import Size, Timed, chain_seconds, each_seconds, median_seconds, speeds, timed
+from engines.predict.sampled import Size
+from engines.predict.samples import Timed, each_seconds, median_seconds, speeds, timed
 from engines.program.instructions import Compute, LocalOp, Phase, RunningStatistics, Update
 from engines.program.program import Feed, Program, Step, Way
 from engines.program.update import update_buffers
@@ -29,7 +30,6 @@ __all__ = ["calibrate", "overheads"]
 SIZES = (
     Size(16, 32), Size(16, 96), Size(16, 256), Size(64, 16), Size(64, 64), Size(64, 192), Size(256, 8), Size(256, 32),
 )  # fmt: skip
-WARM_UP = Size(32, 96)
 _SEGMENTS = 40
 _ROUNDS = 15
 _SLICES_S, _GAP_S = 0.2, 5e-4
@@ -75,7 +75,6 @@ def _one_by_one(world: World, work: Callable[[], Any]) -> Any:
 
 
 def _alone() -> tuple[list[Timed], list[Timed], dict[str, Any]]:
-    chain_seconds(WARM_UP)
     return (
         timed(SIZES),
         _on_all_cores(),

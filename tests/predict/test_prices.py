@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from torch import Tensor, nn
 
 from engines.offload.least import LEAST_BYTES
 from engines.plan import Plan
+from engines.predict import samples
 from engines.predict.actions import Work
-from engines.predict.classes import CLASSES, class_of, shape_of
+from engines.predict.classes import BY_ARITHMETIC, CLASSES, class_of, shape_of
 from engines.predict.cost import priced, segment_work
 from engines.predict.count import tally
 from engines.predict.machine import Machine, Speed
-from engines.predict.samples import Size, Timed, speeds, timed
+from engines.predict.sampled import Size
+from engines.predict.samples import Timed, speeds, timed
 from engines.predict.tallies import OpTally, SegmentTally
 from engines.program.compile import compile_plan
 from engines.program.instructions import Phase
@@ -122,9 +125,20 @@ def test_gradients_apart_take_what_samples_say():
 
 def test_samples_are_of_all_classes_whichever_comes_first():
     sizes = (Size(4, 8), Size(8, 4))
-    first, later = ([each.op for each in timed(sizes, place)] for place in (0.0, 0.75))
-    assert first == later
-    assert {op.kind for op in first} == set(CLASSES)
+    first, later = (timed(sizes, place) for place in (0.0, 0.75))
+    assert [each.op for each in first] == [each.op for each in later]
+    assert {each.op.kind for each in first} == set(CLASSES)
+    assert {each.op.kind for each in first if each.inputs and each.weights} == set(BY_ARITHMETIC)
+    assert {each.op.kind for each in first if each.inputs or each.weights} == set(BY_ARITHMETIC)
+
+
+def test_others_see_a_rank_that_samples_go_on_with_each_kernel(monkeypatch):
+    """A whole turn takes seconds where cores are shared; `hang_after_s` may be one."""
+    board = Mock()
+    monkeypatch.setattr(samples, "here", lambda: board)
+    found = timed((Size(4, 8),))
+    kernels = sum(len(each.forward + each.backward + each.inputs + each.weights) for each in found)
+    assert board.at.call_count == kernels > 0
 
 
 def test_a_sample_is_as_crowded_as_all_ranks_found_it():

@@ -130,7 +130,7 @@ def others_die(world: MpiWorld) -> NoReturn:
     if world.rank == 0:
         print("the others go on:", world.size, flush=True)
     world.rest()
-    os._exit(0)  # MPI.Finalize after a death waits for ever, once in ten times
+    os._exit(0)  # after a death MPI.Finalize may wait for ever
 
 
 def _wait_but_for_rank_2(world: MpiWorld, waiting: NcclSum) -> None:

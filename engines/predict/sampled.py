@@ -1,0 +1,115 @@
+"""The kernels that a calibration times: those of common networks' layers, in tiles and whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.comm.device import memory_format
+from engines.spatial.kernels import kernel
+
+__all__ = ["Call", "Size", "calls"]
+
+Call = tuple[str, tuple[Any, ...]]
+"""A kernel's name, and its arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Channels, and pixels along a side, of the values of a layer."""
+
+    channels: int
+    side_px: int
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """A convolution over so many images, of as many pixels along a side; `groups` and `bias` as in PyTorch."""
+
+    read: int
+    made: int
+    kernel_px: int
+    side_px: int
+    groups: int = 1
+    images: int = 1
+    bias: bool = False
+
+
+_THREE_BY_THREE = {
+    16: ((16, 4), (96, 1), (128, 2), (128, 4), (256, 1)),
+    32: ((8, 4), (64, 1), (64, 2), (64, 4), (192, 1)),
+    64: ((4, 4), (16, 1), (32, 1), (32, 2), (32, 4), (64, 4), (128, 1)),
+    128: ((4, 4), (8, 1), (16, 2), (16, 4), (28, 1), (32, 4), (64, 1)),
+    256: ((2, 4), (4, 4), (8, 1), (8, 2), (8, 4), (14, 1), (16, 4), (32, 1)),
+    512: ((2, 4), (4, 1), (4, 4), (8, 1), (8, 2), (8, 4), (14, 1), (16, 4)),
+}  # pixels along a side, and images, by width
+
+_CONVOLUTIONS = (
+    Filters(3, 16, 3, 128), Filters(3, 16, 3, 128, images=4), Filters(3, 64, 7, 64), Filters(3, 64, 7, 64, images=4),
+    Filters(3, 64, 7, 160), Filters(3, 64, 7, 128, images=4),
+    *(Filters(width, width, 3, px, images=n) for width, sizes in _THREE_BY_THREE.items() for px, n in sizes),
+    Filters(16, 64, 1, 64), Filters(64, 16, 1, 64), Filters(64, 256, 1, 7, images=4), Filters(64, 256, 1, 56),
+    Filters(256, 64, 1, 14), Filters(256, 64, 1, 56), Filters(512, 128, 1, 14), Filters(128, 512, 1, 14),
+    Filters(32, 32, 3, 64, 32), Filters(256, 256, 3, 16, 256),
+    Filters(16, 3, 1, 64, bias=True), Filters(16, 3, 1, 256, bias=True), Filters(64, 4, 1, 64, bias=True),
+)  # fmt: skip
+"""From the first layers of a network to its last ones, in tiles and whole, of one image and of several.
+
+PyTorch computes a small image that is alone in another way, which can be three times as fast, and shares several out
+among cores more evenly. The last ones have a bias, which makes forward up to twice as long.
+"""
+
+
+def calls(sizes: Sequence[Size]) -> list[Call]:
+    """Of all classes, as a network of each of these sizes asks for them, and all convolutions."""
+    return [*(call for size in sizes for call in _calls(size)), *map(_convolution, _CONVOLUTIONS)]
+
+
+def _convolution(filters: Filters) -> Call:
+    x = _values(filters.images, filters.read, filters.side_px, filters.side_px)
+    weight = _kernels(filters.made, filters.read // filters.groups, filters.kernel_px)
+    pad = filters.kernel_px // 2
+    bias = torch.zeros(filters.made, requires_grad=True) if filters.bias else None
+    return "aten.conv2d.default", (x, weight, bias, [1, 1], [pad, pad], [1, 1], filters.groups)
+
+
+def _transposed(channels: int, side: int) -> Call:
+    """One that doubles the pixels along each side; of two images, see `_CONVOLUTIONS`."""
+    x, weight = _values(2, channels, side, side), _kernels(channels, max(1, channels // 2), 2)
+    bias = torch.zeros(weight.shape[1], requires_grad=True)
+    return "tile.conv_transpose", (x, weight, bias, [2, 2], [1, 1], 1, (0, 0, 0, 0))
+
+
+def _calls(size: Size) -> Iterator[Call]:
+    """What a network of that size is made of, beside its convolutions."""
+    channels, side = size.channels, size.side_px
+    x = _values(1, channels, side, side)
+    gain, offset = torch.ones(channels, requires_grad=True), torch.zeros(channels, requires_grad=True)
+    moments = kernel("tile.moments")(x, 0, 1).detach().requires_grad_()
+    yield "tile.moments", (x, 0, 4)
+    yield "tile.batch_norm", (x, moments, gain, offset, [side * side], 1e-5)
+    yield "tile.whole_batch_norm", (x, gain, offset, 1e-5)
+    yield "aten.relu.default", (x,)
+    yield "aten.max_pool2d.default", (x, [2, 2], [2, 2])
+    yield "aten.cat.default", ([x, _values(1, channels, side, side)], 1)
+    yield "tile.pad", (x, [1, 1, 1, 1], 0.0)
+    yield "tile.pad", (x, [-1, 1, -1, 1], 0.0)
+    yield _transposed(channels, side)
+    few = _values(1, 4, side, side)
+    labels = torch.zeros(1, side, side, dtype=torch.int64)
+    yield "tile.cross_entropy_sums", (few, labels, None, -100, 0.0)
+    yield "aten.gelu.default", (x,)
+    yield "aten.linear.default", (_values(16, channels * 4), _values(channels, channels * 4))
+
+
+def _values(*shape: int) -> Tensor:
+    made = torch.rand(shape)
+    return made.to(memory_format=memory_format(len(shape))).requires_grad_()
+
+
+def _kernels(filters: int, channels: int, side: int) -> Tensor:
+    return _values(filters, channels, side, side)
