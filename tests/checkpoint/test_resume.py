@@ -109,6 +109,22 @@ def test_every_name_of_the_state_is_in_the_file(tmp_path: Path):
     assert not (path / "loss.safetensors").exists()
 
 
+def test_nothing_that_is_loaded_stays_in_the_file(tmp_path: Path):
+    """Whoever writes over a checkpoint changes no training that goes on from it, not even how often Adam has moved."""
+    recipe = recipe_of(PLANS["one rank"], "adam")
+    path = on_ranks(recipe, data(recipe, 1), into=tmp_path).saved
+    loaded = on_ranks(recipe, [], resume=path).tensors
+
+    def write_over(training: RankTraining) -> None:
+        for file in path.glob("*.safetensors"):
+            with file.open("r+b") as opened:
+                opened.write(bytes(file.stat().st_size))
+
+    after = on_ranks(recipe, [], resume=path, look=write_over).tensors
+    assert any(name.endswith("/step") for name in loaded)
+    assert all(torch.equal(after[name], tensor) for name, tensor in loaded.items())
+
+
 def test_weights_without_use_are_loaded_too(tmp_path: Path):
     path = on_ranks(recipe_of(PLANS["stages"], model=net(seed=0)), [], into=tmp_path).saved
     found = on_ranks(recipe_of(PLANS["stages"], model=net(seed=1)), [], resume=path).tensors

@@ -8,6 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
@@ -15,6 +16,12 @@ PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 
 def code_cells(book):
     return [cell for cell in book.cells if cell.cell_type == "code"]
+
+
+def printed(book):
+    """What the cells said before one failed: it may be of what went wrong earlier."""
+    outputs = [output for cell in code_cells(book) for output in cell.outputs]
+    return [output.text for output in outputs if output.output_type == "stream"]
 
 
 def test_there_are_tutorials():
@@ -32,7 +39,11 @@ def test_tutorial_is_clean(path: Path):
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_tutorial_runs(path: Path):
     book = nbformat.read(path, as_version=4)
-    NotebookClient(book, timeout=300, kernel_name="python3").execute()
+    try:
+        NotebookClient(book, timeout=300, kernel_name="python3").execute()
+    except CellExecutionError as error:
+        error.add_note("All that the cells had printed:\n" + "".join(printed(book)))
+        raise
     shown = [output for cell in code_cells(book) for output in cell.outputs]
     assert not any(output.output_type == "error" for output in shown)
     pictures = [html for output in shown if "<img" in (html := output.get("data", {}).get("text/html", ""))]
