@@ -167,7 +167,8 @@ def explained(machine: Machine, rehearsal: Rehearsal, seen: Sequence[Rehearsed])
     if len(tiled.programs) > 1:
         machine = replace(machine, jitter=tiled.seen.jitter)
     if machine.cores and len(tiled.programs) > machine.cores:
-        machine = tiled.as_long(machine, "resume_s")
+        found_s = tiled.as_long(machine, "resume_s").resume_s
+        machine = replace(machine, resume_s=max(found_s, machine.slice_s / 2))  # what others still have of theirs
     return turns.as_long(machine, "thread_s")
 
 
