@@ -204,6 +204,13 @@ def test_an_interrupt_ends_the_call_and_not_the_cluster(cluster):
     check_usable(cluster)
 
 
+def test_no_call_leaves_gradients_off(cluster):
+    """An interrupt can, as `no_grad` is entered or left: the next steps would train nothing, and say nothing."""
+    if cluster.backend == "mpi":
+        cluster.call(lambda host: torch.set_grad_enabled(False) and None)
+    assert cluster.call(lambda host: torch.is_grad_enabled()) == [True] * N
+
+
 def test_what_cannot_travel_is_said_before_a_rank_is_asked(cluster):
     with pytest.raises(PlanError, match="cannot be sent to the ranks"):
         cluster.call(lambda host: cluster.n)
