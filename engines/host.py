@@ -204,7 +204,7 @@ def join() -> tuple[int, int]:
 def run(common: bytes, own: bytes) -> bytes:
     """`execute` on this MPI process. SIGINT stops it, once."""
     host = _this_rank()
-    torch.set_grad_enabled(True)  # one that came as `no_grad` was entered or left has left it off, and silently so
+    torch.set_grad_enabled(True)  # an interrupt just as `no_grad` began or ended leaves it off, and nothing is trained
     signal.signal(signal.SIGINT, _stop_once)
     try:
         return execute(host, common, own)

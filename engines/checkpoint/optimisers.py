@@ -91,7 +91,7 @@ def _options(names: list[str], states: Mapping[str, WeightState]) -> dict[str, A
 def _state(name: str, weight: Tensor, state: WeightState, tensor: Callable[[str], Tensor]) -> dict[str, Any]:
     kept = {key: from_json(value) for key, value in state.values.items()}
     for key in state.tensors:
-        read = tensor(f"{name}/{key}")  # which lies in the file
+        read = tensor(f"{name}/{key}")  # memory of the file, which others may write over
         like = weight if read.shape == weight.shape else read  # in memory as the weight is, or steps would be slower
         kept[key] = torch.empty_like(like, dtype=read.dtype, device="cpu", requires_grad=False).copy_(read)
     return kept
