@@ -15,6 +15,7 @@ from engines.layout import Layout, threads_of
 from engines.plan import Plan
 from engines.predict.cost import Prices
 from engines.predict.outline import QUARTER, WHOLE, Outline, outlines
+from engines.predict.sums import SumCost
 from engines.predict.tallies import SegmentTally
 from engines.program.instructions import Phase
 
@@ -196,8 +197,9 @@ class _Planned:
         before_s = min(sum(other.forward_s for other in self.stages[:stage]) for stage in held)
         behind_s = min(sum(other.behind_s for other in self.stages[:stage]) for stage in held)
         behind_s += sum(times * each.behind_s for each in stages)
-        gradients_s, told_s = (sum(map(find, held)) for find in (self._gradient_seconds, self._told_seconds))
-        return before_s + max(gradients_s, forward_s + max(back_s, behind_s)) + told_s
+        gradients_s = sum(self._gradients(stage).carried_s for stage in held)
+        own_s = max(gradients_s, forward_s + max(back_s, behind_s))
+        return before_s + own_s + sum(map(self._told_seconds, held))
 
     @property
     def _times(self) -> float:
@@ -213,9 +215,9 @@ class _Planned:
         core_s = self._times * sum(self.stages[role.stage].core_s for role in roles)
         return self.plan.data_parallel * core_s / (nodes * self.machine.cores)
 
-    def _gradient_seconds(self, stage: int) -> float:
+    def _gradients(self, stage: int) -> SumCost:
         group, size = self.layout.ranks_of([stage]), self.stages[stage].trained_bytes
-        return self.prices.sum(group, size).carried_s if len(group) > 1 and size else 0.0
+        return self.prices.sum(group, size) if len(group) > 1 and size else SumCost(0.0, 0.0, crosses=False)
 
     def _told_seconds(self, stage: int) -> float:
         """Until the copies of the model have told each other their running statistics."""
@@ -225,7 +227,8 @@ class _Planned:
         return self.prices.sum(group, self.plan.micro_batches * size).seconds
 
     def _update_seconds(self, held: tuple[int, ...]) -> float:
-        return 5 * sum(self.stages[stage].trained_bytes for stage in held) / self.machine.copy_per_s
+        fetched_s = sum(self._gradients(stage).fetched_s for stage in held)
+        return fetched_s + 5 * sum(self.stages[stage].trained_bytes for stage in held) / self.machine.copy_per_s
 
     def _rank_bytes(self, held: tuple[int, ...]) -> int:
         """Weights, the optimiser's state, and the activations of micro-batches on their way, when they are most."""

@@ -240,6 +240,7 @@ class _Pricing:
         name = ("sum", group, self.sums[group])
         yield Join(name, group, count_bytes)
         yield Finish(name, group)
+        yield Work(self.prices.sum(group, count_bytes).fetched_s)
 
     def _gradients(self, bucket: SumGradients, begins: bool) -> Iterator[Action]:
         name = ("gradients", bucket.name)
@@ -248,6 +249,7 @@ class _Pricing:
             yield Join(name, bucket.group, bucket.bytes, behind=True)
         else:
             yield Finish(name, bucket.group)
+            yield Work(self.prices.sum(bucket.group, bucket.bytes).fetched_s)
             yield self._copied(bucket.bytes)
 
     def _update(self, update: Update) -> Iterator[Action]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from engines.errors import PlanError
+from engines.predict.between import between
 
 __all__ = ["SUMS", "Link", "Machine", "Speed"]
 
@@ -132,13 +133,15 @@ class Machine:
         """One thread's time for so many units of a class of kernels. Raises PlanError where no such class was seen."""
         if not amount:
             return 0.0
-        return amount / _between(self._samples(kind), at, lambda sample: sample.rate(at, back))
+        samples = self._samples(kind)
+        return amount / _read(samples, at, [sample.rate(at, back) for sample in samples])
 
     def crowded(self, kind: str, at: Sequence[float]) -> float:
         """How many times as long work of that class and size takes with all cores at work."""
         if not self.cores or kind not in self.speeds:
             return 1.0
-        return _between(self.speeds[kind], at, lambda sample: sample.crowded)
+        samples = self.speeds[kind]
+        return max(1.0, _read(samples, at, [sample.crowded for sample in samples]))
 
     def apart(self, kind: str, at: Sequence[float]) -> tuple[float, float]:
         """The parts of backward's time that the gradients of inputs alone take, and those of weights alone.
@@ -147,16 +150,16 @@ class Machine:
         """
         samples = self._samples(kind)
         return (
-            _between(samples, at, lambda sample: sample.inputs),
-            _between(samples, at, lambda sample: sample.weights),
+            _read(samples, at, [sample.inputs for sample in samples]),
+            _read(samples, at, [sample.weights for sample in samples]),
         )
 
     def spread(self, kind: str, at: Sequence[float]) -> float:
         """How many times as long work of that class and size takes on all cores together as on one."""
         if not self.cores or kind not in self.speeds:
             return 0.0
-        least = 1 / self.cores
-        return _between(self.speeds[kind], at, lambda sample: max(least, sample.spread))
+        samples, least = self.speeds[kind], 1 / self.cores
+        return _read(samples, at, [max(least, sample.spread) for sample in samples])
 
     def threaded(self, seconds: float, threads: int, spread: float = 0.0) -> float:
         """What a kernel of one thread takes with several: each does its part, and they wait for each other.
@@ -243,18 +246,5 @@ class Machine:
             raise PlanError(f"This is no machine that was stored: {error}. Calibrate, and store it again.") from error
 
 
-def _between(samples: Sequence[Speed], at: Sequence[float], number: Callable[[Speed], float]) -> float:
-    """A number at a size between samples: of its logarithms, those close by count most (Shepard, 1968).
-
-    >>> round(_between([Speed((1.0,), 10.0, 5.0), Speed((4.0,), 40.0, 20.0)], (2.0,), lambda sample: sample.per_s))
-    20
-    """
-    total = weights = 0.0
-    for sample in samples:
-        found = math.log(number(sample))
-        pairs = zip(sample.at, at, strict=False)
-        distance = sum((math.log2(max(a, 1)) - math.log2(max(b, 1))) ** 2 for a, b in pairs)
-        if distance < 1e-9:
-            return math.exp(found)
-        total, weights = total + found / distance**2, weights + 1 / distance**2
-    return math.exp(total / weights)
+def _read(samples: Sequence[Speed], at: Sequence[float], numbers: Sequence[float]) -> float:
+    return between([sample.at for sample in samples], at, numbers)

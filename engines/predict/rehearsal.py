@@ -167,8 +167,7 @@ def explained(machine: Machine, rehearsal: Rehearsal, seen: Sequence[Rehearsed])
     if len(tiled.programs) > 1:
         machine = replace(machine, jitter=tiled.seen.jitter)
     if machine.cores and len(tiled.programs) > machine.cores:
-        found_s = tiled.as_long(machine, "resume_s").resume_s
-        machine = replace(machine, resume_s=max(found_s, machine.slice_s / 2))  # what others still have of theirs
+        machine = tiled.as_long(machine, "resume_s")
     return turns.as_long(machine, "thread_s")
 
 

@@ -260,7 +260,7 @@ class _Simulation:
             self._at(total.passing.end_s + cost.latency_s, total)
         else:
             start_s = self.links.carry(total.here, cost.carried_s, self.now) if cost.crosses else self.now
-            self._at(start_s + cost.seconds, total)
+            self._at(start_s + cost.carried_s + cost.latency_s, total)
 
     def _ends(self, total: _Sum) -> None:
         more_s = self.links.more_s(total.passing) if total.passing else 0.0

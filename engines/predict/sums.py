@@ -18,17 +18,19 @@ __all__ = ["SumCost", "members_of", "sum_cost"]
 class SumCost:
     """A sum takes its ranks and the links of their nodes for `carried_s`, and is complete `latency_s` later.
 
-    `crosses`: whether it leaves a node.
+    `crosses`: whether it leaves a node. Where ranks share the cores of one host, nothing carries it but these: then
+    each rank's core is busy with it for `fetched_s`, and nothing else.
     """
 
     carried_s: float
     latency_s: float
     crosses: bool
+    fetched_s: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Of a sum that has everything for itself."""
-        return self.carried_s + self.latency_s
+        return self.carried_s + self.latency_s + self.fetched_s
 
 
 @lru_cache(maxsize=1024)
@@ -51,9 +53,15 @@ def sum_cost(machine: Machine, members: Sequence[int], count_bytes: int) -> SumC
     and Gropp, 2005, Optimization of collective communication operations in MPICH, sections 4.1 to 4.4). Long sums go
     through the levels in pieces, so that the slower one alone counts.
     """
+    travels = _direct if machine.sums == "direct" else _levels
+    cost = travels(machine, members, count_bytes)
+    if machine.cores is None or cost.crosses:
+        return cost
+    return SumCost(0.0, cost.latency_s, crosses=False, fetched_s=cost.carried_s)
+
+
+def _levels(machine: Machine, members: Sequence[int], count_bytes: int) -> SumCost:
     here, between = Link(machine.latency_s, machine.bytes_per_s), machine.between
-    if machine.sums == "direct":
-        return _direct(machine, members, count_bytes)
     inside, across = _tree(here, max(members), count_bytes, 1), SumCost(0.0, 0.0, False)
     if between and len(members) > 1:
         across = _tree(between, len(members), count_bytes, max(members))

@@ -27,14 +27,14 @@ FOUND = (
 REAL = replace(
     FLAT,
     cores=2,
-    slice_s=4e-3,
+    slice_s=0.2,
     instruction_s=6e-5,
     update_s=1e-3,
     exchange_s=2e-4,
     sum_s=1e-4,
     cold_copies=0.8,
     copy_per_s=1e9,
-    resume_s=2e-3,
+    resume_s=0.1,
     thread_s=2e-3,
     jitter=0.1,
 )
