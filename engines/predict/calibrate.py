@@ -28,7 +28,8 @@ from engines.program.worker import Worker
 __all__ = ["calibrate", "overheads"]
 
 SIZES = (
-    Size(16, 32), Size(16, 96), Size(16, 256), Size(64, 16), Size(64, 64), Size(64, 192), Size(256, 8), Size(256, 32),
+    Size(16, 16), Size(16, 32), Size(32, 48), Size(16, 96), Size(16, 256), Size(64, 16), Size(64, 64), Size(64, 192),
+    Size(256, 8), Size(256, 32),
 )  # fmt: skip
 _SEGMENTS = 40
 _ROUNDS = 15
