@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engines.predict.actions import Work
 from engines.predict.machine import Machine
@@ -29,76 +29,129 @@ class _Task:
     slice_s: float
 
 
-class RunQueue:
-    """Threads that have work wait in one queue for a core; whoever's slice is over goes to its end.
+@dataclass(eq=False, slots=True)
+class _Core:
+    """Who computes, who waits for that, and who has just ended and may go on; until when it leaves others' alone."""
 
-    A rank that goes on with other work at once keeps its cores. `threads` are those of each rank.
+    running: _Task | None = None
+    queue: deque[_Task] = field(default_factory=deque)
+    ended: _Task | None = None
+    looks_until_s: float = -math.inf
+
+    @property
+    def load(self) -> int:
+        return len(self.queue) + (self.running is not None) + (self.ended is not None)
+
+    @property
+    def ranks(self) -> set[int]:
+        return {task.rank for task in (self.running, self.ended, *self.queue) if task}
+
+    @property
+    def turn_s(self) -> float:
+        """Until whoever runs has to leave, if others want the core."""
+        if self.running is None:
+            return math.inf
+        return min(self.running.left_s, self.running.slice_s) if self.queue else self.running.left_s
+
+
+class RunQueue:
+    """Threads that have work wait for a core, each of which has a queue; whoever's slice is over goes to its end.
+
+    A rank that goes on with other work at once keeps its cores; one that has waited comes back to where it was, or to
+    a core that nobody uses. Such a core takes over what waits for another one, but not before `Machine.resume_s`: so
+    long whoever was there looks for messages. `threads` are those of each rank.
     """
 
     def __init__(self, machine: Machine, threads: Mapping[int, int]) -> None:
         self.machine, self.threads = machine, threads
-        self.cores = machine.cores or len(threads)
-        self._running: list[_Task] = []
-        self._queue: deque[_Task] = deque()
-        self._kept: dict[int, list[_Task]] = {}
+        self.cores = [_Core() for _ in range(machine.cores or len(threads))]
+        self._places: dict[int, list[_Core]] = {}
         self._left: Counter[int] = Counter()
         self._now = 0.0
 
     def start(self, rank: int, work: Work, now: float) -> None:
         """Each of the rank's threads has so much work."""
         self._advance(now)
-        kept = self._kept.pop(rank, [])
-        self._left[rank] = min(self.threads[rank], self.cores)
-        for number in range(self._left[rank]):
-            if number < len(kept):
-                kept[number].left_s, kept[number].crowded = work.seconds, work.crowded
-                self._running.append(kept[number])
-            else:
-                self._queue.append(_Task(rank, work.seconds, work.crowded, self.machine.slice_s))
+        count = self._left[rank] = min(self.threads[rank], len(self.cores))
+        places = [core for core in self.cores if core.ended and core.ended.rank == rank]
+        for core in places:
+            core.running, core.ended = core.ended, None
+            core.running.left_s, core.running.crowded = work.seconds, work.crowded
+        known = [core for core in self._places.get(rank, ()) if core not in places]
+        while len(places) < count:
+            place = self._place(known.pop(0) if known else None, places)
+            place.queue.append(_Task(rank, work.seconds, work.crowded, self.machine.slice_s))
+            places.append(place)
+        self._places[rank] = places
 
     def taken(self, rank: int) -> bool:
         """Whether other ranks have work for all cores."""
-        return len({task.rank for task in (*self._running, *self._queue)} - {rank}) >= self.cores
+        return len(set().union(*(core.ranks for core in self.cores)) - {rank}) >= len(self.cores)
 
     def next_end(self) -> float:
-        """When the next work or slice is over."""
-        self._kept.clear()
-        while self._queue and len(self._running) < self.cores:
-            self._running.append(self._queue.popleft())
-        if not self._running:
-            return math.inf
+        """When the next work or slice is over, or a core takes over what waits for another one."""
+        for core in self.cores:
+            if core.ended:
+                core.ended, core.looks_until_s = None, self._now + self.machine.resume_s
+            if core.running is None and core.queue:
+                core.running = core.queue.popleft()
+        then = min(self._take_over(core) for core in self.cores)
         busy = self._busy
-        return self._now + min(self._turn_s(task) * self.machine.slowdown(busy, task.crowded) for task in self._running)
+        for core in self.cores:
+            if core.running:
+                then = min(then, self._now + core.turn_s * self.machine.slowdown(busy, core.running.crowded))
+        return then
 
     def ended(self, now: float) -> Sequence[int]:
         """Go on to `now`; the ranks whose work is done."""
         self._advance(now)
         found = []
-        for task in [task for task in self._running if self._turn_s(task) <= _NOTHING_S]:
-            self._running.remove(task)
+        for core in self.cores:
+            task = core.running
+            if task is None or core.turn_s > _NOTHING_S:
+                continue
+            core.running = None
             if task.left_s > _NOTHING_S:
                 task.slice_s = self.machine.slice_s
-                self._queue.append(task)
+                core.queue.append(task)
                 continue
-            self._kept.setdefault(task.rank, []).append(task)
+            core.ended = task
             self._left[task.rank] -= 1
             if not self._left[task.rank]:
                 found.append(task.rank)
         return found
 
-    def _turn_s(self, task: _Task) -> float:
-        """Until it has to leave its core, if others want it."""
-        return min(task.left_s, task.slice_s) if self._queue else task.left_s
+    def _place(self, known: _Core | None, used: Sequence[_Core]) -> _Core:
+        """Where a thread goes on that was on a core before, if it is `known`: there, if nothing better is free."""
+
+        def worse(core: _Core) -> tuple[bool, bool, int]:
+            free = not core.load and (core is known or core.looks_until_s <= self._now)
+            return not free, core is not known, core.load
+
+        return min((core for core in self.cores if core not in used), key=worse)
+
+    def _take_over(self, core: _Core) -> float:
+        """Begin with what has waited longest in the longest queue, if the core has nothing; or when it will do that."""
+        other = max(self.cores, key=lambda each: len(each.queue))
+        if core.running or not other.queue:
+            return math.inf
+        if core.looks_until_s > self._now + _NOTHING_S:
+            return core.looks_until_s
+        core.running = other.queue.popleft()
+        places = self._places[core.running.rank]
+        places[places.index(other)] = core
+        return math.inf
 
     @property
     def _busy(self) -> int:
         """Ranks share what lies behind their caches; of a rank's threads `Machine.threaded` tells."""
-        return len({task.rank for task in self._running})
+        return len({core.running.rank for core in self.cores if core.running})
 
     def _advance(self, now: float) -> None:
         busy = self._busy
-        for task in self._running:
-            done_s = (now - self._now) / self.machine.slowdown(busy, task.crowded)
-            task.left_s -= done_s
-            task.slice_s -= done_s
+        for core in self.cores:
+            if core.running:
+                done_s = (now - self._now) / self.machine.slowdown(busy, core.running.crowded)
+                core.running.left_s -= done_s
+                core.running.slice_s -= done_s
         self._now = now

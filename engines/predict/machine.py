@@ -74,7 +74,8 @@ class Machine:
     The ranks of a node share its `cores` (None: each has its own device) in turns of `slice_s`; what is longer with
     all of them busy, its `Speed` says. A rank that waited finds its caches cold: what its next segment reads and
     writes, as far as it could be in a cache, takes as long as to copy it `cold_copies` times first. Where others have
-    all cores when that comes for which it waited, it is `resume_s` before it asks for one of them.
+    all cores when that comes for which it waited, it is `resume_s` before it asks for one of them; and whoever waits
+    looks for so long on its core, before that takes over what others have to do.
     A kernel of several threads takes `thread_s` for each of them but the first, beside what its `Speed` says: to share
     out, and to end together. Work is longer or shorter at random: of its time the share `jitter` is drawn each time by
     an exponential law, so that those who wait for several ranks wait for the slowest.
