@@ -9,9 +9,10 @@ import pytest
 from engines.layer.graph import TensorSpec
 from engines.predict.actions import Work
 from engines.predict.cores import RunQueue
+from engines.predict.cost import Prices
 from engines.predict.simulate import simulate
-from engines.program.instructions import AllReduce
-from tests.predict.test_simulate import BYTE_PER_S, FORWARD, compute, ends, toy, transfer
+from engines.program.instructions import AllReduce, Phase, SumGradients
+from tests.predict.test_simulate import BACKWARD, BYTE_PER_S, FORWARD, compute, ends, toy, transfer
 
 TWO = replace(BYTE_PER_S, cores=2, slice_s=100.0)
 
@@ -62,6 +63,25 @@ def test_who_has_waited_goes_on_later_where_others_have_all_cores():
     assert ends(run(slow, first, second), 1) == [2, 4]
     assert ends(run(TWO, first, second, third), 1) == [2.5, 4.5]
     assert ends(run(slow, first, second, third), 1) == [2.75, 4.75]
+
+
+def test_an_idle_core_leaves_others_work_where_it_is_for_a_while():
+    """The first and the third rank share a core, and have little to do; from 2 on it could help the other two."""
+    ranks = [toy(rank, [(compute("a"), FORWARD)], {"a": seconds}) for rank, seconds in enumerate((1, 4, 1, 4))]
+    assert run(TWO, *ranks).seconds == 6
+    assert run(replace(TWO, resume_s=0.5), *ranks).seconds == 6.5
+
+
+def test_a_sum_on_a_host_takes_the_cores_of_its_ranks():
+    """What each of four ranks fetches keeps its core busy, so that on fewer cores they take turns."""
+    group, count_bytes = (0, 1, 2, 3), 16 * 100
+    bucket = SumGradients("g", ("w",), count_bytes, group, 2)
+    ranks = [toy(rank, [(bucket, BACKWARD), (bucket, Phase.UPDATE)], {}) for rank in group]
+    machine = replace(TWO, latency_s=0.0, slice_s=1e4)
+    fetched_s = Prices(machine).sum(group, count_bytes).fetched_s
+    assert fetched_s == 3 * 100
+    for cores in (1, 2, 4):
+        assert run(replace(machine, cores=cores), *ranks).seconds == pytest.approx(4 / cores * fetched_s)
 
 
 def test_who_waits_for_nothing_goes_on_at_once():
