@@ -21,6 +21,8 @@ from engines.predict.machine import Machine
 
 __all__ = ["KnownMachine"]
 
+_READ_AS = 2  # counted up when what was measured is read in another way, so that it is measured again
+
 
 @dataclass(frozen=True)
 class KnownMachine:
@@ -35,7 +37,8 @@ class KnownMachine:
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 (there may be no home)
         folder = Path(os.environ.get("MPI4DL_NB_MACHINES") or Path(caches, "mpi4dl_nb_machines"))
         where = sha256((hosts or socket.gethostname()).encode()).hexdigest()[:12]
-        return cls(folder / f"{backend}-{n}-on-{cores()}-torch-{torch.__version__}-{where}.json", usual=True)
+        kind = f"{backend}-{n}-on-{cores()}-torch-{torch.__version__}"
+        return cls(folder / f"{kind}-{where}-{_READ_AS}.json", usual=True)
 
     def read(self) -> Machine | None:
         """None where there is none. Raises PlanError where the file holds something else."""
