@@ -139,7 +139,7 @@ class Machine:
 
     def crowded(self, kind: str, at: Sequence[float]) -> float:
         """How many times as long work of that class and size takes with all cores at work."""
-        if not self.cores or kind not in self.speeds:
+        if not self.cores or not self.speeds.get(kind):
             return 1.0
         samples = self.speeds[kind]
         return max(1.0, _read(samples, at, [sample.crowded for sample in samples]))
@@ -157,7 +157,7 @@ class Machine:
 
     def spread(self, kind: str, at: Sequence[float]) -> float:
         """How many times as long work of that class and size takes on all cores together as on one."""
-        if not self.cores or kind not in self.speeds:
+        if not self.cores or not self.speeds.get(kind):
             return 0.0
         samples, least = self.speeds[kind], 1 / self.cores
         return _read(samples, at, [max(least, sample.spread) for sample in samples])
@@ -195,7 +195,7 @@ class Machine:
         return json.dumps(asdict(self), indent=1)
 
     def _samples(self, kind: str) -> tuple[Speed, ...]:
-        if kind not in self.speeds:
+        if not self.speeds.get(kind):
             known = ", ".join(self.speeds)
             raise PlanError(f"The machine {self.name!r} has no speed for {kind}. It knows {known}: calibrate it again.")
         return self.speeds[kind]

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from engines.errors import PlanError
 from engines.predict.between import between
 from engines.predict.machine import Machine, Speed
 
@@ -54,3 +55,8 @@ def test_a_power_law_of_two_sizes_is_read_as_one():
     sizes = [(float(a), float(b)) for a in (8, 32, 128) for b in (16, 256, 4096)]
     law = [math.sqrt(a) * b**0.25 for a, b in sizes]
     assert between(sizes, (64.0, 64.0), law) == pytest.approx(math.sqrt(64) * 64**0.25, rel=0.05)
+
+
+def test_a_class_without_samples_is_told_by_name():
+    with pytest.raises(PlanError, match="no speed for norm"):
+        Machine.from_json(Machine("none", "an example", {"norm": ()}).to_json()).seconds("norm", 8, (8,))
