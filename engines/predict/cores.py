@@ -122,7 +122,7 @@ class RunQueue:
         return found
 
     def _place(self, known: _Core | None, used: Sequence[_Core]) -> _Core:
-        """Where a thread goes on that was on a core before, if it is `known`: there, if nothing better is free."""
+        """Where a thread goes on: on the core that it is `known` to, unless that is in use and another one is free."""
 
         def worse(core: _Core) -> tuple[bool, bool, int]:
             free = not core.load and (core is known or core.looks_until_s <= self._now)
