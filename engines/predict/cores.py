@@ -73,10 +73,12 @@ class RunQueue:
         """Each of the rank's threads has so much work."""
         self._advance(now)
         count = self._left[rank] = min(self.threads[rank], len(self.cores))
-        places = [core for core in self.cores if core.ended and core.ended.rank == rank]
-        for core in places:
-            core.running, core.ended = core.ended, None
-            core.running.left_s, core.running.crowded = work.seconds, work.crowded
+        places = []
+        for core in self.cores:
+            if (task := core.ended) and task.rank == rank:
+                task.left_s, task.crowded = work.seconds, work.crowded
+                core.running, core.ended = task, None
+                places.append(core)
         known = [core for core in self._places.get(rank, ()) if core not in places]
         while len(places) < count:
             place = self._place(known.pop(0) if known else None, places)
