@@ -35,6 +35,7 @@ PURE = (
     "engines.comm.sums",
     "engines.offload.least",
     "engines.predict.actions",
+    "engines.predict.between",
     "engines.predict.classes",
     "engines.predict.cores",
     "engines.predict.cost",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 __all__ = ["between"]
 
@@ -23,15 +24,15 @@ def between(sizes: Sequence[Size], at: Sequence[float], numbers: Sequence[float]
     falls with the size goes on doing so beside a sample. Samples that hardly differ in a direction say nothing of a
     slope that way.
 
-    >>> round(between([(1.0,), (4.0,)], (2.0,), [10.0, 40.0]), 1), between([(1.0,), (4.0,)], (4.0,), [10.0, 40.0])
-    (20.0, 40.0)
+    >>> [round(between([(1.0,), (4.0,)], (size,), [10.0, 40.0]), 6) for size in (2.0, 4.0)]
+    [20.0, 40.0]
     """
     shares = _shares(tuple(sizes), tuple(at))
     return min(max(numbers), math.exp(float(shares @ np.log(numbers))))
 
 
 @lru_cache(maxsize=1 << 16)
-def _shares(sizes: tuple[Size, ...], at: Size) -> np.ndarray:
+def _shares(sizes: tuple[Size, ...], at: Size) -> NDArray[np.float64]:
     """By how much each sample's logarithm counts; together 1."""
     known = _octaves(sizes)
     away = known - np.log2(np.maximum(1.0, at))[: known.shape[1]]
@@ -40,10 +41,12 @@ def _shares(sizes: tuple[Size, ...], at: Size) -> np.ndarray:
     middle = counts @ away
     apart = away - middle
     slopes = (counts[:, None] * apart).T @ apart + _LEVEL * np.eye(apart.shape[1])
-    return counts * (1 - apart @ np.linalg.solve(slopes, middle))
+    shares: NDArray[np.float64] = counts * (1 - apart @ np.linalg.solve(slopes, middle))
+    return shares
 
 
 @lru_cache(maxsize=256)
-def _octaves(sizes: tuple[Size, ...]) -> np.ndarray:
+def _octaves(sizes: tuple[Size, ...]) -> NDArray[np.float64]:
     axes = min(map(len, sizes))
-    return np.log2(np.maximum(1.0, np.array([size[:axes] for size in sizes]).reshape(len(sizes), axes)))
+    octaves: NDArray[np.float64] = np.log2(np.maximum(1.0, np.array([size[:axes] for size in sizes]).reshape(-1, axes)))
+    return octaves
