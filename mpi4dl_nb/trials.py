@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from engines.bench.live import LiveBytes
 from engines.bench.verify import batches
-from engines.comm.device import wait_for
+from engines.comm.streams import wait_for
 from engines.errors import Mpi4dlError
 from engines.program.compile import compile_plan
 from engines.program.worker import Inputs

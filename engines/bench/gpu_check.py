@@ -21,7 +21,8 @@ import torch
 
 from engines import options
 from engines.bench.apart import apart
-from engines.comm.device import has_own_memory, wait_for
+from engines.comm.device import has_own_memory
+from engines.comm.streams import wait_for
 from engines.errors import PlanError
 
 __all__ = ["CHECKS", "gpu_check", "launch", "link_speeds", "tell_link"]

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from engines.bench.halo_case import HaloCase, Made, made
 from engines.bench.halo_valid import pattern, valid
-from engines.comm.device import threads_of, use_threads, wait_for
+from engines.comm.device import threads_of, use_threads
+from engines.comm.streams import wait_for
 
 if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
     from engines.bench.halo_by_hand import ByHand

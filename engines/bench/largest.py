@@ -23,8 +23,9 @@ from engines.bench.bounded import KEPT_BYTES, MIB, bounded
 from engines.bench.memory import STEPS, peak_bytes
 from engines.bench.verify import batches
 from engines.comm.container import cores
-from engines.comm.device import choose_device, keep_memory_tight, wait_for
+from engines.comm.device import choose_device, keep_memory_tight
 from engines.comm.loopback import loopback
+from engines.comm.streams import wait_for
 from engines.errors import PlanError, TraceError
 from engines.oracle import OneProcess
 from engines.training import RankTraining, Recipe

@@ -16,7 +16,8 @@ from engines.bench.limit import arithmetic_share
 from engines.bench.phases import phases, shares
 from engines.bench.verify import batches
 from engines.comm.container import cores
-from engines.comm.device import give_memory_back, wait_for
+from engines.comm.device import give_memory_back
+from engines.comm.streams import wait_for
 from engines.comm.world import World
 from engines.oracle import OneProcess
 from engines.training import RankTraining, Recipe

@@ -10,7 +10,8 @@ import statistics
 import time
 
 from engines.bench.verify import batches
-from engines.comm.device import has_own_memory, wait_for
+from engines.comm.device import has_own_memory
+from engines.comm.streams import wait_for
 from engines.comm.world import World
 from engines.program.worker import Inputs
 from engines.training import RankTraining, Recipe

@@ -9,7 +9,6 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -20,7 +19,6 @@ from engines.errors import PlanError
 from engines.plan import Plan
 
 __all__ = [
-    "Mark",
     "autocast_type",
     "bound_own_memory",
     "choose_device",
@@ -29,7 +27,6 @@ __all__ = [
     "has_own_memory",
     "held_bytes",
     "keep_memory_tight",
-    "marked",
     "memory_format",
     "peak_of_own_memory",
     "process_bytes",
@@ -38,8 +35,6 @@ __all__ = [
     "threads_of",
     "threads_per_rank",
     "use_threads",
-    "wait_for",
-    "wait_for_stream",
 ]
 
 
@@ -102,49 +97,6 @@ def gpu_of(device: torch.device) -> str:
     if not has_own_memory(device):
         return ""
     return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
-
-
-def wait_for(device: torch.device) -> None:
-    """Return when the device has done all that it was told."""
-    if has_own_memory(device):
-        torch.cuda.synchronize(device)
-
-
-def wait_for_stream(device: torch.device) -> None:
-    """Return when the device has done what this thread told it: its memory, and what was copied, may be read."""
-    if has_own_memory(device):
-        torch.cuda.current_stream(device).synchronize()
-
-
-class Mark(Protocol):
-    """A place in what a device was told to do."""
-
-    def query(self) -> bool:
-        """Whether the device has come as far; returns at once."""
-
-    def synchronize(self) -> None:
-        """Return when it has."""
-
-
-class _Passed:
-    """Where nothing is only told: all has been done."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return
-
-
-_PASSED = _Passed()
-
-
-def marked(device: torch.device, memory: torch.device) -> Mark:
-    """Behind all that this thread has told the device so far: once passed, what it copied to `memory` may be read.
-
-    What lies on the device itself comes in order by whoever reads it there.
-    """
-    return torch.cuda.current_stream(device).record_event() if memory != device else _PASSED
 
 
 def peak_of_own_memory(device: torch.device, work: Callable[[], object]) -> int:

@@ -15,9 +15,10 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from engines.comm.device import has_own_memory, wait_for_stream
+from engines.comm.device import has_own_memory
 from engines.comm.gpu_aware import takes_gpu_memory
 from engines.comm.nccl import Collectives, collectives
+from engines.comm.streams import wait_for_stream
 from engines.comm.waiting import waited
 from engines.comm.world import Message, Pending
 from engines.errors import RankError, ReleasedError

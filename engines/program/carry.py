@@ -12,7 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from engines.comm.device import Mark, marked, memory_format
+from engines.comm.device import memory_format
+from engines.comm.streams import Mark, fetched, leaving, marked
 from engines.comm.world import Pending, World
 from engines.program.instructions import Exchange
 from engines.program.outbox import Outbox
@@ -92,8 +93,7 @@ class Carrier:
             if self._kept and not complete:
                 window[self._kept[1]].copy_(source[self._kept[0]])
             self._finish(pending, route.borrowed)
-            for move, parcel in zip(self.exchange.receives, route.borrowed, strict=True):
-                self._land(move, parcel, window, adds=False)
+            self._land(self.exchange.receives, route.borrowed, window, adds=False)
         return window, self._sent[0]
 
     def back(self, grad: Tensor | None, source: Tensor | None, alone: bool) -> int:
@@ -112,8 +112,8 @@ class Carrier:
             if source is not None and not first:
                 self._start_from_own(grad, source, alone)
             self._finish(pending, route.lent)
-            for move, parcel in zip(self.exchange.sends, route.lent, strict=True):
-                self._land(move, parcel, source.grad, adds=not first)
+            if source is not None:
+                self._land(self.exchange.sends, route.lent, source.grad, adds=not first)
         return self._sent[1]
 
     def _route_of(self, source: Tensor | None = None, window: Tensor | None = None) -> Route:
@@ -121,23 +121,25 @@ class Carrier:
 
     def _pack(self, parcels: Sequence[Parcel], whole: Tensor | None) -> Mark:
         """Put pixels into their messages, which may leave when that has been done."""
-        for parcel in parcels:
-            pixels = whole[parcel.index]
-            if self._where != self.device:  # a copy of what has gaps would be waited for
-                pixels = pixels.contiguous(memory_format=memory_format(pixels.dim()))
-            parcel.pixels.copy_(pixels, non_blocking=True)
-        return marked(self.device, self._where)
+        return self._fill(parcels, [whole[parcel.index] for parcel in parcels])
 
-    def _land(self, move: Move, parcel: Parcel, whole: Tensor, adds: bool) -> None:
+    def _fill(self, parcels: Sequence[Parcel], contents: Sequence[Tensor]) -> Mark:
+        with leaving(self.device, self._where, contents):
+            for parcel, pixels in zip(parcels, contents, strict=True):
+                if self._where != self.device:  # a copy of what has gaps would be waited for
+                    pixels = pixels.contiguous(memory_format=memory_format(pixels.dim()))
+                parcel.pixels.copy_(pixels, non_blocking=True)
+            return marked(self.device, self._where)
+
+    def _land(self, moves: Sequence[Move], parcels: Sequence[Parcel], whole: Tensor | None, adds: bool) -> None:
         """Put what has arrived into its place, or add it there."""
-        place = whole[parcel.index]
-        before = place.clone() if adds and self.landings is not None else None
-        if adds:
-            place.add_(parcel.pixels.to(self.device, non_blocking=True))
-        else:
-            place.copy_(parcel.pixels.to(self.device, non_blocking=True), non_blocking=True)
-        if self.landings is not None:
-            self.landings.append(Landing(move, before, parcel.pixels.clone(), place.clone()))
+        arrived = fetched([parcel.pixels for parcel in parcels], self.device, self._where)
+        for move, parcel, pixels in zip(moves, parcels, arrived, strict=True):
+            place = whole[parcel.index]
+            before = place.clone() if adds and self.landings is not None else None
+            place.add_(pixels) if adds else place.copy_(pixels)
+            if self.landings is not None:
+                self.landings.append(Landing(move, before, parcel.pixels.clone(), place.clone()))
 
     def _tell(self, borrowed: Sequence[Parcel]) -> None:
         """What has arrived, where it is put elsewhere than into a window."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.device import wait_for_stream
+from engines.comm.streams import fetched
 from engines.comm.world import Pending, World
 from engines.program.carry import Carrier, carriers
 from engines.program.instructions import Exchange, Half, Linear
@@ -73,8 +73,9 @@ class Halves(Carrier):
         """The strips, when all has arrived."""
         with torch.no_grad():
             self._finish(begun.pending, begun.expected)
+            pixels = fetched([parcel.pixels for parcel in begun.expected], self.device, self._where)
             for parcel, number, arrived, there in self._arrivals:
-                begun.strips[number][there].copy_(begun.expected[parcel].pixels[arrived])
+                begun.strips[number][there].copy_(pixels[parcel][arrived])
             self._tell(begun.expected)
         return begun.strips
 
@@ -82,14 +83,11 @@ class Halves(Carrier):
         """Gradients of borrowed pixels leave; the bytes that this rank sends. A pixel may lie in several strips."""
         with torch.no_grad():
             route = self._route_of()
-            wait_for_stream(self.device)  # what came to the same memory before has been read
-            for parcel in route.borrowed:
-                parcel.pixels.zero_()
+            sums = [torch.zeros_like(parcel.pixels, device=self.device) for parcel in route.borrowed]
             for parcel, number, arrived, there in self._arrivals:
                 if grads[number] is not None:
-                    pixels = route.borrowed[parcel].pixels
-                    pixels[arrived].add_(grads[number][there].to(pixels.device))
-            pending = route.start_back()
+                    sums[parcel][arrived].add_(grads[number][there])
+            pending = self.outbox.depart(self._fill(route.borrowed, sums), route.start_back)
         return UnderWay(pending, route.lent, grads), self._sent[1]
 
     def end_back(self, begun: UnderWay, source: Tensor | None) -> None:
@@ -103,8 +101,7 @@ class Halves(Carrier):
             for number, here, there in self._shared:
                 if begun.strips[number] is not None:
                     source.grad[here].add_(begun.strips[number][there])
-            for move, parcel in zip(self.exchange.sends, begun.expected, strict=True):
-                self._land(move, parcel, source.grad, adds=True)
+            self._land(self.exchange.sends, begun.expected, source.grad, adds=True)
 
     def _filled(self, number: int) -> Tensor:
         """Memory for a strip, with the fill where it lies outside the image."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engines.comm.device import Mark
+from engines.comm.streams import Mark
 from engines.comm.world import Pending
 from engines.errors import RankError
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from engines.comm.device import Mark, marked
 from engines.comm.nccl import NcclSum
+from engines.comm.streams import Mark, fetched, leaving, marked
 from engines.comm.total import Total, all_reduce
 from engines.comm.world import World
 from engines.program.instructions import RunningStatistics, SumGradients, Update
-from engines.program.parcels import memory_for
+from engines.program.parcels import memory_for, place_for
 from engines.spatial.kernels import batch_statistics
 
 __all__ = ["SCALE", "Descent", "GradientSum", "Scheduler", "UpdateRules", "update_buffers"]
@@ -44,6 +44,7 @@ class GradientSum:
         self.shared = [weights[name] for name in bucket.weights]
         sizes, (first, *_) = [weight.numel() for weight in self.shared], self.shared
         self.device = first.device
+        self.where = self.device if added else place_for(self.device, world)
         on_device = partial(torch.empty, dtype=torch.uint8, device=self.device)
         memory = on_device if added else memory_for(self.device, world)
         self.flat = memory(sum(sizes) * first.itemsize).view(first.dtype)
@@ -56,16 +57,18 @@ class GradientSum:
     def pack(self) -> Mark:
         """Have the gradients copied as they are now; `total.begin` may start to add them up when that has been done."""
         self.read.synchronize()
-        for weight, own in zip(self.shared, self.sums, strict=True):
-            own.zero_() if weight.grad is None else own.copy_(weight.grad, non_blocking=True)
-        return marked(self.device, self.flat.device)
+        grads = [weight.grad for weight in self.shared]
+        with leaving(self.device, self.where, [grad for grad in grads if grad is not None]):
+            for grad, own in zip(grads, self.sums, strict=True):
+                own.zero_() if grad is None else own.copy_(grad, non_blocking=True)
+            return marked(self.device, self.where)
 
     def finish(self) -> None:
         """Wait for it, and give each weight its gradient."""
         self.total.wait()
-        for weight, total in zip(self.shared, self.sums, strict=True):
-            weight.grad = total.to(self.device, non_blocking=True)
-        self.read = marked(self.device, self.flat.device)
+        for weight, total in zip(self.shared, fetched(self.sums, self.device, self.where), strict=True):
+            weight.grad = total
+        self.read = marked(self.device, self.where)
 
 
 @dataclass(frozen=True)

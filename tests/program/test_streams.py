@@ -1,0 +1,102 @@
+"""What leaves a GPU, and what arrives there, goes beside what it computes, and overtakes nothing that it needs."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from engines.bench.verify import batches, rank_record, verdict
+from engines.comm import streams
+from engines.comm.loopback import LoopbackWorld, run_ranks
+from engines.models import resnet20_v1
+from engines.models.unet import UNet
+from engines.oracle import Record
+from engines.plan import Plan
+from engines.program import carry, halves, update
+from engines.training import RankTraining, prepare
+from tests.program.streams import RaceError, rank, use_streams, watched
+
+CASES = {
+    "tiles": (resnet20_v1, Plan(split_size=1, slice_method="1x2", precision="float64")),
+    "halos meanwhile": (resnet20_v1, Plan(split_size=1, slice_method="2x2", overlap_halos=True, precision="float64")),
+    "tiles to the loss": (UNet, Plan(split_size=1, slice_method="1x2", precision="float64")),
+    "fused halos, again": (
+        resnet20_v1,
+        Plan(
+            split_size=1, slice_method="1x2", halo_d2=True, fused_layers=2, checkpoint_activations=True,
+            precision="float64",
+        ),
+    ),
+    "pipeline behind tiles": (
+        resnet20_v1, Plan(split_size=3, slice_method="1x2", parts=2, schedule="1f1b", precision="float64"),
+    ),
+    "both ways, replicas": (
+        resnet20_v1,
+        Plan(split_size=2, spatial_size=0, bidirectional=True, parts=2, data_parallel=2, precision="float64"),
+    ),
+    "zero bubble, shared batch": (
+        resnet20_v1,
+        Plan(
+            split_size=2, num_spatial_parts=2, slice_method="vertical", local_dp=2, parts=2, schedule="zero_bubble",
+            precision="float64",
+        ),
+    ),
+}  # fmt: skip
+
+
+def exact(name: str) -> bool:
+    make, plan = CASES[name]
+    model = make(num_classes=3)
+    recipe = prepare(model, plan, (4, 3, 16, 16), device="cpu")
+    whole = batches(recipe, 0)
+
+    def work(world: LoopbackWorld) -> tuple[Record, bool]:
+        with watched(world) as one:
+            training = RankTraining(one, recipe)
+            return rank_record(training, map(training.cut, whole)), bool(rank().recorded)
+
+    records, recorded = zip(*run_ranks(plan.ranks, work), strict=True)
+    assert any(recorded)
+    return verdict(recipe, model, torch.nn.CrossEntropyLoss(), whole, records)["ok"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_overtakes_what_it_needs(name: str, monkeypatch: pytest.MonkeyPatch):
+    use_streams(monkeypatch)
+    assert exact(name)
+
+
+def test_what_leaves_too_early_is_found(monkeypatch: pytest.MonkeyPatch):
+    use_streams(monkeypatch)
+
+    @contextmanager
+    def early(device, memory, read):
+        with streams.torch.cuda.stream(rank().beside[0]):
+            yield
+
+    monkeypatch.setattr(carry, "leaving", early)
+    with pytest.raises(RaceError, match="in leaving, which has not waited for computing"):
+        exact("tiles")
+
+
+@pytest.mark.parametrize(("module", "name"), [(carry, "tiles"), (halves, "halos meanwhile"), (update, "tiles")])
+def test_what_is_used_before_it_has_arrived_is_found(module, name: str, monkeypatch: pytest.MonkeyPatch):
+    use_streams(monkeypatch)
+
+    def early(arrived, device, memory):
+        with streams.torch.cuda.stream(rank().beside[1]):
+            return [tensor.to(device, non_blocking=True, copy=True) for tensor in arrived]
+
+    monkeypatch.setattr(module, "fetched", early)
+    with pytest.raises(RaceError, match="in computing, which has not waited for arriving"):
+        exact(name)
+
+
+@pytest.mark.parametrize(("module", "name"), [(carry, "tiles"), (update, "both ways, replicas")])
+def test_a_message_that_leaves_before_it_is_packed_is_found(module, name: str, monkeypatch: pytest.MonkeyPatch):
+    use_streams(monkeypatch)
+    monkeypatch.setattr(module, "marked", lambda device, memory: streams._PASSED)
+    with pytest.raises(RaceError, match="a message in host, which has not waited for leaving"):
+        exact(name)
