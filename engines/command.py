@@ -16,6 +16,7 @@ from torch import nn
 from engines import options
 from engines.bench.allreduce import bench_allreduce
 from engines.bench.bubble import bench_bubble
+from engines.bench.compiled import bench_compiled
 from engines.bench.flags import allreduce_parser, throughput_parser, throughput_recipe
 from engines.bench.halo import bench_halo
 from engines.bench.memory import bench_memory
@@ -145,6 +146,16 @@ def _bench_overlap(world: World, arguments: Sequence[str]) -> bool:
     return True
 
 
+def _bench_compiled(world: World, arguments: Sequence[str]) -> bool:
+    """Steps with and without compiled segments, interleaved."""
+    flags = options.parser("Time training steps with segments as PyTorch runs them, and compiled.")
+    flags.add_argument("--iterations", type=options.positive, default=5)
+    chosen = flags.parse_args(arguments)
+    _, recipe = options.recipe(chosen, world.size, world)
+    _print(world, bench_compiled(world, recipe, chosen.iterations, chosen.seed))
+    return True
+
+
 def _bench_memory(world: World, arguments: Sequence[str]) -> bool:
     """Peak bytes of each rank, and of one process with the whole image."""
     flags = options.parser("Measure the peak memory of a training step on each rank, and in one process.")
@@ -257,6 +268,7 @@ _COMMANDS: dict[str, Command] = {
     "bench bubble": _bench_bubble,
     "bench overhead": _bench_overhead,
     "bench overlap": _bench_overlap,
+    "bench compiled": _bench_compiled,
     "bench streaming": _bench_streaming,
     "bench largest": _bench_largest,
     "bench throughput": _bench_throughput,

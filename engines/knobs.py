@@ -31,6 +31,7 @@ HELP: Mapping[str, str] = {
     "precision": "the type of activations and halos",
     "checkpoint_activations": "keep what comes from other ranks, and compute the rest again for backward",
     "offload_activations": "what is kept for backward lies in a file: a GPU's on the host, a host's on its disk",
+    "compile_segments": "fewer, larger kernels by torch.compile: for GPUs; the first steps compile",
     "sync_batchnorm": "batch norm over all tiles, as one process does it; off: each tile by itself",
 }
 
@@ -39,7 +40,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Tiles": ("spatial_size", "num_spatial_parts", "slice_method", "halo_d2", "fused_layers", "overlap_halos"),
     "Pipeline": ("parts", "schedule", "stages_per_rank"),
     "Directions and replicas": ("bidirectional", "times", "local_dp", "data_parallel", "accumulate"),
-    "Numbers": ("precision", "checkpoint_activations", "offload_activations", "sync_batchnorm"),
+    "Numbers": ("precision", "checkpoint_activations", "offload_activations", "compile_segments", "sync_batchnorm"),
 }
 CHOICES: Mapping[str, tuple[str, ...]] = {"schedule": SCHEDULES, "precision": PRECISIONS}
 WRITTEN: Mapping[str, tuple[str, ...]] = {

@@ -47,6 +47,9 @@ class Plan:
     `checkpoint_activations` keeps what arrives from other ranks, and computes the rest again for backward.
     `offload_activations` lays what is kept for backward into a file without a name, where temporary ones are (TMPDIR):
     a GPU's activations lie on the host meanwhile, and a host's on its disk, as far as memory is short.
+    `compile_segments` has `torch.compile` make fewer, larger kernels of what lies between two communications. The first
+    steps compile, for up to minutes; the last bits differ, and `zero_bubble` computes a compiled segment's weights'
+    gradients with its inputs'. For GPUs: on the cores that were measured it takes longer.
 
     Raises PlanError, with the numbers and the mend.
 
@@ -75,6 +78,7 @@ class Plan:
     precision: str = "float32"
     checkpoint_activations: bool = False
     offload_activations: bool = False
+    compile_segments: bool = False
     sync_batchnorm: bool = True
 
     def __post_init__(self) -> None:

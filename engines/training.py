@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from engines.comm.device import choose_device, held_bytes, memory_format, threads_of, use_threads
+from engines.comm.device import autocast_type, choose_device, held_bytes, memory_format, threads_of, use_threads
 from engines.comm.world import World
 from engines.errors import LossError, PlanError, TraceError
 from engines.layer.graph import ModelGraph, TensorSpec
@@ -23,10 +23,12 @@ from engines.offload.shelf import Shelf
 from engines.offload.store import Store
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
+from engines.program.compiled import Compiled, check_compiler
 from engines.program.instructions import Phase
 from engines.program.lane import Lane
 from engines.program.places import said
 from engines.program.program import Feed, Program
+from engines.program.segment import Segment
 from engines.program.timeline import Event
 from engines.program.update import SCALE, Scheduler, UpdateRules
 from engines.program.worker import Inputs, Worker
@@ -123,6 +125,8 @@ def prepare(
     loss = loss or nn.CrossEntropyLoss()
     graph = graph or traced(model, plan, image_shape, loss, labels, device)
     compile_plan(graph, plan)
+    if plan.compile_segments:
+        check_compiler(autocast_type(device))
     _check_rules(optimiser, clip_norm, scheduler)
     names = state_names(model, loss, {name for node in graph.nodes for name in node.reads})
     return Recipe(
@@ -217,6 +221,7 @@ class RankTraining:
             program, world, self.weights, self.buffers, optimiser, self.device, recipe.seed, recipe.rules,
             keeps_graphs=not recipe.plan.checkpoint_activations,
             make_lane=self._offloaded() if recipe.plan.offload_activations else Lane,
+            make_segment=Compiled() if recipe.plan.compile_segments else Segment,
         )  # fmt: skip
         self.worker.words = said(recipe.graph, recipe.plan, program)
 

@@ -118,7 +118,7 @@ def plan_for(training: Training, ranks: int) -> Plan:
     These are as many batches and micro-batches. Raises PlanError where there is none.
     """
     now, batch = training.plan, training.recipe.graph.inputs["images"].shape[0] * training.plan.parts
-    kept = ("precision", "checkpoint_activations", "offload_activations", "sync_batchnorm")
+    kept = ("precision", "checkpoint_activations", "offload_activations", "compile_segments", "sync_batchnorm")
     same = {name: getattr(now, name) for name in kept}
     asked = [
         replace(plan, **same)

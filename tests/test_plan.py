@@ -208,7 +208,7 @@ def test_the_knobs_are_those_of_mpi4dl():
     """And no others: a knob that nobody reads would be a promise."""
     assert {field.name for field in fields(Plan)} == {
         *COUNTS, "slice_method", "balance", "bidirectional", "halo_d2", "schedule", "precision",
-        "checkpoint_activations", "offload_activations", "sync_batchnorm", "overlap_halos",
+        "checkpoint_activations", "offload_activations", "compile_segments", "sync_batchnorm", "overlap_halos",
     }  # fmt: skip
 
 

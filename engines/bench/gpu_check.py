@@ -58,6 +58,9 @@ CHECKS: Mapping[str, tuple[int, Sequence[str]]] = {
         5, ("verify", "--model", RESNET, "--image-size", "128", "--parts", "2", "--batch-size", "4",
             "--offload-activations"),
     ),
+    "exact, compiled segments": (
+        5, ("verify", "--model", RESNET, "--image-size", "64", "--overlap-halos", "--compile-segments"),
+    ),
     "bfloat16, ResNet-20 v1": (5, ("verify", "--model", RESNET, "--image-size", "128", "--precision", "bfloat16")),
     "float16, ResNet-20 v1": (5, ("verify", "--model", RESNET, "--image-size", "128", "--precision", "float16")),
     "float32, ResNet-110 v2": (5, ("verify", "--image-size", "256", "--dtype", "float32")),
@@ -77,6 +80,10 @@ CHECKS: Mapping[str, tuple[int, Sequence[str]]] = {
     ),
     "speed, 2x2 tiles, 1,024 px, overlapped": (
         4, ("bench", "step", "--image-size", "1024", "--split-size", "1", "--overlap-halos"),
+    ),
+    "compiled segments, ResNet-110 v2, 512 px": (1, ("bench", "compiled", "--image-size", "512", *ONE_RANK)),
+    "compiled segments, ResNet-110 v2, 2,048 px, bfloat16": (
+        1, ("bench", "compiled", "--image-size", "2048", "--precision", "bfloat16", *ONE_RANK),
     ),
     "halos, 4 strips of 64 channels, 4,096 px": (
         4, ("bench", "halo", "--image-size", "4096", "--in-channels", "64", "--num-spatial-parts", "4",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import time
 from dataclasses import replace
 
+from engines.bench.interleaved import interleaved
 from engines.bench.verify import batches
 from engines.comm.link import LinkedWorld
 from engines.comm.world import World
@@ -39,15 +39,11 @@ def bench_overlap(
     in_traffic = _in_halos if halos else _in_sums
     own = both[0].cut(batches(recipe, seed, steps=1)[0])
     sums: list[list[float]] = [[], []]
-    steps: list[list[float]] = [[], []]
-    for _ in range(iterations + 1):
-        for index, training in enumerate(both):
-            world.rest()
-            start_s = time.perf_counter()
-            training.step(own)
-            world.rest()
-            steps[index].append(time.perf_counter() - start_s)
-            sums[index].append(statistics.mean(world.gather(in_traffic(training))))
+
+    def after(number: int) -> None:
+        sums[number].append(statistics.mean(world.gather(in_traffic(both[number]))))
+
+    steps = interleaved(world, both, own, iterations + 1, after)
     blocking, exposed = (statistics.median(seconds[1:]) for seconds in sums)
     return {
         "blocking_s": round(blocking, 5),

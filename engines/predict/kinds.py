@@ -54,6 +54,7 @@ def name_of(plan: Plan) -> str:
     words += ["fused halos"] if plan.halo_d2 else []
     words += ["activations again"] if plan.checkpoint_activations else []
     words += ["activations in a file"] if plan.offload_activations else []
+    words += ["compiled"] if plan.compile_segments else []
     words += [f"{plan.data_parallel:,} replicas"] if plan.data_parallel > 1 else []
     return " + ".join(words) or "1 rank"
 

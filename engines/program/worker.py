@@ -48,7 +48,7 @@ class Worker:
     """One rank's tensors, and its place in its program.
 
     `weights` and `buffers` are the rank's own, by name. `keeps_graphs` as in `Tools`, `make_lane` makes what holds a
-    micro-batch. `words` say of each step what it is, for whoever asks where the rank is.
+    micro-batch, `make_segment` what computes. `words` say of each step what it is, for whoever asks where the rank is.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Worker:
         rules: UpdateRules | None = None,
         keeps_graphs: bool = True,
         make_lane: Callable[..., Lane] = Lane,
+        make_segment: Callable[..., Segment] = Segment,
     ) -> None:
         self.program, self.world = program, world
         self.weights, self.buffers = weights, buffers
@@ -74,16 +75,16 @@ class Worker:
         self._outbox = Outbox()
         self._sums: dict[str, GradientSum] = {}
         self._collectives: Collectives | None = None
-        self.tools = self._made_ready(keeps_graphs)
+        self.tools = self._made_ready(keeps_graphs, make_segment)
         self.restart({})
 
-    def _made_ready(self, keeps_graphs: bool) -> Tools:
+    def _made_ready(self, keeps_graphs: bool, make_segment: Callable[..., Segment]) -> Tools:
         """Every exchange and every segment, prepared once."""
         owned: dict[str, Any] = {**self.weights, **self.buffers, DEVICE.name: self.device}
         exchanges = [item for item in self.program.forward if isinstance(item, Exchange)]
         found = carriers(exchanges, self.world, self.device, self._outbox)
         segments = {
-            item.name: Segment(item, owned, rooms)
+            item.name: make_segment(item, owned, rooms)
             for way in self.program.ways.values()
             for rooms in [find_rooms(way, found)]
             for item in way.forward

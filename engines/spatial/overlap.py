@@ -170,7 +170,8 @@ class _Completed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, begun: Tensor, places: Sequence[Place], axes: tuple[int, int], *borders: Tensor) -> Tensor:
         ctx.axes, ctx.places = axes, places
-        whole = begun.data  # counts its changes apart: nobody has read what was around the interior
+        # `data` counts its changes apart: nobody has read what was around the interior. Compilers follow values alone.
+        whole = begun.clone() if torch.compiler.is_compiling() else begun.data
         for place, border in zip(places, borders, strict=True):
             _at(whole, axes, place).copy_(border)
         return whole

@@ -146,7 +146,7 @@ def check(plan: Plan) -> None:
     wanted = {
         "schedule": "fill_drain", "data_parallel": 1, "local_dp": 1, "bidirectional": False, "overlap_halos": False,
         "sync_batchnorm": True, "checkpoint_activations": False,
-        "offload_activations": False,
+        "offload_activations": False, "compile_segments": False,
     }  # fmt: skip
     wrong = [f"{name}={getattr(plan, name)!r}" for name, value in wanted.items() if getattr(plan, name) != value]
     if wrong:

@@ -210,5 +210,19 @@ STUDIES: tuple[Study, ...] = (
         {"instruction_us": "instruction", "call_us": "call", "back_call_us": "call, backward", "spread": "spread"},
         (Case("1 rank", 1, ("bench", "overhead")),), ratio="instruction_us", more_is_better=False,
     ),
+    Study(
+        "Compiled segments",
+        "The same training as PyTorch runs it, and with `compile_segments`, interleaved: above 1 is faster "
+        "compiled. The first step compiles.",
+        {"step_s": "s a step", "compiled_step_s": "compiled", "ratio": "ratio", "first_s": "first step, s",
+         "spread": "spread"},
+        tuple(
+            Case(name, ranks, ("bench", "compiled", "--iterations", "7", *more, *_strips(ranks)))
+            for name, ranks, *more in (
+                ("MONAI ResNet-18, 512 px, 1 rank", 1, *_MONAI, "--image-size", "512"),
+                ("the twenty layers, 512 px, 2 strips", 2, *_CHAIN, "--image-size", "512"),
+            )
+        ),
+    ),
 )  # fmt: skip
 """In the order of the page; together they take some ten minutes on two cores."""

@@ -22,6 +22,7 @@ from engines.models.unet import UNet
 from engines.offload.store import Store
 from engines.program.instructions import Phase
 from mpi4dl_nb import Cluster, Plan, Training
+from tests.zoo import Chain
 
 N = 4
 SHAPE = 2, 3, 32, 32
@@ -54,6 +55,13 @@ def test_three_steps_are_those_of_one_process(cluster: Cluster, name: str, away:
     plan = Plan(**PLANS[name].chosen | {"offload_activations": away})
     torch.manual_seed(0)
     told = Training(resnet20_v1(), plan, cluster, SHAPE).verify()
+    assert told["ok"], told
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch by torch, when it compiles
+def test_so_are_those_of_compiled_segments(cluster: Cluster):
+    plan = Plan(split_size=1, slice_method="1x4", compile_segments=True, offload_activations=True)
+    told = Training(Chain(), plan, cluster, SHAPE).verify()
     assert told["ok"], told
 
 

@@ -1,0 +1,35 @@
+"""Whether compiled segments pay: the same training as PyTorch runs it, and with `compile_segments`."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+from engines.bench.interleaved import interleaved
+from engines.bench.verify import batches
+from engines.comm.world import World
+from engines.training import RankTraining, Recipe
+
+__all__ = ["bench_compiled"]
+
+
+def bench_compiled(world: World, recipe: Recipe, iterations: int, seed: int) -> dict[str, object]:
+    """Medians over interleaved steps; the same line on every rank.
+
+    `ratio` is how many times as fast steps are with compiled segments, `first_s` what the first one takes, which
+    compiles. `spread` is (largest - smallest) / median of the seconds of compiled steps.
+    """
+    both = [
+        RankTraining(world, replace(recipe, plan=replace(recipe.plan, compile_segments=compiles)))
+        for compiles in (False, True)
+    ]
+    own = both[0].cut(batches(recipe, seed, steps=1)[0])
+    plain, compiled = interleaved(world, both, own, iterations + 1)
+    plain_s, compiled_s = (statistics.median(seconds[1:]) for seconds in (plain, compiled))
+    return {
+        "step_s": round(plain_s, 5),
+        "compiled_step_s": round(compiled_s, 5),
+        "first_s": round(compiled[0], 2),
+        "ratio": round(plain_s / compiled_s, 3),
+        "spread": round((max(compiled[1:]) - min(compiled[1:])) / compiled_s, 3),
+    }

@@ -1,0 +1,34 @@
+"""Several trainings step by step in turn, so that what slows a machine down for a while slows all of them down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from engines.comm.streams import wait_for
+from engines.comm.world import World
+from engines.program.worker import Inputs
+from engines.training import RankTraining
+
+__all__ = ["interleaved"]
+
+
+def interleaved(
+    world: World,
+    trainings: Sequence[RankTraining],
+    own: Inputs,
+    times: int,
+    after: Callable[[int], object] = lambda number: None,
+) -> list[list[float]]:
+    """Seconds of each step of each training, until all ranks have done it; `after` each, its training's number."""
+    seconds: list[list[float]] = [[] for _ in trainings]
+    for _ in range(times):
+        for number, training in enumerate(trainings):
+            world.rest()
+            start_s = time.perf_counter()
+            training.step(own)
+            wait_for(training.device)
+            world.rest()
+            seconds[number].append(time.perf_counter() - start_s)
+            after(number)
+    return seconds

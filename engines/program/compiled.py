@@ -1,0 +1,120 @@
+"""Segments compiled to fewer kernels by `torch.compile` (Ansel et al., 2024, PyTorch 2, section 4: TorchInductor).
+
+A GPU that is given many small kernels waits for the next one; what is pointwise becomes part of its neighbours.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from engines.errors import PlanError, RankError
+from engines.layer.graph import Ref
+from engines.program.instructions import DEVICE, SEED, Compute
+from engines.program.room import Room
+from engines.program.segment import Segment
+from engines.spatial.kernels import kernel
+
+__all__ = ["Compiled", "check_compiler"]
+
+# In this process: the pool that compiles side by side would outlive a rank that is killed.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+Function = Callable[..., Any]
+
+
+def check_compiler(device: str) -> None:
+    """Raises PlanError where kernels for a type of device need a compiler that this host lacks."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if device == "cpu" and shutil.which(compiler) is None:
+        raise PlanError(
+            f"compile_segments=True needs a C++ compiler, and there is no {compiler} here. "
+            "Install one, name it in CXX, or set compile_segments=False."
+        )
+
+
+@dataclass
+class Compiled:
+    """Makes the segments of one rank; those that do the same share a function, which is compiled when it is called.
+
+    Single kernels are not compiled, since they have no neighbours, nor is what draws random numbers: each seed would be
+    compiled in.
+    """
+
+    _functions: dict[object, Function] = field(default_factory=dict)
+
+    def __call__(self, segment: Compute, owned: Mapping[str, Any], rooms: Mapping[str, Room] | None = None) -> Segment:
+        kernels = [op.kernel for op in segment.ops if op.kernel != "getitem"]
+        if len(kernels) < 2 or any(SEED.name in op.reads for op in segment.ops):
+            return Segment(segment, owned, rooms)
+        read = dict.fromkeys(name for op in segment.ops for name in op.reads if name in owned and name != DEVICE.name)
+        names = (*segment.inputs, *read)
+        traced = _traced(segment, names, owned[DEVICE.name])
+        alike = traced.code, *map(kernel, kernels), *(owned[name].shape for name in read)
+        if alike not in self._functions:
+            warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")  # of constants
+            self._functions[alike] = torch.compile(traced, dynamic=False)
+        return _CompiledSegment(segment, owned, names, self._functions[alike])
+
+
+class _CompiledSegment(Segment):
+    """Calls one function of `names`. Its backward gives all gradients at once: none is left for later."""
+
+    def __init__(self, segment: Compute, owned: Mapping[str, Any], names: tuple[str, ...], function: Function) -> None:
+        super().__init__(segment, owned)
+        self.name, self.names, self.function, self.late = segment.name, names, function, []
+
+    def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:
+        """As `Segment`, but for the last bits."""
+        arguments = [values[name] if name in values else self.owned[name] for name in self.names]
+        try:
+            return tuple(self.function(*arguments))
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise RankError(
+                f"The segment {self.name} cannot be compiled: {str(error).splitlines()[0]} Set compile_segments=False."
+            ) from error
+
+
+def _traced(segment: Compute, names: tuple[str, ...], device: torch.device) -> fx.GraphModule:
+    """The kernels of a segment as a graph of `names`. Its values have numbers: all that do the same look the same."""
+    graph = fx.Graph()
+    nodes: dict[str, Any] = {name: graph.placeholder(f"value_{number}") for number, name in enumerate(names)}
+    nodes[DEVICE.name] = device
+    for op in segment.ops:
+        arguments = tuple(_put(list(op.arguments), nodes))
+        nodes[op.out] = graph.call_function(_function(op.kernel), arguments, _put(dict(op.keywords), nodes))
+    graph.output(tuple(nodes[name] for name in segment.outputs))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def _put(value: Any, nodes: Mapping[str, Any]) -> Any:
+    """The same with nodes where the `Ref`s are."""
+    match value:
+        case Ref(name):
+            return nodes[name]
+        case list() | tuple():
+            return [_put(item, nodes) for item in value]
+        case dict():
+            return {key: _put(item, nodes) for key, item in value.items()}
+    return value
+
+
+def _function(name: str) -> Function:
+    """A kernel as a function that has a name, as `fx` wants them."""
+    run = kernel(name)
+    if isinstance(run, torch._ops.OpOverload):
+        return run
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return run(*arguments, **keywords)
+
+    call.__name__ = call.__qualname__ = name.replace(".", "_")
+    return call

@@ -1,0 +1,97 @@
+"""Segments that `torch.compile` makes one function of: what one process computes, and errors that say what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from engines.bench.compiled import bench_compiled
+from engines.bench.verify import batches, verify
+from engines.comm.loopback import run_ranks
+from engines.errors import PlanError, RankError
+from engines.plan import Plan
+from engines.training import RankTraining, Recipe, prepare
+from tests.zoo import Chain, Segmenter, Skips
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch by torch, when it compiles
+
+SHAPE = (4, 3, 20, 20)
+CASES = {
+    "tiles, halos meanwhile": (Skips, Plan(split_size=1, slice_method="2x1", overlap_halos=True)),
+    "tiles to the loss, fused halos": (
+        Segmenter, Plan(split_size=1, slice_method="1x2", halo_d2=True, fused_layers=2),
+    ),
+    "1F1B behind tiles, again, in a file": (
+        Chain,
+        Plan(
+            split_size=2, slice_method="1x2", parts=2, schedule="1f1b", checkpoint_activations=True,
+            offload_activations=True,
+        ),
+    ),
+    "both ways, replicas": (Chain, Plan(split_size=2, spatial_size=0, bidirectional=True, data_parallel=2)),
+    "zero bubble, shared batch": (
+        Skips, Plan(split_size=2, slice_method="1x2", local_dp=2, parts=2, schedule="zero_bubble"),
+    ),
+    "half precision": (Chain, Plan(split_size=1, slice_method="1x2", precision="bfloat16")),
+}  # fmt: skip
+
+
+def recipe_of(model: nn.Module, plan: Plan) -> Recipe:
+    changed = {"compile_segments": True, "precision": "float64" if plan.precision == "float32" else plan.precision}
+    return prepare(model, Plan(**plan.chosen | changed), SHAPE, device="cpu")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_one_process(name: str):
+    make, plan = CASES[name]
+    torch.manual_seed(0)
+    model = make()
+    recipe = recipe_of(model, plan)
+    found = run_ranks(plan.ranks, lambda world: verify(world, recipe, model, nn.CrossEntropyLoss(), 0))[0]
+    assert found["ok"], found
+
+
+def functions_of(model: nn.Module, plan: Plan) -> list[object]:
+    """Of each segment of rank 0 what is called, None where it is not compiled."""
+    recipe = recipe_of(model, plan)
+    worker = run_ranks(plan.ranks, lambda world: RankTraining(world, recipe).worker)[0]
+    return [getattr(segment, "function", None) for segment in worker.tools.segments.values()]
+
+
+def test_what_draws_is_not_compiled():
+    layers = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Dropout(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    assert functions_of(nn.Sequential(*layers), Plan(split_size=1, spatial_size=0)) == [None]
+
+
+def test_what_does_the_same_is_compiled_once():
+    found = functions_of(Chain(), Plan(split_size=1, slice_method="1x2"))
+    assert 1 < len({id(function) for function in found if function is not None}) <= len(found) / 2
+
+
+def test_no_compiler_is_told_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(PlanError, match=r"there is no no-such-compiler here.*compile_segments=False"):
+        recipe_of(Chain(), Plan(split_size=1, spatial_size=0))
+
+
+def test_what_cannot_be_compiled_is_named(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*values):
+        raise torch._dynamo.exc.TorchDynamoException("not that one.\nbecause")
+
+    monkeypatch.setattr(torch, "compile", lambda graph, dynamic: refuse)
+    recipe = recipe_of(Chain(), Plan(split_size=1, spatial_size=0))
+
+    def work(world):
+        training = RankTraining(world, recipe)
+        training.step(training.cut(batches(recipe, 0, steps=1)[0]))
+
+    with pytest.raises(RankError, match=r"segment \S+ cannot be compiled: not that one. Set compile_segments=False."):
+        run_ranks(1, work)
+
+
+def test_whether_it_pays_is_measured():
+    recipe = prepare(Chain(), Plan(split_size=1, spatial_size=0), SHAPE, device="cpu")
+    line = run_ranks(1, lambda world: bench_compiled(world, recipe, 2, 0))[0]
+    assert line["first_s"] > line["compiled_step_s"] > 0
+    assert line["ratio"] == pytest.approx(line["step_s"] / line["compiled_step_s"], rel=0.05)
