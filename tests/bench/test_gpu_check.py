@@ -54,7 +54,7 @@ def flags_of(command: Sequence[str]) -> Namespace:
             return Namespace(**vars(options.halo_case(options.halo_parser().parse_args(rest)).plan))
         case ["bench", "largest", *rest]:
             return largest_parser().parse_args(rest)
-        case ["bench", "step", *rest]:
+        case ["bench", "step" | "compiled", *rest]:
             flags = options.parser("")
             flags.add_argument("--iterations", type=options.positive)
             return flags.parse_args(rest)
