@@ -25,9 +25,6 @@ from engines.spatial.kernels import kernel
 
 __all__ = ["Compiled", "check_compiler"]
 
-# In this process: the pool that compiles side by side would outlive a rank that is killed.
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-
 Function = Callable[..., Any]
 
 
@@ -51,6 +48,11 @@ class Compiled:
 
     _functions: dict[object, Function] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        # A rank has no processes of its own, which might outlive it. Read when TorchInductor is imported.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")  # of constants
+
     def __call__(self, segment: Compute, owned: Mapping[str, Any], rooms: Mapping[str, Room] | None = None) -> Segment:
         kernels = [op.kernel for op in segment.ops if op.kernel != "getitem"]
         if len(kernels) < 2 or any(SEED.name in op.reads for op in segment.ops):
@@ -58,9 +60,10 @@ class Compiled:
         read = dict.fromkeys(name for op in segment.ops for name in op.reads if name in owned and name != DEVICE.name)
         names = (*segment.inputs, *read)
         traced = _traced(segment, names, owned[DEVICE.name])
-        alike = traced.code, *map(kernel, kernels), *(owned[name].shape for name in read)
+        # Sizes are compiled in, and a function has some few versions at most: weights tell most of them apart.
+        sizes = tuple(owned[name].shape for name in read)
+        alike = traced.code, *map(kernel, kernels), sizes or segment.name
         if alike not in self._functions:
-            warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")  # of constants
             self._functions[alike] = torch.compile(traced, dynamic=False)
         return _CompiledSegment(segment, owned, names, self._functions[alike])
 
