@@ -6,7 +6,7 @@ import statistics
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from engines.bench.live import LiveBytes
@@ -123,8 +123,12 @@ def _timed(host: Host, name: str, inputs: Inputs) -> float:
 
 
 def _bytes(host: Host, name: str, inputs: Inputs) -> int:
-    """Of tensors, at the fullest moment of a step of a training that is made anew, so that all of it is counted."""
-    recipe = host.trainings.pop(name).recipe
+    """Of tensors, at the fullest moment of a step of a training that is made anew, so that all of it is counted.
+
+    As PyTorch runs segments: inside a compiled function nothing can be counted.
+    """
+    made = host.trainings.pop(name).recipe
+    recipe = replace(made, plan=replace(made.plan, compile_segments=False))
     with LiveBytes() as live:
         training = host.trainings[name] = RankTraining(host.world, recipe)
         for _ in range(2):

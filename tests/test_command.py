@@ -61,7 +61,7 @@ FLAGS: dict[str, dict[str, object]] = {
     },
     "--local-DP 2 --data-parallel 3": {"local_dp": 2, "data_parallel": 3},
     "--accumulate 2 --checkpoint-activations": {"accumulate": 2, "checkpoint_activations": True},
-    "--overlap-halos": {"overlap_halos": True},
+    "--overlap-halos --compile-segments": {"overlap_halos": True, "compile_segments": True},
     "--local-DP 1 --local-dp 1 --data-parallel 1": {},
     "--sync-batchnorm": {},
 }  # fmt: skip

@@ -16,8 +16,9 @@ __all__ = ["bench_compiled"]
 def bench_compiled(world: World, recipe: Recipe, iterations: int, seed: int) -> dict[str, object]:
     """Medians over interleaved steps; the same line on every rank.
 
-    `ratio` is how many times as fast steps are with compiled segments, `first_s` what the first one takes, which
-    compiles. `spread` is (largest - smallest) / median of the seconds of compiled steps.
+    `ratio` is how many times as fast steps are with compiled segments. `first_s` is what the first one takes, which
+    compiles, or finds on the disk what an earlier process has compiled. `spread` is (largest - smallest) / median of
+    the seconds of compiled steps.
     """
     both = [
         RankTraining(world, replace(recipe, plan=replace(recipe.plan, compile_segments=compiles)))

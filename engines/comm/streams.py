@@ -1,7 +1,8 @@
 """The order of what a device is told: marks in it, and copies to and from its host beside what it computes.
 
-A GPU has three streams here: what it computes, what leaves it, and what arrives. What leaves waits for what was
-computed before, what is computed after an arrival waits for that; nothing else waits. Where memory is the host's there
+A GPU has three streams here: what it computes, what of halos, activations and gradients leaves it, and what arrives.
+What leaves waits for what was computed before, what is computed after an arrival waits for that; nothing else waits.
+(The few numbers of a sum in the midst of a pass are copied where they are computed.) Where memory is the host's there
 is one order only: that of the program.
 """
 
@@ -50,7 +51,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def wait_for_stream(device: torch.device) -> None:
-    """Return when the device has done what this thread told it: its memory, and what was copied, may be read."""
+    """Return when the device has computed what this thread told it, and its memory may be read."""
     if has_own_memory(device):
         torch.cuda.current_stream(device).synchronize()
 

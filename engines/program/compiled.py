@@ -9,7 +9,8 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +26,14 @@ from engines.spatial.kernels import kernel
 
 __all__ = ["Compiled", "check_compiler"]
 
+# A process that compiles has none of its own for it, which might outlive it. Read when TorchInductor is imported.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 Function = Callable[..., Any]
 
 
 def check_compiler(device: str) -> None:
-    """Raises PlanError where kernels for a type of device need a compiler that this host lacks."""
+    """Raises PlanError where nothing compiles kernels for this host's cores. (A GPU's ranks say what they lack.)"""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if device == "cpu" and shutil.which(compiler) is None:
         raise PlanError(
@@ -40,7 +44,7 @@ def check_compiler(device: str) -> None:
 
 @dataclass
 class Compiled:
-    """Makes the segments of one rank; those that do the same share a function, which is compiled when it is called.
+    """Makes the segments of one rank. Those with weights that do the same share a function, compiled when it is called.
 
     Single kernels are not compiled, since they have no neighbours, nor is what draws random numbers: each seed would be
     compiled in.
@@ -49,8 +53,6 @@ class Compiled:
     _functions: dict[object, Function] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # A rank has no processes of its own, which might outlive it. Read when TorchInductor is imported.
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")  # of constants
 
     def __call__(self, segment: Compute, owned: Mapping[str, Any], rooms: Mapping[str, Room] | None = None) -> Segment:
@@ -78,12 +80,26 @@ class _CompiledSegment(Segment):
     def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:
         """As `Segment`, but for the last bits."""
         arguments = [values[name] if name in values else self.owned[name] for name in self.names]
-        try:
+        with _named(self.name):
             return tuple(self.function(*arguments))
-        except torch._dynamo.exc.TorchDynamoException as error:
-            raise RankError(
-                f"The segment {self.name} cannot be compiled: {str(error).splitlines()[0]} Set compile_segments=False."
-            ) from error
+
+    def back(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """As `Segment`; the first time it is compiled."""
+        with _named(self.name):
+            super().back(roots, grads)
+
+
+@contextmanager
+def _named(segment: str) -> Iterator[None]:
+    """Raises RankError where the segment cannot be compiled."""
+    try:
+        yield
+    except torch._dynamo.exc.TorchDynamoException as error:
+        cause = getattr(error, "inner_exception", error)
+        said = (str(cause).strip().splitlines() or [""])[0]
+        raise RankError(
+            f"The segment {segment} cannot be compiled: {type(cause).__name__}: {said} Set compile_segments=False."
+        ) from error
 
 
 def _traced(segment: Compute, names: tuple[str, ...], device: torch.device) -> fx.GraphModule:

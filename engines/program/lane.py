@@ -141,8 +141,9 @@ class Lane:
         roots, grads = self._late.pop(segment.name, ([], [])) if phase is Phase.WEIGHTS else self._roots(segment)
         if not roots:
             return 0
-        if phase is Phase.BACKWARD or not self.tools.segments[segment.name].late:
-            torch.autograd.backward(roots, grads)
+        ready = self.tools.segments[segment.name]
+        if phase is Phase.BACKWARD or not ready.late:
+            ready.back(roots, grads)
         else:
             self._one_way(segment, roots, grads, phase)
         if phase is not Phase.WEIGHTS:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engines.layer.graph import Ref
@@ -58,6 +59,10 @@ class Segment:
             for name in of_no_use:
                 del scope[name]
         return tuple(scope[name] for name in self.outputs)
+
+    def back(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """From gradients of what it made, those of its inputs and weights, added to what these have already."""
+        torch.autograd.backward(roots, grads)
 
 
 def read_last(segment: Compute) -> list[list[str]]:

@@ -64,22 +64,26 @@ class Event:
 
 
 class Bytes:
-    """When each byte of a storage was last written and read, by stream."""
+    """When each byte of a storage was last written and read, by stream. `pool`: the stream that it was made in."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, pool: Stream | None = None) -> None:
         self.times = {False: {}, True: {}}
-        self.count = count
+        self.count, self.pool, self.recorded = count, pool, set()
 
     def use(self, tensor: Tensor, stream: Stream, writes: bool, what: str) -> None:
         for kind in (True, False) if writes else (True,):
             for name, times in self.times[kind].items():
-                last = int(_part(times, tensor).max(initial=0))
-                if name != stream.name and last > stream.seen[name]:
-                    raise RaceError(
-                        f"{what} in {stream.name}, which has not waited for {name}, of shape {[*tensor.shape]}"
-                    )
+                if name != stream.name and _part(times, tensor).max(initial=0) > stream.seen[name]:
+                    raise RaceError(f"{what} in {stream.name}, which has not waited for {name}")
         mine = self.times[writes].setdefault(stream.name, np.zeros(self.count, np.int32))
         _part(mine, tensor)[...] = stream.seen[stream.name]
+
+    def check_free(self, stream: Stream) -> None:
+        """A caching allocator gives memory to others in the stream of its pool, unless it was told of more streams."""
+        used = [(name, times.max(initial=0)) for kind in self.times.values() for name, times in kind.items()]
+        for name, last in used:
+            if self.pool is stream and name not in (stream.name, *self.recorded) and last > stream.seen[name]:
+                raise RaceError(f"memory is used again in {stream.name}, which has not waited for {name}")
 
 
 def _part(times: np.ndarray, tensor: Tensor) -> np.ndarray:
@@ -99,7 +103,6 @@ class Rank(TorchDispatchMode):
         self.current, self.off = self.computing, False
         self.bytes: dict[int, Bytes] = {}
         self.on_host: dict[int, Tensor] = {}  # held, so that no other tensor gets its address
-        self.recorded: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -116,12 +119,18 @@ class Rank(TorchDispatchMode):
         read = _tensors(given)
         fresh = [tensor for tensor in made if address(tensor) not in set(map(address, read))]
         for tensor in fresh:
-            self.bytes.pop(address(tensor), None)
+            self._hand_out(tensor)
             if read and all(map(self.is_host, read)) and given.get("device") is None:
                 self.on_host[address(tensor)] = tensor
         self.use(name, [] if name in _UNREAD else read, [*written, *fresh], given.get("non_blocking", False))
         if name == "aten::_local_scalar_dense":
             self.host.join(self.current.seen)
+
+    def _hand_out(self, tensor: Tensor) -> None:
+        self.current.join(self.host.seen)
+        if there := self.bytes.get(address(tensor)):
+            there.check_free(self.current)
+        self.bytes[address(tensor)] = Bytes(tensor.untyped_storage().nbytes(), self.current)
 
     def use(self, what: str, read: Sequence[Tensor], written: Sequence[Tensor], in_stream: bool = False) -> None:
         where = {self.is_host(tensor) for tensor in (*read, *written)}
@@ -158,6 +167,10 @@ class Rank(TorchDispatchMode):
 
 class World(LoopbackWorld):
     """Messages of the host's memory are the host's business from when they start; others it waits for."""
+
+    def reaches(self, device: torch.device) -> bool:
+        """No MPI that reads a GPU's memory."""
+        return False
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         mine = rank()
@@ -234,6 +247,10 @@ def _current(stream: Stream) -> Iterator[None]:
         mine.current = before
 
 
+def _record(tensor: Tensor, stream: Stream) -> None:
+    rank().bytes[address(tensor)].recorded.add(stream.name)
+
+
 class _Cuda:
     stream = staticmethod(_current)
 
@@ -250,7 +267,7 @@ def use_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have ranks believe that what they compute with lies elsewhere than on their host."""
     monkeypatch.setattr(streams, "torch", _Torch)
     monkeypatch.setattr(streams, "_beside", lambda device: rank().beside)
-    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: rank().recorded.add(address(self)))
+    monkeypatch.setattr(Tensor, "record_stream", _record)
     for module in (carry, parcels, update):
         monkeypatch.setattr(module, "place_for", lambda device, world: HOST_MEMORY)
     for module in (carry, update):

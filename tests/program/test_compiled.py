@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from engines.bench.compiled import bench_compiled
 from engines.bench.verify import batches, verify
-from engines.comm.loopback import run_ranks
+from engines.comm.world import World
 from engines.errors import PlanError, RankError
 from engines.plan import Plan
+from engines.streaming.relay import Relay
 from engines.training import RankTraining, Recipe, prepare
 from tests.zoo import Chain, Segmenter, Skips
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # ranks are threads here: what one silences, another one undoes
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch by torch, when it compiles
 
 SHAPE = (4, 3, 20, 20)
 CASES = {
@@ -42,8 +50,15 @@ def recipe_of(model: nn.Module, plan: Plan) -> Recipe:
     return prepare(model, Plan(**plan.chosen | changed), SHAPE, device="cpu")
 
 
+def run_ranks(size: int, work: Callable[[World], Any]) -> list[Any]:
+    """In turn, in one thread: torch does not compile in several at once, which ranks are not in but here."""
+    relay = Relay(size)
+    return relay.run([partial(work, world) for world in relay.worlds])
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_as_one_process(name: str):
+def test_as_one_process(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, fullgraph=True))  # whole segments, not parts of them
     make, plan = CASES[name]
     torch.manual_seed(0)
     model = make()
@@ -75,19 +90,44 @@ def test_no_compiler_is_told_before_a_rank_starts(monkeypatch: pytest.MonkeyPatc
         recipe_of(Chain(), Plan(split_size=1, spatial_size=0))
 
 
-def test_what_cannot_be_compiled_is_named(monkeypatch: pytest.MonkeyPatch):
-    def refuse(*values):
-        raise torch._dynamo.exc.TorchDynamoException("not that one.\nbecause")
+class Refused(torch.autograd.Function):
+    """As if backward could not be compiled, which torch tries when it comes to it."""
 
-    monkeypatch.setattr(torch, "compile", lambda graph, dynamic: refuse)
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        refuse()
+
+
+def refuse(*values):
+    raise torch._dynamo.exc.TorchDynamoException("not that one.\nbecause")
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_what_cannot_be_compiled_is_named(backward: bool, monkeypatch: pytest.MonkeyPatch):
+    def compiled(graph, dynamic):
+        return (lambda *values: [Refused.apply(made) for made in graph(*values)]) if backward else refuse
+
+    monkeypatch.setattr(torch, "compile", compiled)
     recipe = recipe_of(Chain(), Plan(split_size=1, spatial_size=0))
 
     def work(world):
         training = RankTraining(world, recipe)
         training.step(training.cut(batches(recipe, 0, steps=1)[0]))
 
-    with pytest.raises(RankError, match=r"segment \S+ cannot be compiled: not that one. Set compile_segments=False."):
+    told = r"segment \S+ cannot be compiled: TorchDynamoException: not that one. Set compile_segments=False."
+    with pytest.raises(RankError, match=told):
         run_ranks(1, work)
+
+
+def test_a_process_that_compiles_has_no_others_for_it():
+    asked = "import engines.training, torch._inductor.config as config; print(config.compile_threads)"
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_COMPILE_THREADS"}
+    told = subprocess.run([sys.executable, "-c", asked], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout == "1\n"
 
 
 def test_whether_it_pays_is_measured():
