@@ -48,5 +48,6 @@ def _shares(sizes: tuple[Size, ...], at: Size) -> NDArray[np.float64]:
 @lru_cache(maxsize=256)
 def _octaves(sizes: tuple[Size, ...]) -> NDArray[np.float64]:
     axes = min(map(len, sizes))
-    octaves: NDArray[np.float64] = np.log2(np.maximum(1.0, np.array([size[:axes] for size in sizes]).reshape(-1, axes)))
+    known = np.array([size[:axes] for size in sizes], dtype=np.float64).reshape(len(sizes), axes)
+    octaves: NDArray[np.float64] = np.log2(np.maximum(1.0, known))
     return octaves

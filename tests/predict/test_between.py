@@ -60,3 +60,7 @@ def test_a_power_law_of_two_sizes_is_read_as_one():
 def test_a_class_without_samples_is_told_by_name():
     with pytest.raises(PlanError, match="no speed for norm"):
         Machine.from_json(Machine("none", "an example", {"norm": ()}).to_json()).seconds("norm", 8, (8,))
+
+
+def test_samples_without_a_size_say_what_they_say():
+    assert between([(), ()], (2.0, 3.0), [4.0, 4.0]) == pytest.approx(4.0)
