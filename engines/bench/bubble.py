@@ -47,7 +47,7 @@ class _Slow:
 
     def __init__(self, segment: Any, seconds: float) -> None:
         self.segment, self.seconds = segment, seconds
-        self.trained, self.late = segment.trained, segment.late
+        self.trained, self.late, self.back = segment.trained, segment.late, segment.back
         self.owned = dict(segment.owned)
 
     def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:
