@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -25,7 +26,7 @@ from engines.comm.device import has_own_memory
 from engines.comm.streams import wait_for
 from engines.errors import PlanError
 
-__all__ = ["CHECKS", "gpu_check", "launch", "link_speeds", "tell_link"]
+__all__ = ["CHECKS", "find_cause", "gpu_check", "launch", "link_speeds", "tell_link"]
 
 RESNET = "engines.models:resnet20_v1"
 AMOEBANET = ("--model", "amoebanet", "--num-filters", "214")
@@ -35,6 +36,7 @@ LARGE = (
 )  # fmt: skip
 LINK_BYTES, LINK_TIMES = 1 << 26, 15
 _ENDING_S = 20.0
+_CAUSE_CHARACTERS = 400
 
 CHECKS: Mapping[str, tuple[int, Sequence[str]]] = {
     "exact, ResNet-20 v1, 2x2 tiles": (5, ("verify", "--model", "engines.models:resnet20_v1", "--image-size", "128")),
@@ -165,8 +167,19 @@ def _run(ranks: int, arguments: Sequence[str], timeout_s: float) -> dict[str, ob
     except subprocess.TimeoutExpired:
         return {"error": f"not done within {timeout_s:g} s"}
     if done.returncode == 2 or not done.stdout.strip():
-        return {"error": done.stderr.strip()[-400:]}
+        return {"error": find_cause(done.stderr)}
     return json.loads(done.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def find_cause(stderr: str) -> str:
+    """The last lines that the ranks wrote before mpiexec wrote its own notices, which begin with a row of dashes.
+
+    >>> find_cause("Traceback ...\\nValueError: eps must be positive\\n------\\nprterun has exited ...\\n\\0")
+    'Traceback ...\\nValueError: eps must be positive'
+    """
+    text = stderr.replace("\0", "").strip()
+    by_ranks = re.split(r"^-{5,}$", text, maxsplit=1, flags=re.MULTILINE)[0].strip()
+    return (by_ranks or text)[-_CAUSE_CHARACTERS:]
 
 
 def launch(ranks: int, arguments: Sequence[str], timeout_s: float = 600) -> subprocess.CompletedProcess[str]:

@@ -95,7 +95,9 @@ def _named(segment: str) -> Iterator[None]:
     try:
         yield
     except torch._dynamo.exc.TorchDynamoException as error:
-        cause = getattr(error, "inner_exception", error)
+        cause: BaseException = getattr(error, "inner_exception", error)
+        while inner := cause.__cause__ or cause.__context__:  # Dynamo wraps what a kernel has raised
+            cause = inner
         said = (str(cause).strip().splitlines() or [""])[0]
         raise RankError(
             f"The segment {segment} cannot be compiled: {type(cause).__name__}: {said} Set compile_segments=False."

@@ -100,7 +100,9 @@ class _Moments(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, mean = ctx.saved_tensors
         offset, slope = (grad[ctx.slot] * _scales(ctx.count, grad.device)).to(mean.dtype).unbind()
-        return functional.batch_norm(x, mean, torch.ones_like(mean), slope, offset, eps=0.0), None, None
+        # The operator itself: `functional.batch_norm` of torch 2.11 refuses eps = 0.
+        scaled = torch.batch_norm(x, slope, offset, mean, torch.ones_like(mean), False, 0.0, 0.0, False)
+        return scaled, None, None
 
 
 def _column(numbers: Iterable[float], device: torch.device) -> Tensor:
