@@ -171,8 +171,9 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, low_mean, low_variance, variance, apart, weight = ctx.saved_tensors
         gain = torch.ones_like(low_mean) if weight is None else weight
+        unsaved = low_mean.new_empty(0)  # CUDA's kernels for channels_last want tensors here, empty ones as ATen's own
         grad_x, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-            grad, x, gain, low_mean, low_variance, None, None, False, ctx.eps, [True, True, True]
+            grad, x, gain, low_mean, low_variance, unsaved, unsaved, False, ctx.eps, [True, True, True]
         )
         spread = (variance + ctx.eps).rsqrt_()
         slope = (spread * gain).neg_()  # of the result by the mean of all

@@ -8,8 +8,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.plan import Plan
+from engines.spatial.kernels import kernel
 from engines.spatial.tiles import Grid
 from tests.exact import assert_exact, close, whole_numbers, with_whole_weights
 from tests.spatial.drawn import Pair, check, images_on_grids, seeds, trials
@@ -121,3 +123,27 @@ def test_norms_before_and_behind_the_joint():
 def test_a_norm_over_one_spatial_axis():
     """For few pixels every rank normalises all of them."""
     check(lambda x: F.layer_norm(x, (7,)) + x.var(2, keepdim=True), whole_numbers(2, 2, 8, 7), Grid(2, 2), same=close)
+
+
+class BackwardArguments(TorchDispatchMode):
+    """Records the arguments of every `native_batch_norm_backward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if function is torch.ops.aten.native_batch_norm_backward.default:
+            self.calls.append(arguments)
+        return function(*arguments, **(keywords or {}))
+
+
+def test_batch_norm_backward_passes_what_cuda_kernels_require():
+    """CUDA's channels_last kernels fail on an internal check where the saved statistics are None."""
+    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last).requires_grad_()
+    moments = kernel("tile.moments")(x, 0, 1)
+    with BackwardArguments() as seen:
+        kernel("tile.batch_norm")(x, moments, torch.ones(3), torch.zeros(3), [40], 1e-5).square().sum().backward()
+    assert len(seen.calls) == 1
+    save_mean, save_invstd = seen.calls[0][5:7]
+    assert save_mean.numel() == save_invstd.numel() == 0  # empty, as the forward pass in evaluation mode leaves them
