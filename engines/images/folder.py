@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from os import PathLike
 from pathlib import Path
 
 from engines.errors import ImageError
@@ -18,15 +20,24 @@ ENDINGS = (
 )  # fmt: skip
 """Of the files that are taken for pictures."""
 
+_WAY = "Put the pictures of each class into a folder of its own: CLASS/PICTURE.png or CLASS/SLIDE/PICTURE.png."
+
+_OF_SYSTEMS = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
+"""Folders that archives, network drives and systems leave beside the user's."""
+
 
 def folder_images(
-    folder: Path, size: tuple[int, int] | None, fit: str = "scale", names: tuple[str, ...] | None = None
+    folder: str | PathLike[str],
+    size: tuple[int, int] | None,
+    fit: str = "scale",
+    names: tuple[str, ...] | None = None,
 ) -> ExampleImages:
     """The pictures in `folder/CLASS/` and `folder/CLASS/SLIDE/`, classes and files in the order of their names.
 
     Folders of one name SLIDE hold parts of one slide, in whichever class they are; a picture that lies in no such
     folder is a slide of its own. `names` are the classes of other images that these go with, such as those that a
-    model was trained on. Raises ImageError where a class has no picture.
+    model was trained on. Hidden files and folders (`.name`, `._name` of a Mac) and those that systems add, such as
+    `__MACOSX`, are passed over. Raises ImageError, which names them, where folders have no picture.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -40,6 +51,7 @@ def folder_images(
     >>> len(images), images.names
     (2, ('benign', 'tumour'))
     """
+    folder = Path(folder)
     if not folder.is_dir():
         raise ImageError(
             f"{folder} is not a folder (looked for in {Path.cwd()}). "
@@ -50,12 +62,12 @@ def folder_images(
     if unknown:
         raise ImageError(f"{folder} has folders of other classes than {', '.join(names or ())}: {', '.join(unknown)}.")
     found = {name: _pictures(folder / name) for name in there}
-    empty = [name for name in there if not found[name]]
-    if empty or not there:
+    if not there:
+        raise ImageError(f"{folder} has no folders. {_WAY}")
+    if empty := [name for name in there if not found[name]]:
         raise ImageError(
-            f"{folder} has {len(there)} folders and no picture in them: {', '.join(empty) or 'none'} "
-            f"({', '.join(ENDINGS)}). Put the pictures of each class into a folder of its own: CLASS/PICTURE.png or "
-            "CLASS/SLIDE/PICTURE.png; and take folders away that are no class."
+            f"{folder} has {len(there)} folders, and no picture in these of them: {', '.join(empty)} (no file that "
+            f"ends in {', '.join(ENDINGS)}; hidden ones do not count). {_WAY} Take folders away that are no class."
         )
     classes = names or there
     examples = [
@@ -65,9 +77,7 @@ def folder_images(
 
 
 def _folders(folder: Path) -> list[Path]:
-    return sorted(
-        path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".") and path.suffix != _ZARR
-    )
+    return sorted(path for path in _shown(folder) if path.is_dir() and path.suffix != _ZARR)
 
 
 def _pictures(folder: Path) -> list[tuple[Path, str]]:
@@ -77,7 +87,12 @@ def _pictures(folder: Path) -> list[tuple[Path, str]]:
 
 
 def pictures(folder: Path) -> list[Path]:
-    """The files in a folder whose names end as those of pictures do, in order."""
+    """The files in a folder whose names end as those of pictures do, in order; hidden ones are none."""
     return sorted(
-        path for path in folder.iterdir() if path.suffix.lower() in ENDINGS and path.is_dir() == (path.suffix == _ZARR)
+        path for path in _shown(folder) if path.suffix.lower() in ENDINGS and path.is_dir() == (path.suffix == _ZARR)
     )
+
+
+def _shown(folder: Path) -> Iterator[Path]:
+    """What lies in a folder, except what a user does not see or has not put there."""
+    return (path for path in folder.iterdir() if not path.name.startswith(".") and path.name not in _OF_SYSTEMS)

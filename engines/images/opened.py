@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from PIL import Image
 
@@ -12,36 +14,38 @@ from engines.images.files import reasons
 from engines.images.picture import Picture, open_image
 from engines.images.pillow import PillowPicture, quiet_at_any_size
 
-__all__ = ["opened", "shape_of"]
+__all__ = ["Opened", "opened", "shape_of"]
+
+Kind = TypeVar("Kind")
 
 _ORIENTATION = 0x0112  # of EXIF; from 5 on, rows are columns
 _KEPT = 4  # OpenSlide keeps up to 32 MB of decoded pixels for each
 
 
-class _Opened:
-    """Pictures by file, as long as the file does not change. Pictures that are decoded whole are not kept."""
+class Opened(Generic[Kind]):
+    """Files that `open_file` has opened, as long as they do not change; those that it decodes whole are not kept."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pictures: OrderedDict[tuple[object, ...], Picture] = OrderedDict()
+    def __init__(self, open_file: Callable[[Path], Kind]) -> None:
+        self._lock, self._open = threading.Lock(), open_file
+        self._files: OrderedDict[tuple[object, ...], Kind] = OrderedDict()
 
-    def __call__(self, path: Path) -> Picture:
-        """The picture in a file. Raises ImageError, which names the file, where it cannot be read."""
+    def __call__(self, path: Path) -> Kind:
+        """The file at a path. Raises ImageError, which names it, where it cannot be read."""
         with reasons(path):
             state = path.stat()
         key = (path.absolute(), state.st_mtime_ns, state.st_size)
         with self._lock:
-            picture = self._pictures.pop(key, None)
-        picture = picture or open_image(path)
-        if not isinstance(picture, PillowPicture):
+            file = self._files.pop(key, None)
+        file = file or self._open(path)
+        if not isinstance(file, PillowPicture):
             with self._lock:
-                self._pictures[key] = picture
-                while len(self._pictures) > _KEPT:
-                    self._pictures.popitem(last=False)
-        return picture
+                self._files[key] = file
+                while len(self._files) > _KEPT:
+                    self._files.popitem(last=False)
+        return file
 
 
-opened = _Opened()
+opened: Opened[Picture] = Opened(open_image)
 
 
 def shape_of(path: Path, level: int = 0) -> tuple[int, int]:

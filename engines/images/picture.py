@@ -24,7 +24,7 @@ from engines.images.openslide import (
 )
 from engines.images.pillow import PillowPicture
 from engines.images.reader import Level, Pixels
-from engines.images.tiff import TiffPicture, check_segments, is_segmented, vendor
+from engines.images.tiff import TiffPicture, check_segments, picture_page, vendor
 from engines.images.zarr import ZarrPicture, is_zarr
 
 __all__ = ["Level", "Picture", "Pixels", "Source", "open_image"]
@@ -123,7 +123,8 @@ def _open_tiff(path: Path) -> Picture:
         check_segments(path)  # before OpenSlide sees it, which makes room for whatever a damaged header asks
     if maker and not (installed() and detect(path) in (None, "generic-tiff")):
         return OpenSlidePicture(path)
-    return TiffPicture(path) if is_segmented(path) else PillowPicture(path)
+    page = picture_page(path)
+    return TiffPicture(path) if page is None else PillowPicture(path, page)
 
 
 def _open_slide(path: Path, head: bytes) -> Picture:

@@ -4,40 +4,41 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 
 from engines.errors import ImageError
 from engines.images.arrays import on_white
+from engines.images.decoded import Decoded
 from engines.images.files import changed, check_size, reasons
 from engines.images.reader import Level, Pixels, Reader
 
 __all__ = ["FORMATS", "PillowPicture", "quiet_at_any_size"]
 
 FORMATS = ("PNG", "JPEG", "TIFF")
-KEPT_BYTES = 1 << 26  # of decoded pictures that nobody holds any more
 _GREY, _COLOUR = ("1", "L"), ("P", "RGB", "YCbCr")
 _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
+_EXTRA_SAMPLES = 338
 _HOLDS = {"CMYK": "printing inks", "F": "floating-point numbers", "I": "integers of more than 8 bits"}
 
 
 class PillowPicture(Reader):
     """A file that can only be decoded whole. Its pixels are kept, and shared with whoever opens it again.
 
-    Raises ImageError, which names the file and the reason, where it is damaged or of a kind that is not taken.
+    `page` is the number of the page of a TIFF file that is the picture. Raises ImageError, which names the file and
+    the reason, where it is damaged or of a kind that is not taken.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
-        self._pixels: Pixels | None = _DECODED.pixels(self.path)
+    def __init__(self, path: Path, page: int = 0) -> None:
+        self.path, self.page = path.absolute(), page
+        self._pixels: Pixels | None = _DECODED.pixels(self.path, page)
         super().__init__(path.name, [Level(*self._pixels.shape[:2])])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -46,44 +47,12 @@ class PillowPicture(Reader):
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
         pixels = self._pixels
         if pixels is None:
-            pixels = self._pixels = _DECODED.pixels(self.path)
+            pixels = self._pixels = _DECODED.pixels(self.path, self.page)
         if pixels.shape[:2] != self.shape():
             raise changed(self.path)
         out[:] = pixels[y0 : y0 + out.shape[0], x0 : x0 + out.shape[1]]
 
 
-class _Decoded:
-    """Decoded files of this process: those in use, and the last ones up to `KEPT_BYTES`."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._in_use: WeakValueDictionary[tuple[object, ...], Pixels] = WeakValueDictionary()
-        self._kept: OrderedDict[tuple[object, ...], Pixels] = OrderedDict()
-
-    def pixels(self, path: Path) -> Pixels:
-        """(H, W, 3), shared: not to be written to."""
-        with reasons(path):
-            state = path.stat()
-        key = (path, state.st_mtime_ns, state.st_size, state.st_ino)
-        with self._lock:
-            found = self._in_use.get(key)
-        if found is None:
-            found = _decode(path)
-            found.flags.writeable = False
-        self._keep(key, found)
-        return found
-
-    def _keep(self, key: tuple[object, ...], pixels: Pixels) -> None:
-        with self._lock:
-            self._in_use[key] = pixels
-            self._kept.pop(key, None)
-            if pixels.nbytes <= KEPT_BYTES:
-                self._kept[key] = pixels
-            while sum(each.nbytes for each in self._kept.values()) > KEPT_BYTES:
-                self._kept.popitem(last=False)
-
-
-_DECODED = _Decoded()
 _SETTINGS = threading.Lock()  # Pillow's limit and Python's warnings are settings of the whole process
 
 
@@ -102,12 +71,14 @@ def quiet_at_any_size() -> Iterator[None]:
             Image.MAX_IMAGE_PIXELS = limit
 
 
-def _decode(path: Path) -> Pixels:
+def _decode(path: Path, page: int) -> Pixels:
     try:
         with reasons(path):
             file = BytesIO(path.read_bytes())  # which, unlike a file, makes no room for more than there is
             with quiet_at_any_size():
                 image = Image.open(file, formats=FORMATS)
+                if page:
+                    image.seek(page)
                 _check_mode(path, image)
                 check_size(path, image.height, image.width)
                 image.getexif()
@@ -139,6 +110,16 @@ def _check_mode(path: Path, image: Image.Image) -> None:
 
 def _from_pillow(image: Image.Image) -> Pixels:
     upright = ImageOps.exif_transpose(image)
-    if upright.mode in _WITH_ALPHA or "transparency" in upright.info:
+    if _has_alpha(image):
         return on_white(np.array(upright.convert("RGBA")))
     return np.array(upright.convert("RGB"))
+
+
+def _has_alpha(image: Image.Image) -> bool:
+    """Of a TIFF file without ExtraSamples, Pillow takes a fourth channel for alpha, which the file does not say."""
+    if isinstance(image, TiffImageFile):
+        return image.mode in _WITH_ALPHA and bool({1, 2} & set(image.tag_v2.get(_EXTRA_SAMPLES, ())))
+    return image.mode in _WITH_ALPHA or "transparency" in image.info
+
+
+_DECODED = Decoded(_decode)

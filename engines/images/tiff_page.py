@@ -16,7 +16,7 @@ from engines.images.files import check_size, damaged
 from engines.images.jpeg import jpeg_2000_size, jpeg_size
 from engines.images.reader import WHITE, Pixels
 
-__all__ = ["Page", "check_segment_size", "in_colours", "is_plain"]
+__all__ = ["DECODED", "Page", "alpha_channel", "check_segment_size", "in_colours", "is_plain"]
 
 PLAIN, JPEG = 1, 7
 JPEG_2000 = (33005, 34712)
@@ -44,6 +44,13 @@ def is_plain(page: TiffPage) -> bool:
     )
 
 
+def alpha_channel(page: TiffPage) -> int | None:
+    """The channel that the file calls transparency (ExtraSamples 1 or 2: TIFF 6.0, p. 31); None where there is none."""
+    extras = [int(each) for each in page.extrasamples]
+    first = int(page.samplesperpixel) - len(extras)
+    return next((first + place for place, each in enumerate(extras) if each in (_MULTIPLIED, _ALPHA)), None)
+
+
 def check_segment_size(path: Path, page: TiffPage) -> None:
     """Raises ImageError where a tile is far larger than the picture: nobody writes such, but a decoder obeys."""
     (rows, cols), (height, width) = _segment_shape(page), (int(page.imagelength), int(page.imagewidth))
@@ -66,7 +73,7 @@ def _segment_shape(page: TiffPage) -> tuple[int, int]:
 def in_colours(pixels: NDArray[np.uint8], alpha: int) -> Pixels:
     """(H, W, 1 to 4) -> (H, W, 3): grey or colours, with a last channel more where it says what is transparent.
 
-    `alpha` is what TIFF's ExtraSamples says of it (TIFF 6.0, p. 31): 1 where colours were multiplied by it already.
+    `alpha` is what TIFF's ExtraSamples says of it: 1 where colours were multiplied by it already.
     """
     last = pixels.shape[2] - 1
     if last in (0, 1):
@@ -82,6 +89,7 @@ def in_colours(pixels: NDArray[np.uint8], alpha: int) -> Pixels:
 class Page:
     """Where each segment of a page lies in the file, and how to decode it. Read by any number of threads.
 
+    It reads the stored numbers, of the type `dtype`; whether they are shades, colours or classes is for others to say.
     Raises ImageError where the segments that the header speaks of are not in the file.
     """
 
@@ -89,6 +97,10 @@ class Page:
         self.path, self.shape = path, (int(page.imagelength), int(page.imagewidth))
         self.channels, self.alpha = int(page.samplesperpixel), int(next(iter(page.extrasamples), 0))
         self._planes = self.channels if page.planarconfig == 2 else 1
+        self.dtype = np.dtype(page.dtype)
+        self._stored = self.dtype.newbyteorder(page.parent.byteorder)
+        whole = page.bitspersample == 8 * self.dtype.itemsize and page.fillorder == 1
+        self._stored_plainly = page.compression == PLAIN and page.predictor == 1 and whole
         self._segment, self._compression = _segment_shape(page), int(page.compression)
         if min(*self.shape, *self._segment) < 1:
             raise damaged(path, f"it has {self.shape[0]} x {self.shape[1]} px in segments of {self._segment}")
@@ -98,7 +110,6 @@ class Page:
         self._counts = np.asarray(page.databytecounts, np.int64)
         self._check_segments(path.stat().st_size)
         self._decode: Callable[..., Any] = page.decode
-        self._predicted = page.predictor != 1
         self._tables = {"jpegtables": page.jpegtables} if self._compression == JPEG else {}
 
     @property
@@ -121,11 +132,11 @@ class Page:
         beyond = (self._offsets < 0) | (self._counts < 0) | (self._offsets + self._counts > file_bytes)
         if beyond.any():
             raise damaged(self.path, f"{beyond.sum()} of its {expected} segments lie beyond its end")
-        size = self._segment[0] * self._segment[1] * self.channels // self._planes
+        size = self._segment[0] * self._segment[1] * self.channels // self._planes * self.dtype.itemsize
         if self._compression == PLAIN and self._counts.max() > size:
             raise damaged(self.path, f"a segment of {self._counts.max()} bytes cannot lie in {size}")
 
-    def fill(self, fd: int, out: NDArray[np.uint8], y0: int, x0: int) -> None:
+    def fill(self, fd: int, out: NDArray[Any], y0: int, x0: int) -> None:
         """Put a rectangle that lies inside into `out`, (h, w, channels), except where segments were left out."""
         height_px, width_px = out.shape[:2]
         for plane, row, col in self._touched(y0, x0, height_px, width_px):
@@ -147,27 +158,23 @@ class Page:
                 for col in range(x0 // cols, -(-(x0 + width) // cols)):
                     yield plane, row, col
 
-    @property
-    def _stored_plainly(self) -> bool:
-        return self._compression == PLAIN and not self._predicted
-
-    def _rows(self, fd: int, index: int, rows: slice, cols: slice) -> NDArray[np.uint8]:
+    def _rows(self, fd: int, index: int, rows: slice, cols: slice) -> NDArray[Any]:
         """Of a segment that is not compressed, only the bytes that are wanted."""
         deep, wide = self.channels // self._planes, self._segment[1]
-        found = np.empty((rows.stop - rows.start, cols.stop - cols.start, deep), np.uint8)
+        found = np.empty((rows.stop - rows.start, cols.stop - cols.start, deep), self.dtype)
         for number, row in enumerate(range(rows.start, rows.stop)):
-            start = (row * wide + cols.start) * deep
-            if start + found[number].size > self._counts[index]:
+            start = (row * wide + cols.start) * deep * self.dtype.itemsize
+            if start + found[number].nbytes > self._counts[index]:
                 raise damaged(self.path, f"segment {index} ends in row {row}")
-            line = os.pread(fd, found[number].size, int(self._offsets[index]) + start)
-            found[number] = np.frombuffer(line, np.uint8).reshape(found[number].shape)
+            line = os.pread(fd, found[number].nbytes, int(self._offsets[index]) + start)
+            found[number] = np.frombuffer(line, self._stored).reshape(found[number].shape)
         return found
 
-    def _decoded(self, fd: int, index: int) -> NDArray[np.uint8]:
+    def _decoded(self, fd: int, index: int) -> NDArray[Any]:
         data = os.pread(fd, int(self._counts[index]), int(self._offsets[index]))
         self._check_inner_size(data, index)
         pixels, *_ = self._decode(data, index, **self._tables)
-        return np.asarray(pixels[0], np.uint8)
+        return np.asarray(pixels[0], self.dtype)
 
     def _check_inner_size(self, data: bytes, index: int) -> None:
         """JPEG data have a size of their own, which the decoder would believe: up to 65535 x 65535."""

@@ -19,6 +19,7 @@ from engines.images.zarr_chunks import check_chunks, check_stored
 __all__ = ["ZarrPicture", "is_zarr"]
 
 _FILES = ("zarr.json", ".zarray", ".zgroup")
+_IMPLIED = "tczyx"  # the axes of OME-NGFF 0.1 and 0.2, which do not name them
 _MICRONS = {"micrometer": 1.0, "nanometer": 1e-3, "millimeter": 1e3}
 
 
@@ -37,6 +38,7 @@ class _Handle:
 class ZarrPicture(FileReader[_Handle]):
     """A Zarr array (H, W), (H, W, C) or (C, H, W) of bytes, or an OME-Zarr group of them; read chunk by chunk.
 
+    Axes of a group are known by their names: those of time and depth are left out where they have one entry.
     Raises ImageError where it is none of these, or the extra is not installed.
     """
 
@@ -48,7 +50,7 @@ class ZarrPicture(FileReader[_Handle]):
         with reasons(self.path):
             found = zarr.open(self.path, mode="r")
             if isinstance(found, zarr.Array):
-                arrays, axes, microns = [found], None, None
+                arrays, axes, microns = [found], _named(found), None
             else:
                 arrays, axes, microns = _multiscale(self.path, found)
             return _Handle(arrays, _checked(self.path, arrays, axes), microns)
@@ -64,7 +66,7 @@ class ZarrPicture(FileReader[_Handle]):
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
         handle = self.handle
         array, (height_px, width_px) = handle.arrays[level], out.shape[:2]
-        kept = [axis for axis in handle.axes if axis in "yxc"]
+        kept = [axis for axis in handle.axes if axis in "yxc"]  # the others have one entry, which is taken
         order = [kept.index(axis) for axis in "yxc" if axis in kept]
         chunk_rows = array.chunks[handle.axes.index("y")]
         for top, bottom in bands(y0, y0 + height_px, 3 * width_px, chunk_rows):
@@ -83,12 +85,11 @@ def _multiscale(path: Path, group: Any) -> tuple[list[Any], str, float | None]:
     if not scales:
         raise ImageError(
             f"{path} is a Zarr group of {', '.join(sorted(group.keys())) or 'nothing'}, and no OME-Zarr picture. "
-            "Give the path of one array in it."
+            "Give the path of one array, or of one picture, in it."
         )
     arrays = [group[each["path"]] for each in scales[0]["datasets"]]
-    axes = scales[0].get("axes") or []
-    letters = "".join(axis["name"] if isinstance(axis, dict) else axis for axis in axes)
-    return arrays, letters, _microns_of(scales[0]["datasets"][0], axes)
+    axes = scales[0].get("axes") or _IMPLIED[-len(arrays[0].shape) :]
+    return arrays, _letters(axes), _microns_of(scales[0]["datasets"][0], axes)
 
 
 def _microns_of(dataset: Mapping[str, Any], axes: Sequence[Any]) -> float | None:
@@ -104,18 +105,41 @@ def _microns_of(dataset: Mapping[str, Any], axes: Sequence[Any]) -> float | None
     return sum(sides) / 2 if len(sides) == 2 and min(sides) > 0 else None
 
 
+def _letters(axes: Sequence[Any]) -> str:
+    """One letter for each axis: t, c, z, y or x by its type and name, and "?" for what is none of these."""
+    known = {"time": "t", "channel": "c"}
+    plain = [axis if isinstance(axis, Mapping) else {"name": axis} for axis in axes]
+    names = [known.get(str(axis.get("type") or axis["name"]), str(axis["name"]).lower()) for axis in plain]
+    return "".join(name if name in tuple("tczyx") else "?" for name in names)
+
+
+def _named(array: Any) -> str | None:
+    """The axes that an array alone names, by Zarr 3 or by xarray; None where it does not, or not as we know them."""
+    names = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS") or ()
+    letters = _letters(names)
+    return letters if letters and "?" not in letters else None
+
+
 def _checked(path: Path, arrays: Sequence[Any], axes: str | None) -> str:
     """The axes of all levels, one letter each. Raises ImageError where they are no picture's."""
     shape = arrays[0].shape
     letters = axes or _guessed(shape)
-    if letters is None or sorted(letters.strip("tz").replace("c", "")) != ["x", "y"]:
-        raise ImageError(f"{path} has shape {shape}, but a picture is (H, W), (H, W, C) or (C, H, W).")
+    if letters is None or any(letters.count(axis) != 1 for axis in "yx") or letters.count("c") > 1:
+        told = f" and axes {letters}" if letters else ""
+        raise ImageError(f"{path} has shape {shape}{told}, but a picture is (H, W), (H, W, C) or (C, H, W).")
     for array in arrays:
         if len(array.shape) != len(letters) or not all(array.shape):
             raise damaged(path, f"a level has shape {array.shape}, where axes are {letters}")
-        sizes = dict(zip(letters, array.shape, strict=True))
-        if any(sizes.get(axis, 1) != 1 for axis in "tz") or sizes.get("c", 1) not in (1, 3, 4):
-            raise ImageError(f"{path} holds a stack: {sizes}. A picture has 1, 3 or 4 channels, one time, one plane.")
+        sizes = list(zip(letters, array.shape, strict=True))
+        if any(size != 1 for axis, size in sizes if axis not in "cyx"):
+            told = ", ".join(f"{axis}: {size}" for axis, size in sizes)
+            raise ImageError(f"{path} holds a stack, {told}. A picture has one time and one plane: save it by itself.")
+        channels = dict(sizes).get("c", 1)
+        if channels not in (1, 3):
+            raise ImageError(
+                f"{path} has {channels} channels (axes {letters}, shape {array.shape}), and a picture here is grey, or "
+                "red, green and blue: a Zarr store cannot say that one is transparency. Save the ones you want."
+            )
         if array.dtype != np.uint8:
             raise ImageError(f"{path} holds {array.dtype} numbers, and pictures here have uint8. Scale and save it.")
         check_chunks(path, array)
@@ -123,6 +147,7 @@ def _checked(path: Path, arrays: Sequence[Any], axes: str | None) -> str:
 
 
 def _guessed(shape: Sequence[int]) -> str | None:
+    """The axes of an array that does not name them."""
     if len(shape) == 2:
         return "yx"
     if len(shape) != 3:

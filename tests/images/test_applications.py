@@ -238,7 +238,7 @@ def test_folders_without_pictures(tmp_path: Path):
     with pytest.raises(ImageError, match=r"not there is not a folder .*--datapath"):
         folder_images(tmp_path / "not there", SIZE)
     (tmp_path / "cats").mkdir()
-    with pytest.raises(ImageError, match="has 1 folders and no picture in them: cats"):
+    with pytest.raises(ImageError, match="has 1 folders, and no picture in these of them: cats"):
         folder_images(tmp_path, SIZE)
 
 

@@ -194,7 +194,7 @@ def test_a_class_without_pictures_is_named(tmp_path: Path):
     (tmp_path / "benign" / "s3").mkdir(parents=True)
     (tmp_path / "benign" / "s3" / "list.csv").write_text("")
     (tmp_path / "zebra").mkdir()
-    with pytest.raises(ImageError, match="has 4 folders and no picture in them: benign, zebra "):
+    with pytest.raises(ImageError, match="has 4 folders, and no picture in these of them: benign, zebra "):
         folder_images(tmp_path, (8, 9))
 
 

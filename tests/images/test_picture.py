@@ -18,6 +18,7 @@ from PIL import Image
 from engines.errors import ImageError
 from engines.images import picture, pillow, reader
 from engines.images.arrays import ArrayPicture
+from engines.images.decoded import Decoded
 from engines.images.picture import Picture, Pixels, open_image
 from engines.images.samples import immunohistochemistry
 
@@ -244,7 +245,7 @@ def test_a_file_that_may_not_be_read_is_told(tmp_path, monkeypatch):
 
 def test_a_file_is_decoded_once_for_all_who_open_it(tmp_path, monkeypatch):
     path, decoded = saved(tmp_path / "a.png", Image.fromarray(COLOURS)), []
-    monkeypatch.setattr(pillow, "_decode", lambda path: decoded.append(path) or COLOURS.copy())
+    monkeypatch.setattr(pillow._DECODED, "_decode", lambda path, page: decoded.append(path) or COLOURS.copy())
     for _ in range(3):
         open_image(path).read(0, 0, 2, 2)
     pickle.loads(pickle.dumps(open_image(path))).read(0, 0, 2, 2)
@@ -255,8 +256,8 @@ def test_a_file_is_decoded_once_for_all_who_open_it(tmp_path, monkeypatch):
 
 
 def test_what_nobody_uses_is_forgotten(tmp_path, monkeypatch):
-    monkeypatch.setattr(pillow, "KEPT_BYTES", 2 * COLOURS.nbytes)
-    cache = pillow._Decoded()
+    monkeypatch.setattr("engines.images.decoded.KEPT_BYTES", 2 * COLOURS.nbytes)
+    cache = Decoded(pillow._decode)
     paths = [saved(tmp_path / f"{number}.png", Image.fromarray(COLOURS)) for number in range(4)]
     for path in paths:
         cache.pixels(path)

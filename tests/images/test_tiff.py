@@ -259,7 +259,11 @@ def test_a_child_process_has_a_handle_of_its_own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("dtype", "reason"),
-    [(np.uint16, "16 bits per channel.*img_as_ubyte"), (np.int32, "32 bits"), (np.float32, "floating-point numbers")],
+    [
+        (np.uint16, "16 bits per channel.*img_as_ubyte"),
+        (np.int32, "signed integers of 32 bits"),
+        (np.float32, "floating-point numbers"),
+    ],
 )
 def test_more_than_8_bits_are_refused_with_a_way_to_mend(tmp_path, dtype, reason):
     tifffile.imwrite(tmp_path / "a.tif", PIXELS.astype(dtype), photometric="rgb")

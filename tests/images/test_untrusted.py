@@ -230,7 +230,7 @@ KNOWN = {
     "mpi4dl_nb/calls.py": {"pickle.loads"},  # the ranks' answers, over the same
     "engines/comm/subworld.py": {"pickle.loads"},  # what ranks of one job send each other
     "engines/images/openslide.py": {"cloudpickle.loads"},  # a slide of somebody's own class, on its way to a rank
-    "engines/images/masks.py": {"np.load"},  # with allow_pickle=False
+    "engines/images/stored.py": {"np.load"},  # with allow_pickle=False
     "engines/images/cifar.py": {"pickle.Unpickler"},  # one that makes arrays, and calls nothing else
     "engines/images/xml.py": {"ET.fromstring"},  # without document types
 }

@@ -1,0 +1,49 @@
+"""Files that can only be decoded whole: what came of them is kept for a while, and shared in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from numpy.typing import NDArray
+
+from engines.images.files import reasons
+
+__all__ = ["Decoded"]
+
+KEPT_BYTES = 1 << 26  # of decoded files that nobody holds any more
+
+
+class Decoded:
+    """What `decode(path, page)` gives: arrays that are in use, and the last ones up to `KEPT_BYTES`."""
+
+    def __init__(self, decode: Callable[[Path, int], NDArray[Any]]) -> None:
+        self._decode, self._lock = decode, threading.Lock()
+        self._in_use: WeakValueDictionary[tuple[object, ...], NDArray[Any]] = WeakValueDictionary()
+        self._kept: OrderedDict[tuple[object, ...], NDArray[Any]] = OrderedDict()
+
+    def pixels(self, path: Path, page: int = 0) -> NDArray[Any]:
+        """The array of a page of a file as it is now, shared: not to be written to. Raises ImageError."""
+        with reasons(path):
+            state = path.stat()
+        key = (path, page, state.st_mtime_ns, state.st_size, state.st_ino)
+        with self._lock:
+            found = self._in_use.get(key)
+        if found is None:
+            found = self._decode(path, page)
+            found.flags.writeable = False
+        self._keep(key, found)
+        return found
+
+    def _keep(self, key: tuple[object, ...], pixels: NDArray[Any]) -> None:
+        with self._lock:
+            self._in_use[key] = pixels
+            self._kept.pop(key, None)
+            if pixels.nbytes <= KEPT_BYTES:
+                self._kept[key] = pixels
+            while sum(each.nbytes for each in self._kept.values()) > KEPT_BYTES:
+                self._kept.popitem(last=False)
