@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.comm.device import choose_device
-from engines.layer.answers import prediction_of
+from engines.layer.answers import joined_answers, prediction_of
 from engines.layer.trace import LOSS, MODEL, plain_name
 from engines.program.update import SCALE, UpdateRules
 from engines.spatial.draws import SameDraws
@@ -25,6 +25,7 @@ __all__ = ["Comparison", "OneProcess", "Record", "compare", "one_process"]
 class Record:
     """What a training did: each step's losses by micro-batch and its gradients, weights and buffers at the end.
 
+    `whole`: the loss is that of the whole batch, the same for each micro-batch; ranks know the summands of a mean.
     Tensors go by the plain model's names; those of a loss that is a module as `plain_name` says.
     """
 
@@ -32,6 +33,7 @@ class Record:
     gradients: tuple[Mapping[str, Tensor], ...]
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+    whole: bool = False
 
     @property
     def mean_losses(self) -> tuple[float, ...]:
@@ -47,6 +49,7 @@ class Record:
             tuple(_common(mine, theirs) for mine, theirs in pairs),
             _common(self.weights, other.weights),
             _common(self.buffers, other.buffers),
+            self.whole,
         )
 
 
@@ -59,14 +62,16 @@ class OneProcess:
 
     With a `seed` it draws the random numbers that ranks draw with that seed. Where `dtype` is a half one, weights are
     float32 and the model runs under `torch.autocast`; the loss of float16 is scaled by `torch.amp.GradScaler`.
+    `whole_loss`: the model sees one micro-batch after another, the loss the answers to all of them at once, and all
+    activations are kept until then. Otherwise the loss of a step is the mean of the micro-batches' own.
     """
 
     def __init__(
         self, model: nn.Module, loss: Loss, optimiser: Optimiser, dtype: torch.dtype = torch.float32,
         seed: int | None = None, micro_batches: int = 1, rules: UpdateRules | None = None,
-        device: torch.device | None = None,
+        device: torch.device | None = None, whole_loss: bool = False,
     ) -> None:  # fmt: skip
-        self.device = device or torch.device("cpu")
+        self.device, self.whole_loss = device or torch.device("cpu"), whole_loss and micro_batches > 1
         self.seed, self.micro_batches, self.rules = seed, micro_batches, rules or UpdateRules()
         self.begun = micro_batches  # ranks count steps from 1
         self.precision, self.dtype = dtype, torch.promote_types(dtype, torch.float32)
@@ -83,29 +88,48 @@ class OneProcess:
         """Trained as a recipe says, on the device that its first rank would choose."""
         dtype, device = getattr(torch, recipe.plan.precision), choose_device(recipe.device, rank=0)
         count = recipe.plan.micro_batches
-        return cls(model, loss, recipe.optimiser, dtype, seed, count, recipe.rules, device)
+        return cls(model, loss, recipe.optimiser, dtype, seed, count, recipe.rules, device, recipe.has_whole_loss)
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
-        """One training step, its micro-batches one after another; the mean of their losses before it."""
+        """One training step, its micro-batches one after another; the loss before it, or the mean of their losses."""
         for weight in self.weights.values():
             weight.grad = None
         self.losses = []
         parts = {name: tensor.chunk(self.micro_batches) for name, tensor in batch.items()}
-        for images, labels in zip(parts["images"], parts["labels"], strict=True):
-            self._add(images.to(self.device), labels.to(self.device))
+        if self.whole_loss:
+            self._add_whole([images.to(self.device) for images in parts["images"]], batch["labels"].to(self.device))
+        else:
+            for images, labels in zip(parts["images"], parts["labels"], strict=True):
+                self._add(images.to(self.device), labels.to(self.device))
         if self.optimiser:
             self._update(self.optimiser)
         return sum(self.losses) / self.micro_batches
 
     def _add(self, images: Tensor, labels: Tensor) -> None:
         """Add one micro-batch's share of the step's gradient."""
-        with nullcontext() if self.seed is None else SameDraws(self.seed, self.begun), self._autocast(images):
+        with self._draws(), self._autocast(images):
             answer = self.model(images.to(self.dtype))
             value = self.loss(prediction_of(answer), labels)
         self.begun += 1
         self.losses.append(float(value.item()))
         if self.optimiser:
             self.scaler.scale(value / self.micro_batches).backward()
+
+    def _add_whole(self, micro_batches: Sequence[Tensor], labels: Tensor) -> None:
+        """The gradient of the loss of the whole batch."""
+        answers = []
+        for images in micro_batches:
+            with self._draws(), self._autocast(images):
+                answers.append(prediction_of(self.model(images.to(self.dtype))))
+            self.begun += 1
+        with self._autocast(labels):
+            value = self.loss(joined_answers(answers), labels)
+        self.losses = [float(value.item())] * self.micro_batches
+        if self.optimiser:
+            self.scaler.scale(value).backward()
+
+    def _draws(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.seed is None else SameDraws(self.seed, self.begun)
 
     def _autocast(self, images: Tensor) -> AbstractContextManager[object]:
         half = self.precision is not self.dtype
@@ -144,17 +168,17 @@ class OneProcess:
 
 def one_process(
     model: nn.Module, loss: Loss, optimiser: Optimiser, batches: Iterable[Mapping[str, Tensor]], dtype: torch.dtype,
-    seed: int | None = None, micro_batches: int = 1, rules: UpdateRules | None = None,
+    seed: int | None = None, micro_batches: int = 1, rules: UpdateRules | None = None, whole_loss: bool = False,
 ) -> Record:  # fmt: skip
-    """What one process does with these batches, each of that many micro-batches."""
-    alone = OneProcess(model, loss, optimiser, dtype, seed, micro_batches, rules)
+    """What one process does with these batches, each of that many micro-batches; `whole_loss` as in `OneProcess`."""
+    alone = OneProcess(model, loss, optimiser, dtype, seed, micro_batches, rules, whole_loss=whole_loss)
     losses, gradients = [], []
     for batch in batches:
         alone.step(batch)
         losses.append(dict(enumerate(alone.losses)))
         gradients.append(alone.gradients)
     weights = {name: weight.detach() for name, weight in alone.weights.items()}
-    return Record(tuple(losses), tuple(gradients), weights, alone.buffers)
+    return Record(tuple(losses), tuple(gradients), weights, alone.buffers, alone.whole_loss)
 
 
 @dataclass(frozen=True)
@@ -185,12 +209,7 @@ class Comparison:
 
 def compare(oracle: Record, ranks: Sequence[Record]) -> Comparison:
     """Hold each rank's record against the oracle's; every copy of a weight counts, and what no rank has is wrong."""
-    losses = [
-        (loss, theirs[number])
-        for rank in ranks
-        for mine, theirs in zip(rank.losses, oracle.losses, strict=True)
-        for number, loss in mine.items()
-    ]
+    losses = _loss_pairs(oracle, ranks)
     sizes = [_squares(theirs) for theirs in oracle.gradients]  # once, and not for each rank and weight
     steps = [
         _Distances(_differences(mine, theirs), size)
@@ -215,6 +234,22 @@ def compare(oracle: Record, ranks: Sequence[Record]) -> Comparison:
         buffers_rel=max(_distance(rank.buffers, oracle.buffers) for rank in ranks),
         params_rel=max(_distance(rank.weights, oracle.weights) for rank in ranks),
     )
+
+
+def _loss_pairs(oracle: Record, ranks: Sequence[Record]) -> list[tuple[float, float]]:
+    """Each loss that a rank knows beside the oracle's: micro-batch by micro-batch, or the mean where that is whole."""
+    if not oracle.whole:
+        return [
+            (loss, theirs[number])
+            for rank in ranks
+            for mine, theirs in zip(rank.losses, oracle.losses, strict=True)
+            for number, loss in mine.items()
+        ]
+    steps = (
+        [loss for _, loss in sorted({n: loss for rank in ranks for n, loss in rank.losses[step].items()}.items())]
+        for step in range(len(oracle.losses))
+    )
+    return [(sum(mine) / len(mine), theirs) for mine, theirs in zip(steps, oracle.mean_losses, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from engines.comm.device import autocast_type
 from engines.errors import ImageError, PlanError
 from engines.layer.graph import ModelGraph, TensorSpec
 from engines.layer.trace import answer, trace
+from engines.loss.whole import with_whole_loss
 from engines.plan import Plan
 
 __all__ = ["Loss", "Traces", "micro_batch", "shared"]
@@ -23,6 +24,7 @@ class Traces:
     """One model under many plans: `image_shape` is (N, C, H, W) of a batch, `labels` are as for `prepare`.
 
     Plans with micro-batches of one shape and precision share a trace, whatever they do with it; a trace takes seconds.
+    Where a step has several micro-batches the graph's loss is changed so that their mean is that of the whole batch.
     Raises ImageError for an `image_shape` that is none.
     """
 
@@ -32,6 +34,7 @@ class Traces:
     labels: TensorSpec | None = None
     device: str = "auto"
     _graphs: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
+    _wholes: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
     _traces: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -50,7 +53,17 @@ class Traces:
         key = self._key(plan)
         if key not in self._graphs:
             self._graphs[key] = self._traced(plan)
-        return self._graphs[key]
+        return self._graphs[key] if plan.micro_batches == 1 else self._whole(key, plan)
+
+    def _whole(self, key: Hashable, plan: Plan) -> ModelGraph:
+        """The graph for several micro-batches; how many they are matters only to sums, which are multiplied by that."""
+        for known in ((key, None), (key, plan.micro_batches)):
+            if known in self._wholes:
+                return self._wholes[known]
+        found = with_whole_loss(self._graphs[key], lambda: self._twin(plan), plan.micro_batches)
+        scaled = found.whole is not None and found.whole.scaled
+        self._wholes[key, plan.micro_batches if scaled else None] = found
+        return found
 
     def _key(self, plan: Plan) -> Hashable:
         images = self._images(plan)
@@ -60,13 +73,21 @@ class Traces:
         return micro_batch("images", TensorSpec(tuple(self.image_shape), plan.held_in), plan)
 
     def _traced(self, plan: Plan) -> ModelGraph:
-        images = self._images(plan)
-        usual = _label_spec(self.model, images)
-        answers = micro_batch("labels", self.labels, plan) if self.labels else usual
+        images, answers = self._specs(plan)
         whole = self._trace(plan, images, answers)
         if plan.local_dp == 1:
             return whole
         return replace(whole, share=self._trace(plan, shared(images, plan), shared(answers, plan)))
+
+    def _specs(self, plan: Plan) -> tuple[TensorSpec, TensorSpec]:
+        """Of the images and of the labels of a micro-batch."""
+        images = self._images(plan)
+        return images, micro_batch("labels", self.labels, plan) if self.labels else _label_spec(self.model, images)
+
+    def _twin(self, plan: Plan) -> ModelGraph:
+        """The trace of a micro-batch of twice as many images."""
+        twice = (replace(spec, shape=(2 * spec.shape[0], *spec.shape[1:])) for spec in self._specs(plan))
+        return self._trace(plan, *twice)
 
     def _trace(self, plan: Plan, images: TensorSpec, answers: TensorSpec) -> ModelGraph:
         """A share of a micro-batch is traced as a micro-batch of that size is."""

@@ -18,6 +18,7 @@ from engines.comm.world import World
 from engines.errors import LossError, PlanError, TraceError
 from engines.layer.graph import ModelGraph, TensorSpec
 from engines.layer.names import OWNERS, StateNames, state_names
+from engines.loss.counting import Counting
 from engines.offload.lane import OffloadedLane
 from engines.offload.shelf import Shelf
 from engines.offload.store import Store
@@ -83,6 +84,11 @@ class Recipe:
             name: replace(spec, shape=(count * spec.shape[0], *spec.shape[1:])) if spec.shape else spec
             for name, spec in self.graph.inputs.items()
         }
+
+    @property
+    def has_whole_loss(self) -> bool:
+        """Whether micro-batches add up to the loss of the whole batch, which the mean of their own losses is not."""
+        return self.graph.whole is not None and self.graph.whole.differs
 
     @property
     def draws(self) -> int | None:
@@ -216,12 +222,15 @@ class RankTraining:
             if owner in recipe.names and world.rank == 0
             for name, tensor in recipe.names[owner].kept.items()
         }
+        owned = {**self.weights, **self.buffers}
+        self.counting = Counting(recipe.graph, recipe.plan, program, world, owned, self.device)
         optimiser = recipe.optimiser(trained) if (trained := self.trained) else None
         self.worker = Worker(
             program, world, self.weights, self.buffers, optimiser, self.device, recipe.seed, recipe.rules,
             keeps_graphs=not recipe.plan.checkpoint_activations,
             make_lane=self._offloaded() if recipe.plan.offload_activations else Lane,
             make_segment=Compiled() if recipe.plan.compile_segments else Segment,
+            constants=self.counting.values,
         )  # fmt: skip
         self.worker.words = said(recipe.graph, recipe.plan, program)
 
@@ -266,14 +275,14 @@ class RankTraining:
         return self.worker.steps - 1
 
     def start(self, inputs: Inputs) -> None:
-        """Go to the start of a step, gradients forgotten."""
+        """Go to the start of a step, gradients forgotten; collective."""
         use_threads(self.threads)
         self.worker.connect()
         for weight in self.weights.values():
             weight.grad = None
-        self.worker.restart(
-            {number: {name: self._placed(part) for name, part in parts.items()} for number, parts in inputs.items()}
-        )
+        placed = {number: {name: self._placed(p) for name, p in parts.items()} for number, parts in inputs.items()}
+        self.counting.count(placed)
+        self.worker.restart(placed)
 
     def _placed(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, memory_format=memory_format(tensor.dim()))

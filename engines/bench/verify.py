@@ -80,7 +80,9 @@ def verdict(
 
     def alone(dtype: torch.dtype) -> Record:
         count = recipe.plan.micro_batches
-        return one_process(model, loss, recipe.optimiser, whole, dtype, recipe.draws, count, recipe.rules)
+        return one_process(
+            model, loss, recipe.optimiser, whole, dtype, recipe.draws, count, recipe.rules, recipe.has_whole_loss
+        )
 
     oracle, precision = alone(torch.float64), recipe.plan.precision
     found = compare(oracle, records)

@@ -5,15 +5,16 @@ Stock models answer with a tensor, or with a tuple, a list, a mapping or a datac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engines.errors import TraceError
 
-__all__ = ["prediction_of", "tensors_of"]
+__all__ = ["joined_answers", "prediction_of", "tensors_of"]
 
 
 def prediction_of(answer: Any) -> Any:
@@ -55,3 +56,20 @@ def _walk(value: Any, place: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
             f"The model answers with a {type(value).__name__}, in which no tensor can be found. "
             "Let it return a tensor, or a tuple, list, dict or dataclass of tensors."
         )
+
+
+def joined_answers(answers: Sequence[Any]) -> Any:
+    """One answer out of those to several micro-batches: each of its tensors has the images of all of them."""
+    first = answers[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(answers))
+    if isinstance(first, Mapping):
+        found = {key: joined_answers([answer[key] for answer in answers]) for key in first}
+        return found if type(first) is dict else type(first)(**found)
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in fields(first)]
+        return replace(first, **{name: joined_answers([getattr(answer, name) for answer in answers]) for name in names})
+    if isinstance(first, list | tuple):
+        items = [joined_answers(parts) for parts in zip(*answers, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    return first

@@ -16,6 +16,8 @@ __all__ = [
     "Node",
     "Ref",
     "TensorSpec",
+    "Total",
+    "WholeLoss",
     "behind",
     "plain_name",
     "references",
@@ -102,6 +104,47 @@ class Node:
         return f"{self.module or 'the model itself'}, {self.source or 'source unknown'}"
 
 
+@dataclass(frozen=True, slots=True)
+class Total:
+    """A number (or a few) that follows from the labels of all micro-batches of a step, known before the first one.
+
+    The micro-batches' values of `source` are added, and divided by the number of micro-batches `degree` times: 0 for
+    a sum over the whole batch, 1 for the mean over its micro-batches. The loss reads the result as `name`.
+    """
+
+    name: str
+    source: str
+    spec: TensorSpec
+    degree: int
+
+
+@dataclass(frozen=True)
+class WholeLoss:
+    """How the losses of micro-batches, averaged, become the loss of the whole batch.
+
+    `nodes` compute the sources of `totals` from the labels of one micro-batch. `scaled`: sums over the batch were
+    multiplied by the number of micro-batches. `unknown` says in words why the loss has no such form; then each
+    micro-batch has a loss of its own, and nothing was changed. `weighed_by` is the source by which the losses of
+    several batches are weighted in their mean: "" where all count alike, None where no such source is known.
+    """
+
+    nodes: tuple[Node, ...] = ()
+    totals: tuple[Total, ...] = ()
+    scaled: bool = False
+    unknown: str = ""
+    weighed_by: str | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether the graph computes another loss for a micro-batch than the loss function does."""
+        return bool(self.totals) or self.scaled
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """What `nodes` read and do not compute: the labels, and buffers such as class weights."""
+        return frozenset(name for node in self.nodes for name in node.reads) - {node.name for node in self.nodes}
+
+
 @dataclass(frozen=True)
 class ModelGraph:
     """A model with its loss, or alone (`loss` is None), traced at whole-image size.
@@ -110,7 +153,7 @@ class ModelGraph:
     gradient from the loss; `buffers` everything else that the model owns. `answers` name the tensors that the
     model answers with, and `loss` the loss.
     `chains` are the modules that only run their children one after another. `share` is the same model with fewer
-    images, where several ranks share those of a micro-batch.
+    images, where several ranks share those of a micro-batch. `whole` is set where a step has several micro-batches.
     """
 
     inputs: Mapping[str, TensorSpec]
@@ -122,6 +165,12 @@ class ModelGraph:
     loss: str | None
     chains: frozenset[str] = frozenset()
     share: ModelGraph | None = None
+    whole: WholeLoss | None = None
+
+    @property
+    def totals(self) -> tuple[Total, ...]:
+        """What the loss reads of the labels of all micro-batches."""
+        return self.whole.totals if self.whole else ()
 
     @property
     def prediction(self) -> str:
@@ -132,7 +181,8 @@ class ModelGraph:
     def specs(self) -> Mapping[str, TensorSpec]:
         """The shape of every value by name."""
         made = {node.name: node.spec for node in self.nodes if node.spec is not None}
-        return {**self.inputs, **self.weights, **self.buffers, **made}
+        totals = {total.name: total.spec for total in self.totals}
+        return {**self.inputs, **self.weights, **self.buffers, **totals, **made}
 
     @cached_property
     def matrices(self) -> frozenset[str]:

@@ -42,7 +42,8 @@ class Held:
 
     def owned(self, name: str) -> Local | None:
         """A weight or buffer, if it is one."""
-        spec = self.graph.weights.get(name) or self.graph.buffers.get(name)
+        totals = {total.name: total.spec for total in self.graph.totals}
+        spec = self.graph.weights.get(name) or self.graph.buffers.get(name) or totals.get(name)
         return None if spec is None else Local.of(spec, name in self.graph.trainable)
 
     def keep(self, name: str, local: Local, needs_gradient: bool, key: str) -> None:

@@ -24,7 +24,7 @@ from engines.spatial.ops import lower
 from engines.spatial.share import of_share, parted_names
 from engines.spatial.tiles import Grid, Span, Tile
 
-__all__ = ["STAGE_TAGS", "Lowering"]
+__all__ = ["STAGE_TAGS", "Lowering", "receive_inputs"]
 
 STAGE_TAGS = 1 << 14
 """Tags are even, the next odd one is for the gradient going home. Each stage's exchanges, in each direction, lie in one
@@ -45,6 +45,16 @@ class _Crossing:
     travels: bool
 
 
+def receive_inputs(builder: Builder, gradient: bool = False) -> None:
+    """The inputs of the graph as the ranks of a stage have them: in tiles where these can be cut."""
+    for name, spec in builder.graph.inputs.items():
+        grid = builder.stage.grid
+        cuts = len(spec.shape) > 2 and grid.rows <= spec.shape[-2] and grid.cols <= spec.shape[-1]
+        axes = (-2, -1) if builder.stage.shares == 1 and (cuts or name == "images") else None
+        builder.values[name] = Value(name, spec, axes, gradient and spec.is_floating)
+        builder.hold_wide(name)
+
+
 class Lowering:
     """The forward pass of every stage as each of its ranks sees it; what ranks have in common is found once.
 
@@ -62,6 +72,8 @@ class Lowering:
         self.spans = cut(self.layers, plan)
         self.stage_of = {node.name: index for index, span in enumerate(self.spans) for node in self._nodes(span)}
         self.reads = [{name for node in self._nodes(span) for name in node.reads} for span in self.spans]
+        if graph.whole:
+            self.reads[-1] |= graph.whole.reads  # the last stage counts what the loss divides by
         self.crossings = tuple(self._crossings())
         self._check_tags()
         self.crossing_values: dict[str, Value] = {}
@@ -240,13 +252,7 @@ class Lowering:
         return builder
 
     def _receive(self, builder: Builder, role: Role) -> None:
-        for name, spec in builder.graph.inputs.items():
-            grid = builder.stage.grid
-            cuts = len(spec.shape) > 2 and grid.rows <= spec.shape[-2] and grid.cols <= spec.shape[-1]
-            axes = (-2, -1) if builder.stage.shares == 1 and (cuts or name == "images") else None
-            differentiable = self.input_gradient and spec.is_floating
-            builder.values[name] = Value(name, spec, axes, differentiable)
-            builder.hold_wide(name)
+        receive_inputs(builder, self.input_gradient)
         for crossing in self.crossings:
             if crossing.target == role.stage:
                 value = self.crossing_values[crossing.value]

@@ -47,8 +47,9 @@ Inputs = Mapping[int, Mapping[str, Tensor]]
 class Worker:
     """One rank's tensors, and its place in its program.
 
-    `weights` and `buffers` are the rank's own, by name. `keeps_graphs` as in `Tools`, `make_lane` makes what holds a
-    micro-batch, `make_segment` what computes. `words` say of each step what it is, for whoever asks where the rank is.
+    `weights` and `buffers` are the rank's own, by name; `constants` change only between two steps. `keeps_graphs` as in
+    `Tools`, `make_lane` makes what holds a micro-batch, `make_segment` what computes. `words` say of each step what it
+    is, for whoever asks where the rank is.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class Worker:
         keeps_graphs: bool = True,
         make_lane: Callable[..., Lane] = Lane,
         make_segment: Callable[..., Segment] = Segment,
+        constants: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.program, self.world = program, world
-        self.weights, self.buffers = weights, buffers
+        self.weights, self.buffers, self.constants = weights, buffers, constants or {}
         self.descent = Descent(weights, optimiser, rules or UpdateRules())
         self.device = device or torch.device("cpu")
         self.events: list[Event] = []
@@ -80,7 +82,7 @@ class Worker:
 
     def _made_ready(self, keeps_graphs: bool, make_segment: Callable[..., Segment]) -> Tools:
         """Every exchange and every segment, prepared once."""
-        owned: dict[str, Any] = {**self.weights, **self.buffers, DEVICE.name: self.device}
+        owned: dict[str, Any] = {**self.weights, **self.buffers, **self.constants, DEVICE.name: self.device}
         exchanges = [item for item in self.program.forward if isinstance(item, Exchange)]
         found = carriers(exchanges, self.world, self.device, self._outbox)
         segments = {

@@ -30,7 +30,10 @@ def replay(study: Study, model: nn.Module, loss: Loss, recipe: Recipe, feed: Fee
     if study.mode == "synchronous":
         raise PlanError("A synchronous study needs no replay: train in one process (engines.oracle.one_process).")
     own = without_updates(recipe) if study.mode == "server" else recipe
-    replicas = [OneProcess(model, loss, own.optimiser, dtype, seed, count, own.rules) for seed in seeds]
+    replicas = [
+        OneProcess(model, loss, own.optimiser, dtype, seed, count, own.rules, whole_loss=recipe.has_whole_loss)
+        for seed in seeds
+    ]
     return [_served(study, replicas, recipe, feed)] if study.mode == "server" else _peers(study, replicas, feed)
 
 

@@ -24,6 +24,7 @@ from engines.comm.world import World
 from engines.errors import LossError, PlanError
 from engines.layer.graph import plain_name
 from engines.layout import Layout
+from engines.loss.counting import Counting
 from engines.offload.lane import ShelvedLane
 from engines.offload.shelf import Shelf
 from engines.offload.store import Store
@@ -59,6 +60,11 @@ class StreamedTraining:
         self.store = Store(folder)
         self._relay = Relay(len(self.programs))
         stays, reads_files = [*self.weights.values(), *self.buffers.values()], self.device.type == "cpu"
+        owned = {**self.weights, **self.buffers}
+        self._countings = [
+            Counting(recipe.graph, recipe.plan, program, world, owned, self.device)
+            for program, world in zip(self.programs, self._relay.worlds, strict=True)
+        ]
         self._shelves = [Shelf(self.store, stays, reads_files) for _ in self.programs]
         self.workers = [
             self._worker(program, world, shelf, trained if program.rank == leaders[-1] else ())
@@ -73,7 +79,7 @@ class StreamedTraining:
         worker = Worker(
             program, world, self.weights, self.buffers, recipe.optimiser(moved) if moved else None, self.device,
             recipe.seed, recipe.rules if moved else None,
-            make_lane=partial(ShelvedLane, shelf=shelf),
+            make_lane=partial(ShelvedLane, shelf=shelf), constants=self._countings[program.rank].values,
         )  # fmt: skip
         self._relay.enter(
             program.rank,
@@ -107,7 +113,9 @@ class StreamedTraining:
 
     def _pass(self, worker: Worker, feed: Callable[[int], Inputs]) -> None:
         """Forward and back, all micro-batches of one tile."""
-        worker.restart(self._owned(feed(worker.program.rank)))
+        inputs = self._owned(feed(worker.program.rank))
+        self._countings[worker.program.rank].count(inputs)
+        worker.restart(inputs)
         while not (worker.done or isinstance(worker.program.steps[worker.position].instruction, Update)):
             worker.step()
         worker.leave()

@@ -3,6 +3,7 @@
 from engines.spatial.entries import (
     axes,
     convolution,
+    counted,
     extremes,
     normalisation,
     norms,
@@ -20,6 +21,7 @@ from engines.spatial.entries import (
 __all__ = [
     "axes",
     "convolution",
+    "counted",
     "extremes",
     "normalisation",
     "norms",
