@@ -72,9 +72,18 @@ class LossError(RankError):
     """The loss is not a finite number; no weight was changed."""
 
     @classmethod
-    def of(cls, loss: float) -> LossError:
-        """What is said of this loss."""
-        return cls(
-            f"The loss is {loss}. No weight was changed. Lower the learning rate, or look for values in the images or "
-            "labels that are not finite."
-        )
+    def of(cls, loss: float, micro_batch: int, micro_batches: int, cause: str) -> LossError:
+        """What is said of the loss of one of the micro-batches of a step, and of its cause."""
+        which = f" of micro-batch {micro_batch} (of {micro_batches})" if micro_batches > 1 else ""
+        return cls(f"The loss{which} is {loss}. {_UNCHANGED} {cause}")
+
+    def because(self, cause: str) -> LossError:
+        """The same error with another cause, which more ranks have found."""
+        head, _, _ = str(self).partition(_UNCHANGED)
+        found = LossError(f"{head}{_UNCHANGED} {cause}", self.rank, self.remote_traceback)
+        for note in getattr(self, "__notes__", ()):
+            found.add_note(note)
+        return found
+
+
+_UNCHANGED = "No weight was changed."

@@ -15,6 +15,7 @@ from engines.images.feed import Feed, Feeding
 from engines.images.labelled import LabelledImages
 from engines.images.own import OwnPart
 from engines.layer.graph import TensorSpec
+from engines.loss.classes import are_judged
 from engines.metrics import Counts, Scores, added, count
 from engines.program.worker import Inputs
 from engines.report import Epoch, LeftOut, Told
@@ -116,7 +117,8 @@ def stepped(training: RankTraining, parts: Inputs, images: int) -> tuple[StepRep
 
 def heard(training: RankTraining, parts: Inputs, images: int, seconds: float) -> tuple[StepReport, Heard]:
     """What this rank tells of a step that is done, and what it knows of it."""
-    counts = added(_counted(training, number, part["labels"]) for number, part in parts.items() if "labels" in part)
+    judged = parts.items() if are_judged(training.graph) else ()
+    counts = added(_counted(training, number, part["labels"]) for number, part in judged if "labels" in part)
     return training.report, Heard(images, seconds, training.report.losses, counts)
 
 

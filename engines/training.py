@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +19,8 @@ from engines.comm.world import World
 from engines.errors import LossError, PlanError, TraceError
 from engines.layer.graph import ModelGraph, TensorSpec
 from engines.layer.names import OWNERS, StateNames, state_names
+from engines.loss.causes import Cause, causes
+from engines.loss.causes import said as said_causes
 from engines.loss.counting import Counting
 from engines.offload.lane import OffloadedLane
 from engines.offload.shelf import Shelf
@@ -51,6 +54,8 @@ __all__ = [
 ]
 
 Optimiser = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+_RECENT = 5  # the losses of so many steps are remembered, to tell whether they grew
 
 sgd: Optimiser = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
@@ -233,6 +238,7 @@ class RankTraining:
             constants=self.counting.values,
         )  # fmt: skip
         self.worker.words = said(recipe.graph, recipe.plan, program)
+        self.recent: deque[float] = deque(maxlen=_RECENT)
 
     def _offloaded(self) -> Callable[..., Lane]:
         """What makes lanes whose activations lie in a file of this rank's own. Raises RankError where there is none."""
@@ -277,6 +283,8 @@ class RankTraining:
     def start(self, inputs: Inputs) -> None:
         """Go to the start of a step, gradients forgotten; collective."""
         use_threads(self.threads)
+        if self.worker.done and (loss := self.worker.loss) is not None:
+            self.recent.append(loss)
         self.worker.connect()
         for weight in self.weights.values():
             weight.grad = None
@@ -291,7 +299,12 @@ class RankTraining:
         step = self.program.steps[self.worker.position - 1]
         made = getattr(step.instruction, "outputs", ()) if step.phase is Phase.FORWARD else ()
         if self.graph.loss in made and not math.isfinite(loss := self.worker.losses[step.micro_batch]):
-            raise LossError.of(loss)
+            cause = said_causes({self.program.rank: self.causes(step.micro_batch)})
+            raise LossError.of(loss, step.micro_batch, self.program.micro_batches, cause)
+
+    def causes(self, micro_batch: int | None = None) -> list[Cause]:
+        """What this rank finds that makes a loss not a number: of one micro-batch, or of all that it has."""
+        return causes(self.graph, self.worker, self.counting, tuple(self.recent), micro_batch)
 
     def cut(self, inputs: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
         """This rank's parts of the whole inputs of a step."""

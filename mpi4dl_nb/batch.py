@@ -8,21 +8,20 @@ import torch
 from torch import Tensor
 
 from engines.errors import ImageError
-from engines.layer.graph import TensorSpec
-from engines.training import Loss, Recipe
+from engines.loss.classes import class_numbers
+from engines.training import Recipe
 
 __all__ = ["checked"]
 
 
-def checked(recipe: Recipe, loss: Loss, images: Any, labels: Any) -> dict[str, Tensor]:
+def checked(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]:
     """Images and labels as tensors of the recipe's types.
 
-    Raises ImageError for another shape, fractions in place of numbers, or a label beyond the model's classes.
+    Raises ImageError for another shape, fractions in place of numbers, or a label that the loss has no class for.
     """
     given = {"images": images, "labels": labels}
     whole = {name: _tensor(name, each, recipe) for name, each in given.items()}
-    ignored = getattr(loss, "ignore_index", -100)
-    _check_classes(whole["labels"], recipe.graph.specs[recipe.graph.prediction], ignored)
+    _check_classes(recipe, whole["labels"])
     return whole
 
 
@@ -42,14 +41,17 @@ def _tensor(name: str, given: Any, recipe: Recipe) -> Tensor:
     return tensor.detach().to(getattr(torch, spec.dtype))
 
 
-def _check_classes(labels: Tensor, prediction: TensorSpec, ignored: int) -> None:
-    """Class numbers beyond the model's answers would fail in a rank."""
-    if labels.is_floating_point() or len(prediction.shape) < 2:
-        return
-    classes = prediction.shape[1]
-    wrong = labels[((labels < 0) | (labels >= classes)) & (labels != ignored)]
-    if wrong.numel():
-        raise ImageError(
-            f"A label is {int(wrong.max())}, but the model answers for {classes} classes (0 to {classes - 1}). "
-            "Change the labels, or the model's num_classes."
-        )
+def _check_classes(recipe: Recipe, labels: Tensor) -> None:
+    """Class numbers beyond those of the loss would fail in a rank."""
+    for numbers in class_numbers(recipe.graph):
+        wrong = numbers.wrong(labels)
+        if wrong.numel():
+            raise ImageError(
+                f"A label is {int(wrong.max())}, but the loss takes numbers of {numbers.classes} classes (0 to "
+                f"{numbers.classes - 1}){_but(numbers.ignored)}. Change the labels, the loss's ignore_index, or the "
+                "model's num_classes."
+            )
+
+
+def _but(ignored: int | None) -> str:
+    return "" if ignored is None else f" and ignores {ignored}"

@@ -17,6 +17,7 @@ from engines.errors import ImageError, PlanError, RankError
 from engines.images.feed import Feeding
 from engines.images.labelled import LabelledImages
 from engines.layer.graph import ModelGraph, TensorSpec
+from engines.loss.classes import class_numbers
 from engines.metrics import Scores
 from engines.report import Told
 from engines.train import Heard, RankCourse, told
@@ -136,7 +137,8 @@ class ImageCourse:
 
     def step(self) -> Told | None:
         """One step on all ranks."""
-        answers = self.training.cluster.call(_go_on, self.training.name, self.training.steps)
+        with self.training.explained():
+            answers = self.training.cluster.call(_go_on, self.training.name, self.training.steps)
         self.bad = (*self._known, *(text for text in answers[0].bad if text not in self._known))
         self.place, self.updates = answers[0].state, answers[0].updates
         self.training.feed_state = self.place
@@ -160,11 +162,11 @@ class ImageCourse:
 
 
 def check_classes(images: LabelledImages, graph: ModelGraph) -> None:
-    """What ranks would fail over. Raises ImageError."""
-    answers = graph.specs[graph.prediction].shape
-    if len(answers) > 1 and 1 < answers[1] < images.classes:
+    """Raises ImageError where the loss takes the labels for class numbers, and there are more classes than it knows."""
+    few = min((numbers.classes for numbers in class_numbers(graph)), default=images.classes)
+    if few < images.classes:
         raise ImageError(
-            f"The images have {images.classes} classes, but the model answers for {answers[1]}. "
+            f"The images have {images.classes} classes, but the loss takes numbers of {few}. "
             "Change the model's num_classes."
         )
 

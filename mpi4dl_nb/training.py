@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
 from os import PathLike
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from engines.bench.verify import STEPS, batches, comparable, verdict
 from engines.checkpoint.load import check
 from engines.checkpoint.save import KEEP
-from engines.errors import ImageError, PlanError
+from engines.errors import ImageError, LossError, PlanError, RankError
 from engines.evaluation import plain_state
 from engines.facts import facts_table
 from engines.images.feed import Feeding
@@ -25,6 +25,7 @@ from engines.images.labelled import LabelledImages
 from engines.inference.sweep import Swept
 from engines.layer.graph import TensorSpec
 from engines.layout import check_fits
+from engines.loss.causes import said
 from engines.metrics import Scores
 from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
@@ -127,9 +128,23 @@ class Training:
         """One training step on a batch, as `step` does; what each rank knows of it."""
         whole = self._checked(images, labels)
         parts = [(cut_inputs(program, whole),) for program in self.programs]
-        answers = self.cluster.call(on_ranks.step, self.name, len(whole["images"]), self.steps, per_rank=parts)
+        with self.explained():
+            answers = self.cluster.call(on_ranks.step, self.name, len(whole["images"]), self.steps, per_rank=parts)
         self.heard([report for report, _ in answers])
         return [heard for _, heard in answers]
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Within it a LossError is raised with what all ranks find in their images, labels and weights."""
+        try:
+            yield
+        except LossError as error:
+            words = ""
+            with suppress(RankError):
+                words = said(dict(enumerate(self.cluster.call(on_ranks.causes, self.name))))
+            if words:
+                raise error.because(words) from None
+            raise
 
     def stepping(self, images: Any, labels: Any) -> Stepping:
         """One training step on a batch, walked: `for event in training.stepping(images, labels): ...`.
@@ -218,10 +233,7 @@ class Training:
         """
         start_s = time.perf_counter()
         recipe = comparable(self._prepare(replace(self.plan, precision=precision)))
-        if data is None:
-            whole = batches(recipe, seed)
-        else:
-            whole = [checked(recipe, self.loss, *batch) for batch in islice(data, STEPS)]
+        whole = batches(recipe, seed) if data is None else [checked(recipe, *batch) for batch in islice(data, STEPS)]
         if not whole:
             raise ImageError("verify was given no batch. Give it at least one, or leave data out.")
         work = [
@@ -317,7 +329,7 @@ class Training:
         self.cluster.call(on_ranks.drop, self.name)
 
     def _checked(self, images: Any, labels: Any) -> dict[str, Tensor]:
-        return checked(self.recipe, self.loss, images, labels)
+        return checked(self.recipe, images, labels)
 
     def __repr__(self) -> str:
         spec = self.recipe.step_specs["images"]

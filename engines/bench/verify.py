@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from engines.comm.world import World
 from engines.layer.graph import TensorSpec
+from engines.loss.classes import classes_drawn
 from engines.oracle import Record, compare, one_process, plain
 from engines.program.worker import Inputs
 from engines.training import Loss, RankTraining, Recipe
@@ -29,8 +30,7 @@ TIMES = 4
 def batches(recipe: Recipe, seed: int, steps: int = STEPS, classes: int | None = None) -> list[dict[str, Tensor]]:
     """Whole random batches, the same for a seed on every rank."""
     random = torch.Generator().manual_seed(seed)
-    graph = recipe.graph
-    classes = classes or graph.specs[graph.prediction].shape[1]
+    classes = classes or classes_drawn(recipe.graph)
     return [{name: _draw(spec, classes, random) for name, spec in recipe.step_specs.items()} for _ in range(steps)]
 
 

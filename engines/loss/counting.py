@@ -32,7 +32,7 @@ class Counting:
     """What one rank knows of the labels of all micro-batches: `values` by name, which the loss reads.
 
     They are ready when `count` has come back, the same on every rank of the last stage. `program` is that of the rank
-    in the training; `owned` are its weights and buffers.
+    in the training; `owned` are its weights and buffers. `sharers` ranks have a part each of a micro-batch's labels.
     """
 
     def __init__(
@@ -45,6 +45,9 @@ class Counting:
             for total in graph.totals
         }
         self.group = Layout.of(plan).ranks_of([plan.split_size - 1])
+        feeds = [way.feeds["labels"] for way in program.ways.values() if "labels" in way.feeds]
+        spread = any(feed.axes or (feed.tile and feed.tile.images) for feed in feeds)
+        self.sharers = len(Layout.of(plan).stages[-1].ranks) if spread else 1
         self.worker = None
         if graph.totals and world.rank in self.group:
             own = counting_program(graph, plan, program)

@@ -24,6 +24,7 @@ from engines.comm.world import World
 from engines.errors import LossError, PlanError
 from engines.layer.graph import plain_name
 from engines.layout import Layout
+from engines.loss.causes import causes, said
 from engines.loss.counting import Counting
 from engines.offload.lane import ShelvedLane
 from engines.offload.shelf import Shelf
@@ -100,9 +101,9 @@ class StreamedTraining:
         try:
             self._relay.run([partial(self._pass, worker, feed) for worker in self.workers])
             losses = self._leaders[-1].losses
-            for loss in losses.values():
+            for number, loss in losses.items():
                 if not math.isfinite(loss):
-                    raise LossError.of(loss)
+                    raise LossError.of(loss, number, self.recipe.plan.micro_batches, self._cause(number))
             for worker in self._leaders:
                 while not worker.done:
                     worker.step()
@@ -110,6 +111,14 @@ class StreamedTraining:
             torch.set_num_threads(before)
             self._let_go()
         return losses
+
+    def _cause(self, micro_batch: int) -> str:
+        """Why a loss is not a number, from what all tiles have."""
+        pairs = zip(self.workers, self._countings, strict=True)
+        graph, last = self.recipe.graph, self._leaders[-1]
+        found = {worker.program.rank: causes(graph, worker, own, ()) for worker, own in pairs}
+        rank = last.program.rank
+        return said(found) or said({rank: causes(graph, last, self._countings[rank], (), micro_batch)})
 
     def _pass(self, worker: Worker, feed: Callable[[int], Inputs]) -> None:
         """Forward and back, all micro-batches of one tile."""

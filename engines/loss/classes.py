@@ -1,0 +1,87 @@
+"""Which numbers the labels may be, as the traced loss has it: class numbers, or whatever a loss takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engines.layer.graph import ModelGraph, Node, Ref
+from engines.loss.analysis import CLASS_LOSSES
+
+__all__ = ["ClassNumbers", "are_judged", "class_numbers", "classes_drawn"]
+
+_PASSING = (
+    "view", "reshape", "_unsafe_view", "flatten", "squeeze", "unsqueeze", "select", "slice", "permute", "transpose",
+    "to", "_to_copy", "alias", "clone", "contiguous", "detach", "long", "lift_fresh_copy",
+)  # fmt: skip
+_REGRESSIONS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss")
+
+
+@dataclass(frozen=True, slots=True)
+class ClassNumbers:
+    """A loss that takes the labels as they are for numbers of so many classes, but for the one that it ignores."""
+
+    classes: int
+    ignored: int | None = None
+
+    def wrong(self, labels: Tensor) -> Tensor:
+        """Those of the labels that this loss cannot take."""
+        beyond = (labels < 0) | (labels >= self.classes)
+        return labels[beyond if self.ignored is None else beyond & (labels != self.ignored)]
+
+    def valid(self, labels: Tensor) -> Tensor:
+        """Whether each label counts."""
+        return labels != self.ignored
+
+
+def class_numbers(graph: ModelGraph) -> tuple[ClassNumbers, ...]:
+    """Every use of the labels as class numbers in the loss; none where it takes them for something else.
+
+    Labels that were computed with before, such as `torch.where(labels == 255, 0, labels)`, are the loss's own matter.
+    """
+    return tuple(dict.fromkeys(_found(graph)))
+
+
+def _found(graph: ModelGraph) -> Iterator[ClassNumbers]:
+    direct = _direct(graph)
+    for node in graph.nodes:
+        name, a = _name(node), node.arguments
+        if name in CLASS_LOSSES and _read(node, "target") in direct:
+            shape = graph.specs[a["self"].name].shape
+            if not graph.specs[a["target"].name].is_floating:
+                yield ClassNumbers(shape[min(1, len(shape) - 1)], a["ignore_index"])
+        elif name == "one_hot" and _read(node, "self") in direct and a.get("num_classes", -1) > 0:
+            yield ClassNumbers(a["num_classes"])
+
+
+def _direct(graph: ModelGraph) -> set[str]:
+    """The labels, and all that is the same numbers in another shape or type."""
+    found = {"labels"}
+    for node in graph.nodes:
+        if _name(node) in _PASSING and node.reads and node.reads[0] in found:
+            found.add(node.name)
+    return found
+
+
+def _name(node: Node) -> str:
+    return node.operator.removeprefix("aten.").split(".")[0]
+
+
+def _read(node: Node, argument: str) -> str | None:
+    ref = node.arguments.get(argument)
+    return ref.name if isinstance(ref, Ref) else None
+
+
+def are_judged(graph: ModelGraph) -> bool:
+    """Whether predictions can be right or wrong: not where the labels are amounts, such as counts or distances."""
+    amounts = any(_name(node) in _REGRESSIONS for node in graph.nodes)
+    return bool(class_numbers(graph)) or not amounts
+
+
+def classes_drawn(graph: ModelGraph) -> int:
+    """From how many classes random labels may be drawn."""
+    known = [numbers.classes for numbers in class_numbers(graph)]
+    shape = graph.specs[graph.prediction].shape
+    return min(known) if known else max(2, shape[1] if len(shape) > 1 else 2)
