@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from engines.comm.device import choose_device
 from engines.layer.answers import joined_answers, prediction_of
 from engines.layer.trace import LOSS, MODEL, plain_name
+from engines.optimisers import make_optimiser
 from engines.program.update import SCALE, UpdateRules
 from engines.spatial.draws import SameDraws
 from engines.training import Loss, Optimiser, Recipe
@@ -77,8 +78,10 @@ class OneProcess:
         self.precision, self.dtype = dtype, torch.promote_types(dtype, torch.float32)
         self.model = copy.deepcopy(model).to(self.device, self.dtype)
         self.loss = copy.deepcopy(loss).to(self.device, self.dtype) if isinstance(loss, nn.Module) else loss
-        self.trained = list({id(p): p for p in self.weights.values() if p.requires_grad}.values())
-        self.optimiser = optimiser(self.trained) if self.trained else None
+        trains = any(weight.requires_grad for weight in self.weights.values())
+        made = make_optimiser(optimiser, self.weights) if trains else None
+        self.trained = [weight for weight in self.weights.values() if weight.requires_grad]
+        self.optimiser = made if self.trained else None
         self.scheduler = self.rules.scheduler(self.optimiser) if self.rules.scheduler and self.optimiser else None
         first = self.rules.loss_scale or SCALE
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=first, enabled=dtype is torch.float16)

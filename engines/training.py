@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from engines.comm.device import autocast_type, choose_device, held_bytes, memory_format, threads_of, use_threads
 from engines.comm.world import World
@@ -25,6 +23,8 @@ from engines.loss.counting import Counting
 from engines.offload.lane import OffloadedLane
 from engines.offload.shelf import Shelf
 from engines.offload.store import Store
+from engines.optimiser_trial import check_on_ranks, check_scheduler, frozen_by
+from engines.optimisers import Optimiser, ParameterSpec, make_on_rank, make_optimiser, specs_of
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
 from engines.program.compiled import Compiled, check_compiler
@@ -53,8 +53,6 @@ __all__ = [
     "traced",
 ]
 
-Optimiser = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-
 _RECENT = 5  # the losses of so many steps are remembered, to tell whether they grew
 
 sgd: Optimiser = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -66,7 +64,7 @@ class Recipe:
 
     `state` holds the weights and buffers that the rank needs, by the graph's names. The user's own
     entries and kernels come along in `additions`. `loss_scale` is what float16 begins with. `names` are those of the
-    plain model's `state_dict()`, and of the loss's.
+    plain model's `state_dict()`, and of the loss's. `parameters` are what `optimiser` is made of: all of both.
     """
 
     graph: ModelGraph
@@ -80,6 +78,12 @@ class Recipe:
     scheduler: Scheduler | None = None
     loss_scale: float = SCALE
     names: Mapping[str, StateNames] = field(default_factory=dict)
+    parameters: Sequence[ParameterSpec] = ()
+
+    def make_optimiser(self, weights: Mapping[str, Tensor]) -> torch.optim.Optimizer | None:
+        """What moves a rank's `weights` (by the graph's names); None where the loss has a gradient for none of them."""
+        trained = {name: weight for name, weight in weights.items() if name in self.graph.trainable}
+        return make_on_rank(self.optimiser, self.parameters, trained) if trained else None
 
     @property
     def step_specs(self) -> dict[str, TensorSpec]:
@@ -129,21 +133,39 @@ def prepare(
     `image_shape` is (N, C, H, W). Without `loss` it is cross-entropy, without `labels` they are class
     numbers: (N,) for a classifier, (N, H, W) where the model answers for each pixel.
     What the model draws follows from `torch.manual_seed`.
+    `optimiser` makes an optimiser of all parameters of the model and of its loss, in the order of `named_parameters()`:
+    of a list of them, or of (name, parameter) pairs where its first argument is called `named_parameters`. One that it
+    leaves out it must freeze, by `requires_grad_(False)`.
     `clip_norm` bounds the norm of all gradients of the model together, as `torch.nn.utils.clip_grad_norm_` does;
     `scheduler` is a function of the optimiser, such as `partial(torch.optim.lr_scheduler.StepLR, step_size=10)`, and
     steps once after each update. `graph` is what `traced` has found before. Raises TraceError, PlanError or ImageError.
     """
     loss = loss or nn.CrossEntropyLoss()
     graph = graph or traced(model, plan, image_shape, loss, labels, device)
-    compile_plan(graph, plan)
+    if clip_norm is not None and not clip_norm > 0:
+        raise PlanError(f"clip_norm={clip_norm!r} must be a positive number, or None for gradients of any norm.")
+    parameters = specs_of(model, loss, getattr(torch, plan.held_in), graph.weights)
+    graph = _without_gradient(graph, frozen_by(optimiser, parameters))
+    programs, state = compile_plan(graph, plan), state_of(model, loss, graph)
     if plan.compile_segments:
         check_compiler(autocast_type(device))
-    _check_rules(optimiser, clip_norm, scheduler)
+    if scheduler:
+        check_scheduler(scheduler, make_optimiser(optimiser, {spec.name: spec.stand_in() for spec in parameters}))
+    on_cpu = device in ("auto", "cpu") and autocast_type(device) == "cpu"
+    check_on_ranks(optimiser, parameters, state, [graph.trainable & set(p.weights) for p in programs], on_cpu)
     names = state_names(model, loss, {name for node in graph.nodes for name in node.reads})
     return Recipe(
-        graph, plan, optimiser, state_of(model, loss, graph), device, torch.initial_seed(), Additions.now(),
-        clip_norm, scheduler, names=names,
+        graph, plan, optimiser, state, device, torch.initial_seed(), Additions.now(), clip_norm, scheduler,
+        names=names, parameters=parameters,
     )  # fmt: skip
+
+
+def _without_gradient(graph: ModelGraph, frozen: frozenset[str]) -> ModelGraph:
+    """The graph, and that of a share of its images, with some weights frozen."""
+    if not frozen & graph.trainable:
+        return graph
+    share = graph.share and _without_gradient(graph.share, frozen)
+    return replace(graph, trainable=graph.trainable - frozen, share=share)
 
 
 def traced(
@@ -155,31 +177,6 @@ def traced(
     Of the plan it depends on `parts`, `local_dp` and `precision` alone.
     """
     return Traces(model, image_shape, loss, labels, device).graph(plan)
-
-
-def _check_rules(optimiser: Optimiser, clip_norm: float | None, scheduler: Scheduler | None) -> None:
-    if clip_norm is not None and not clip_norm > 0:
-        raise PlanError(f"clip_norm={clip_norm!r} must be a positive number, or None for gradients of any norm.")
-    made = _made("optimiser", lambda: optimiser([nn.Parameter(torch.zeros(1))]))
-    closure = inspect.signature(made.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise PlanError(
-            f"{type(made).__name__} computes the loss again as it steps and couples all weights, but a rank has only "
-            "those of its stage. Use an optimiser that works per parameter, such as SGD or AdamW."
-        )
-    paced = _made("scheduler", lambda: scheduler(made)) if scheduler else None
-    if paced is not None and (isinstance(paced, ReduceLROnPlateau) or not isinstance(paced, LRScheduler)):
-        raise PlanError(
-            f"scheduler makes a {type(paced).__name__}, but it is stepped once after each update, where nothing but "
-            "the number of steps is known. Use another one of torch.optim.lr_scheduler."
-        )
-
-
-def _made(what: str, make: Callable[[], Any]) -> Any:
-    try:
-        return make()
-    except Exception as error:
-        raise PlanError(f"The {what} cannot be made: {type(error).__name__}: {error}") from error
 
 
 def state_of(model: nn.Module, loss: Loss | None, graph: ModelGraph) -> dict[str, Tensor]:
@@ -219,7 +216,7 @@ class RankTraining:
         self.device = choose_device(recipe.device, world.rank)
         self.threads = threads_of(recipe.plan, world.rank)
         held_in = recipe.graph.inputs["images"].dtype
-        self.weights = {name: own_copy(recipe.state[name], held_in, self.device) for name in program.weights}
+        self.weights = {name: self._own_weight(name, held_in) for name in program.weights}
         self.buffers = {name: own_copy(recipe.state[name], held_in, self.device) for name in program.buffers}
         self.kept = {
             f"{prefix}{name}": tensor.clone()
@@ -229,7 +226,7 @@ class RankTraining:
         }
         owned = {**self.weights, **self.buffers}
         self.counting = Counting(recipe.graph, recipe.plan, program, world, owned, self.device)
-        optimiser = recipe.optimiser(trained) if (trained := self.trained) else None
+        optimiser = recipe.make_optimiser(self.weights)
         self.worker = Worker(
             program, world, self.weights, self.buffers, optimiser, self.device, recipe.seed, recipe.rules,
             keeps_graphs=not recipe.plan.checkpoint_activations,
@@ -245,10 +242,9 @@ class RankTraining:
         stays = [*self.weights.values(), *self.buffers.values()]
         return partial(OffloadedLane, shelf=Shelf(Store(), stays, reads_files=self.device.type == "cpu"))
 
-    @property
-    def trained(self) -> list[Tensor]:
-        """The weights that the optimiser moves, in its order."""
-        return [w.requires_grad_() for name, w in self.weights.items() if name in self.graph.trainable]
+    def _own_weight(self, name: str, held_in: str) -> nn.Parameter:
+        own = own_copy(self.recipe.state[name], held_in, self.device)
+        return nn.Parameter(own, requires_grad=name in self.graph.trainable)
 
     def step(self, inputs: Inputs) -> StepReport:
         """One training step on this rank's parts of the inputs.

@@ -38,5 +38,6 @@ def forecast(
     >>> foreseen.ranks, len(foreseen.memory), 0 < foreseen.seconds < 1
     (5, 5, True)
     """
-    graph = Sizes.of(model, loss).graph(plan, image_shape)
-    return predicted.forecast(graph, plan, given(machine), optimiser_states(optimiser))
+    sizes = Sizes.of(model, loss)
+    states = optimiser_states(optimiser, sizes.model, sizes.loss)
+    return predicted.forecast(sizes.graph(plan, image_shape), plan, given(machine), states)

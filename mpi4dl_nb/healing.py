@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.errors import PlanError, RankError
+from engines.optimiser_trial import count_states
 from engines.plan import Plan
 from engines.predict.search import plans, search
 from engines.report import Healed, Told
 from mpi4dl_nb.cluster import HELP
 from mpi4dl_nb.courses import BatchCourse, ImageCourse
-from mpi4dl_nb.tuning import optimiser_states
 
 if TYPE_CHECKING:
     from engines.host import Host
@@ -130,6 +130,6 @@ def plan_for(training: Training, ranks: int) -> Plan:
             f"No plan for {ranks} ranks has {now.batches} batches and {now.micro_batches} micro-batches in a step, as "
             f"this training has. Use on_failure='heal', or make a new Training for {ranks} ranks and load a checkpoint."
         )
-    states = optimiser_states(training.recipe.optimiser)
+    states = count_states(training.recipe.optimiser, training.recipe.parameters)
     machine = training.cluster.calibrate()
     return search(ranks, batch, training.traces.graph, machine, optimiser_states=states, asked=asked).fitting[0].plan

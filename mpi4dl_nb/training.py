@@ -27,6 +27,7 @@ from engines.layer.graph import TensorSpec
 from engines.layout import check_fits
 from engines.loss.causes import said
 from engines.metrics import Scores
+from engines.optimiser_trial import count_states
 from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
 from engines.program.compile import compile_plan
@@ -48,7 +49,6 @@ from mpi4dl_nb.judging import Judge
 from mpi4dl_nb.names import public_names
 from mpi4dl_nb.prediction import drop, is_batch, predict_batch, predict_picture
 from mpi4dl_nb.stepping import Stepping
-from mpi4dl_nb.tuning import optimiser_states
 
 if TYPE_CHECKING:
     from mpi4dl_nb.cluster import Cluster
@@ -271,7 +271,7 @@ class Training:
 
         Its `timeline` can be drawn beside that of a step: `show_timeline(measured, plan, forecast.timeline)`.
         """
-        states = optimiser_states(self.recipe.optimiser)
+        states = count_states(self.recipe.optimiser, self.recipe.parameters)
         return forecast(self.recipe.graph, self.plan, self.cluster.calibrate(), states)
 
     def memory(self, rank: int | None = None) -> Drawing:
@@ -279,7 +279,7 @@ class Training:
 
         A rank's limit is drawn where the cluster was calibrated. Raises PlanError where there is no such rank.
         """
-        states, machine = optimiser_states(self.recipe.optimiser), self.cluster.machine
+        states, machine = count_states(self.recipe.optimiser, self.recipe.parameters), self.cluster.machine
         return show_memory(self.plan, self.recipe.graph, machine=machine, rank=rank, optimiser_states=states)
 
     def timeline(self) -> StepTimeline:

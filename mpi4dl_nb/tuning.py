@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm.auto import tqdm
 
 from engines.errors import PlanError
 from engines.layer.graph import ModelGraph, TensorSpec
+from engines.optimiser_trial import count_states
+from engines.optimisers import specs_of
 from engines.plan import Plan
 from engines.predict.explain import Explanation, explain
 from engines.predict.forecast import Forecast, pace
@@ -140,7 +142,7 @@ class Tuning:
         machine = self.cluster.calibrate()
         if rank_bytes is None:
             rank_bytes = machine.rank_bytes(self.cluster.n)
-        states = optimiser_states(self.optimiser)
+        states = optimiser_states(self.optimiser, self.model, self.loss)
         found = search(
             self.cluster.n, self.image_shape[0], self.graph_of, machine, rank_bytes, states, seen,
             neutral_batch=neutral_batch,
@@ -230,17 +232,13 @@ def ordered(candidates: Iterable[Candidate], neutral_batch: int | None = None) -
     return tuple(sorted(candidates, key=rank))
 
 
-def optimiser_states(optimiser: Optimiser) -> int:
-    """How many numbers an optimiser keeps for each weight after a step.
+def optimiser_states(optimiser: Optimiser, model: nn.Module, loss: object = None) -> int:
+    """How many numbers an optimiser keeps for each weight of a model and its loss after a step. Raises PlanError.
 
-    >>> optimiser_states(sgd)
+    >>> optimiser_states(sgd, nn.Conv2d(3, 8, 3))
     1
     """
-    weight = nn.Parameter(torch.zeros(16))
-    made = optimiser([weight])
-    weight.grad = torch.ones(16)
-    made.step()
-    return sum(value.numel() for value in made.state[weight].values() if isinstance(value, Tensor)) // 16
+    return count_states(optimiser, specs_of(model, loss, torch.float32))
 
 
 def exchanged(candidates: Iterable[Candidate], measured: Iterable[Candidate]) -> list[Candidate]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-import torch
-from torch import nn
-
 from engines.checkpoint.optimisers import kind_of
 from engines.checkpoint.stored import STATE, Checkpoint, tensors_of
 from engines.errors import CheckpointError
+from engines.optimisers import make_optimiser
 from engines.training import Recipe
 
 __all__ = ["check_fits_recipe", "check_shapes"]
@@ -79,7 +77,8 @@ def _check_trained(checkpoint: Checkpoint, trained: Collection[str]) -> None:
 
 def _check_kinds(checkpoint: Checkpoint, recipe: Recipe, trains: bool) -> None:
     """The kinds of optimiser and scheduler."""
-    optimiser = recipe.optimiser([nn.Parameter(torch.zeros(1))]) if trains else None
+    given = {spec.name: spec.stand_in() for spec in recipe.parameters}
+    optimiser = make_optimiser(recipe.optimiser, given) if trains else None
     paced = recipe.scheduler(optimiser) if recipe.scheduler and optimiser else None
     for what, made in (("optimiser", optimiser), ("scheduler", paced)):
         with checkpoint.reading():

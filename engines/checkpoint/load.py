@@ -83,8 +83,7 @@ def _tensors(checkpoint: Checkpoint, training: RankTraining) -> dict[str, Tensor
 
 def _descent(checkpoint: Checkpoint, training: RankTraining) -> Descent:
     """A fresh optimiser and scheduler, in the state that they were in."""
-    trained = training.trained
-    optimiser = training.recipe.optimiser(trained) if trained else None
+    optimiser = training.recipe.make_optimiser(training.weights)
     descent = Descent(training.weights, optimiser, training.recipe.rules)
     if optimiser:
         names = {id(weight): name for name, weight in training.weights.items()}

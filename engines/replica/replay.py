@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.errors import PlanError
+from engines.layer.graph import plain_name
 from engines.oracle import OneProcess
 from engines.replica.peers import move
 from engines.replica.replica import Feed, flat, without_updates
@@ -34,21 +35,26 @@ def replay(study: Study, model: nn.Module, loss: Loss, recipe: Recipe, feed: Fee
         OneProcess(model, loss, own.optimiser, dtype, seed, count, own.rules, whole_loss=recipe.has_whole_loss)
         for seed in seeds
     ]
-    return [_served(study, replicas, recipe, feed)] if study.mode == "server" else _peers(study, replicas, feed)
+    ends = [_served(study, replicas, recipe, feed)] if study.mode == "server" else _peers(study, replicas, recipe, feed)
+    return [{plain_name(name): weight for name, weight in end.items()} for end in ends]
 
 
-def _weights(process: OneProcess) -> dict[str, Tensor]:
-    return {name: p for name, p in process.model.named_parameters() if p.requires_grad}
+def _trained(process: OneProcess, recipe: Recipe) -> dict[str, Tensor]:
+    """The weights of one process that ranks train, by the graph's names."""
+    named = process.weights
+    return {spec.key: named[spec.name] for spec in recipe.parameters if spec.key in recipe.graph.trainable}
 
 
 def _served(study: Study, replicas: Sequence[OneProcess], recipe: Recipe, feed: Feed) -> dict[str, Tensor]:
-    keeper = Keeper(_copied(_weights(replicas[0])), recipe, study.asynchrony.staleness_aware)
+    keeper = Keeper(_copied(_trained(replicas[0], recipe)), recipe, study.asynchrony.staleness_aware)
     versions = [_copied(keeper.weights)]
     for deed in study.deeds:
         replica = replicas[deed.replica]
-        _load(_weights(replica), versions[deed.read])
+        weights = _trained(replica, recipe)
+        _load(weights, versions[deed.read])
         replica.step(feed(deed.subject))
-        keeper.apply(replica.gradients, staleness=len(versions) - 1 - deed.read)
+        gradients = {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
+        keeper.apply(gradients, staleness=len(versions) - 1 - deed.read)
         versions.append(_copied(keeper.weights))
     return versions[-1]
 
@@ -89,21 +95,17 @@ class _Post:
             move(weights, *self.answers.pop((deed.replica, deed.subject)))
 
 
-def _peers(study: Study, replicas: Sequence[OneProcess], feed: Feed) -> list[dict[str, Tensor]]:
+def _peers(study: Study, replicas: Sequence[OneProcess], recipe: Recipe, feed: Feed) -> list[dict[str, Tensor]]:
     """Each peer's deeds in their order, once what they wait for is there."""
-    post = _Post()
+    post, trained = _Post(), [_trained(process, recipe) for process in replicas]
     queues = [deque(deed for deed in study.deeds if deed.replica == number) for number in range(len(replicas))]
     while any(queues):
         ready = next((queue for queue in queues if queue and post.has(queue[0])), None)
         if ready is None:
             raise PlanError("The study's deeds wait for each other: it is not whole. Take it from train_replicas.")
         deed = ready.popleft()
-        _do(deed, replicas[deed.replica], post, feed)
-    return [_copied(_weights(process)) for process in replicas]
-
-
-def _do(deed: Deed, process: OneProcess, post: _Post, feed: Feed) -> None:
-    if deed.kind == "step":
-        process.step(feed(deed.subject))
-    else:
-        post.do(deed, list(_weights(process).values()))
+        if deed.kind == "step":
+            replicas[deed.replica].step(feed(deed.subject))
+        else:
+            post.do(deed, list(trained[deed.replica].values()))
+    return [_copied(weights) for weights in trained]

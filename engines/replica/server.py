@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engines.comm.world import Message, Pending, World
+from engines.optimisers import make_on_rank
 from engines.program.outbox import Outbox
 from engines.program.update import Descent
 from engines.replica.asynchrony import Asynchrony
@@ -39,15 +40,18 @@ class Keeper:
     """
 
     def __init__(self, weights: Mapping[str, Tensor], recipe: Recipe, aware: bool) -> None:
+        """`weights` are all that are trained, by the graph's names."""
+        for weight in weights.values():
+            weight.requires_grad_()
         self.weights, self.divisor = weights, 1
-        optimiser = recipe.optimiser([weight.requires_grad_() for weight in weights.values()])
+        optimiser = make_on_rank(recipe.optimiser, recipe.parameters, weights)
         self.descent = Descent(weights, optimiser, recipe.rules)
         if aware:
             optimiser.register_step_pre_hook(lambda *_: self._slow_down(optimiser))
             optimiser.register_step_post_hook(lambda *_: self._speed_up(optimiser))
 
     def apply(self, gradients: Mapping[str, Tensor], staleness: int) -> None:
-        """One update. `gradients` are by the names of the weights."""
+        """One update. `gradients` are by the graph's names."""
         for name, gradient in gradients.items():
             self.weights[name].grad = gradient
         self.divisor = max(1, staleness)

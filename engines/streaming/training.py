@@ -56,7 +56,8 @@ class StreamedTraining:
         self.device = choose_device(recipe.device, rank=0)
         held_in, state = recipe.graph.inputs["images"].dtype, recipe.state
         self.weights = {name: own_copy(state[name], held_in, self.device) for name in recipe.graph.weights}
-        trained = [w.requires_grad_() for name, w in self.weights.items() if name in recipe.graph.trainable]
+        for name in recipe.graph.trainable & self.weights.keys():
+            self.weights[name].requires_grad_()
         self.buffers = {name: own_copy(state[name], held_in, self.device) for name in recipe.graph.buffers}
         self.store = Store(folder)
         self._relay = Relay(len(self.programs))
@@ -68,18 +69,18 @@ class StreamedTraining:
         ]
         self._shelves = [Shelf(self.store, stays, reads_files) for _ in self.programs]
         self.workers = [
-            self._worker(program, world, shelf, trained if program.rank == leaders[-1] else ())
+            self._worker(program, world, shelf, program.rank == leaders[-1])
             for program, world, shelf in zip(self.programs, self._relay.worlds, self._shelves, strict=True)
         ]
         self._leaders = [self.workers[rank] for rank in leaders]
 
-    def _worker(self, program: Program, world: World, shelf: Shelf, moved: Sequence[Tensor]) -> Worker:
+    def _worker(self, program: Program, world: World, shelf: Shelf, moves: bool) -> Worker:
         """That of one tile. Weights are moved where the gradient starts: only there it is known how it is scaled."""
         recipe = self.recipe
         stage = Layout.of(recipe.plan).roles[program.rank][0].stage
         worker = Worker(
-            program, world, self.weights, self.buffers, recipe.optimiser(moved) if moved else None, self.device,
-            recipe.seed, recipe.rules if moved else None,
+            program, world, self.weights, self.buffers, recipe.make_optimiser(self.weights) if moves else None,
+            self.device, recipe.seed, recipe.rules if moves else None,
             make_lane=partial(ShelvedLane, shelf=shelf), constants=self._countings[program.rank].values,
         )  # fmt: skip
         self._relay.enter(

@@ -1,0 +1,219 @@
+"""Whether the optimiser that a user's function makes does on ranks what it does in one process, tried beforehand.
+
+All is tried on the model's real shapes. Steps are tried on a few small weights only, in float64.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from engines.errors import PlanError
+from engines.optimisers import Optimiser, ParameterSpec, make_on_rank, make_optimiser, name_some
+from engines.program.update import Scheduler
+
+__all__ = ["check_on_ranks", "check_scheduler", "count_states", "frozen_by"]
+
+_STEPS = 3
+_OF_EACH_GROUP = 2  # weights with which steps are tried, of each rank and group: with two of them norms differ
+_LARGEST = 1 << 20  # elements of a weight with which steps are tried
+_COUNTED = 1 << 22  # elements of all weights on which states are counted
+_FAR = 1e-3  # of the way that a weight has gone: far more than rounding in float32
+
+
+def frozen_by(function: Optimiser, specs: Sequence[ParameterSpec]) -> frozenset[str]:
+    """The parameters that a function freezes as it makes the optimiser, by the ranks' names.
+
+    Raises PlanError where it makes none that can train the model: see `make_optimiser`; or one that wants a closure.
+    """
+    named = {spec.name: spec.stand_in() for spec in specs}
+    made = make_optimiser(function, named)
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise PlanError(
+            f"{type(made).__name__} computes the loss again as it steps and couples all weights, but a rank has only "
+            "those of its stage. Use an optimiser that works per parameter, such as SGD or AdamW."
+        )
+    return frozenset(spec.key for spec in specs if spec.requires_grad and not named[spec.name].requires_grad)
+
+
+def check_scheduler(scheduler: Scheduler, made: torch.optim.Optimizer) -> None:
+    """Raises PlanError where `scheduler` makes of an optimiser what cannot be stepped once after each update."""
+    try:
+        paced: Any = scheduler(made)
+    except Exception as error:
+        raise PlanError(f"The scheduler cannot be made: {type(error).__name__}: {error}") from error
+    if isinstance(paced, ReduceLROnPlateau) or not isinstance(paced, LRScheduler):
+        raise PlanError(
+            f"scheduler makes a {type(paced).__name__}, but it is stepped once after each update, where nothing but "
+            "the number of steps is known. Use another one of torch.optim.lr_scheduler."
+        )
+    if paced.optimizer is not made:
+        raise PlanError(
+            "scheduler paces another optimiser than the one that it is given, and the ranks' learning rates would not "
+            "move. Use the function's argument, as in partial(torch.optim.lr_scheduler.StepLR, step_size=10)."
+        )
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A function of the user's, the model's parameters, and their values at the start."""
+
+    function: Optimiser
+    specs: Sequence[ParameterSpec]
+    state: Mapping[str, Tensor]
+
+    def options(self, held: Collection[str]) -> dict[str, Mapping[str, Any]]:
+        """The options of the group of each weight in `held`, made as a rank with these weights makes it."""
+        weights = {
+            spec.key: nn.Parameter(self.state[spec.key].detach().to(spec.dtype), requires_grad=True)
+            for spec in self.specs
+            if spec.key in held
+        }
+        made, keys = make_on_rank(self.function, self.specs, weights), {id(w): key for key, w in weights.items()}
+        return {
+            keys[id(weight)]: {name: value for name, value in group.items() if name not in ("params", "param_names")}
+            for group in made.param_groups
+            for weight in group["params"]
+        }
+
+    def steps(self, held: Collection[str]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Where the weights in `held` are before and after some steps down random gradients, the same in each trial."""
+        specs = [replace(spec, dtype=torch.float64) if spec.dtype.is_floating_point else spec for spec in self.specs]
+        moved = [(number, spec) for number, spec in enumerate(specs) if spec.key in held]
+        weights = {spec.key: nn.Parameter(_random(spec, number, 1.0)) for number, spec in moved}
+        before = {key: weight.detach().clone() for key, weight in weights.items()}
+        made = make_on_rank(self.function, specs, weights)
+        for step in range(_STEPS):
+            for number, spec in moved:
+                size = 10.0 ** ((number + step) % 3 - 1)  # norms that change from step to step
+                weights[spec.key].grad = _random(spec, number + (1 + step) * len(specs), size)
+            _step(made)
+        return {key: (before[key], weight.detach()) for key, weight in weights.items()}
+
+    def few(self, holdings: Iterable[Collection[str]], options: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
+        """Some weights that all ranks and all groups have a part of: of each the smallest."""
+        small = sorted((spec for spec in self.specs if _size(spec) <= _LARGEST), key=_size)
+        chosen: set[str] = set()
+        for held in holdings:
+            taken: list[str] = []
+            for spec in small:
+                if spec.key in held and taken.count(group := repr(options[spec.key])) < _OF_EACH_GROUP:
+                    taken.append(group)
+                    chosen.add(spec.key)
+        return frozenset(chosen)
+
+
+def check_on_ranks(
+    function: Optimiser,
+    specs: Sequence[ParameterSpec],
+    state: Mapping[str, Tensor],
+    holdings: Sequence[Collection[str]],
+    must_step: bool = True,
+) -> None:
+    """Make and step the optimiser as each rank would, and hold that against one process.
+
+    `holdings` are the weights that each rank trains. Raises PlanError where a weight has other options on a rank
+    than in one process, where the weights' steps depend on each other across ranks, or are drawn at random.
+    `must_step`: whether an optimiser that cannot step on this machine is wrong; one for GPUs only may not.
+    """
+    trial, distinct = _Trial(function, specs, state), list(dict.fromkeys(map(frozenset, holdings)))
+    whole = trial.options(frozenset().union(*distinct))
+    for held in distinct:
+        _check_options(trial.options(held), whole)
+    few = trial.few(distinct, whole)
+    if not few:
+        return
+    with torch.random.fork_rng(devices=[]):
+        try:
+            together = trial.steps(few)
+        except PlanError:
+            if must_step:
+                raise
+            return
+        if len(holdings) > 1 and _differ(together, trial.steps(few)):
+            raise PlanError(
+                "The optimiser moves a weight otherwise when it steps again from the same start: it draws random "
+                "numbers, and ranks that hold the same weight would draw others. Use one that follows the gradients."
+            )
+        for held in distinct:
+            if far := _differ(together, trial.steps(few & held)):
+                names = name_some([spec.name for spec in specs if spec.key in far])
+                raise PlanError(
+                    f"The optimiser moves {names} otherwise where it has not all weights of the model, and a rank has "
+                    "only those of its stage. Use one that works per parameter, such as SGD or AdamW; the norm of all "
+                    "gradients is bounded by clip_norm."
+                )
+
+
+def count_states(function: Optimiser, specs: Sequence[ParameterSpec]) -> int:
+    """How many numbers the optimiser keeps for each weight after a step, rounded: momentum 1, Adam 2.
+
+    It is counted on weights of the model's shapes, of about four million elements together. Raises PlanError where
+    the optimiser cannot be made or cannot step.
+    """
+    frozen, weights, left = frozen_by(function, specs), {}, _COUNTED
+    for spec in sorted(specs, key=_size, reverse=True):
+        if spec.requires_grad and spec.key not in frozen and _size(spec) <= left:
+            weights[spec.key] = nn.Parameter(_random(spec, 0, 1.0))
+            weights[spec.key].grad, left = torch.ones(spec.shape, dtype=spec.dtype), left - _size(spec)
+    if not weights:
+        return 0
+    made = make_on_rank(function, specs, weights)
+    _step(made)
+    kept = (value for weight in weights.values() for value in made.state.get(weight, {}).values())
+    numbers = sum(value.numel() for value in kept if isinstance(value, Tensor) and value.dim())
+    return round(numbers / sum(weight.numel() for weight in weights.values()))
+
+
+def _check_options(rank: Mapping[str, Mapping[str, Any]], whole: Mapping[str, Mapping[str, Any]]) -> None:
+    for key, options in rank.items():
+        if other := [name for name, value in options.items() if not _same(value, whole[key].get(name))]:
+            raise PlanError(
+                f"The optimiser's function gives {key} {other[0]}={options[other[0]]!r} on a rank that has not all "
+                f"weights, and {other[0]}={whole[key].get(other[0])!r} in one process. Let it choose by the names, "
+                "positions or shapes of the parameters, not by their values, by chance, or by how often it was called."
+            )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return type(one) is type(other) and (one is other or one == other or repr(one) == repr(other))
+
+
+def _step(made: torch.optim.Optimizer) -> None:
+    try:
+        made.step()
+    except Exception as error:
+        raise PlanError(
+            f"The optimiser {type(made).__name__} cannot step: {type(error).__name__}: {error} (It was tried on the "
+            "CPU; for one that works on GPUs only, say device='cuda'.)"
+        ) from error
+
+
+def _differ(one: Mapping[str, tuple[Tensor, Tensor]], other: Mapping[str, tuple[Tensor, Tensor]]) -> frozenset[str]:
+    """The weights of `other` that have gone another way than those of `one`."""
+    return frozenset(
+        key
+        for key, (start, end) in other.items()
+        if not (end - one[key][1]).norm() <= _FAR * max((end - start).norm(), (one[key][1] - start).norm())
+    )
+
+
+def _random(spec: ParameterSpec, seed: int, size: float) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return (size * torch.randn(spec.shape, generator=random, dtype=torch.float64)).to(spec.dtype)
+
+
+def _size(spec: ParameterSpec) -> int:
+    size = 1
+    for count in spec.shape:
+        size *= count
+    return size

@@ -1,0 +1,175 @@
+"""The optimiser that a user's function makes. A rank gives it all parameters of the model, and keeps those it holds.
+
+So names, positions and shapes mean on a rank what they mean in one process. For a parameter that lies elsewhere a
+stand-in is given: of the same shape and type, but without memory of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.errors import PlanError
+from engines.layer.graph import plain_name
+from engines.layer.names import OWNERS
+
+__all__ = ["NAMED", "Optimiser", "ParameterSpec", "make_on_rank", "make_optimiser", "name_some", "specs_of"]
+
+Optimiser = Callable[[Any], torch.optim.Optimizer]
+"""From parameters to their optimiser; from (name, parameter) pairs where its first argument is called NAMED."""
+
+NAMED = "named_parameters"
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter of the plain model or of its loss: its name there, its name on ranks (`key`), and what it is."""
+
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def stand_in(self, device: torch.device | str = "cpu") -> nn.Parameter:
+        """A parameter of this shape, all of whose elements are one zero in memory."""
+        zero = torch.zeros((), dtype=self.dtype, device=device)
+        return nn.Parameter(zero.expand(self.shape), requires_grad=self.requires_grad)
+
+
+def specs_of(
+    model: nn.Module, loss: object, held_in: torch.dtype, used: Collection[str] = ()
+) -> tuple[ParameterSpec, ...]:
+    """All parameters, frozen ones too, in the order of `named_parameters()`: the model's, then the loss's.
+
+    Floating ones are of type `held_in`; `used` are the ranks' names of those that the traced graph reads. Raises
+    PlanError where the loss reads a parameter of the model.
+    """
+    found: dict[int, ParameterSpec] = {}
+    for prefix, owner in zip(OWNERS.values(), (model, loss), strict=True):
+        for name, weight in owner.named_parameters() if isinstance(owner, nn.Module) else ():
+            if id(weight) in found:
+                if prefix + name not in used:
+                    continue
+                raise PlanError(
+                    f"The loss holds the model's parameter {found[id(weight)].name} (as {name}), and ranks would train "
+                    "two copies of it. Compute what the loss needs of it in the model's forward, as one of its outputs."
+                )
+            dtype = held_in if weight.is_floating_point() else weight.dtype
+            key = prefix + name
+            found[id(weight)] = ParameterSpec(plain_name(key), key, tuple(weight.shape), dtype, weight.requires_grad)
+    return tuple(found.values())
+
+
+def make_optimiser(function: Optimiser, named: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+    """The optimiser that a user's function makes of all parameters of a model, `named` in the model's order.
+
+    The function freezes a parameter with `requires_grad_(False)`. Raises PlanError where it fails, where the
+    optimiser has a parameter that was not given, and where one that requires gradients is in none of its groups.
+    """
+    frozen = [name for name, weight in named.items() if not weight.requires_grad]
+    made = _called(function, named)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise PlanError(
+            f"optimiser makes a {type(made).__name__}, not a torch.optim.Optimizer. Give a function of parameters that "
+            "returns one, such as partial(torch.optim.SGD, lr=0.1)."
+        )
+    _check_groups(made, named)
+    if woken := [name for name in frozen if named[name].requires_grad]:
+        raise PlanError(
+            f"The optimiser's function sets requires_grad on {name_some(woken)}, which the model has frozen. Call "
+            "requires_grad_(True) on the model before it is given."
+        )
+    return made
+
+
+def make_on_rank(
+    function: Optimiser, specs: Sequence[ParameterSpec], weights: Mapping[str, Tensor]
+) -> torch.optim.Optimizer:
+    """The optimiser of a rank that holds `weights` (by the ranks' names), with every group of the whole model's one.
+
+    Groups without a weight of this rank are empty. Raises PlanError as `make_optimiser` does.
+    """
+    device = next((weight.device for weight in weights.values()), torch.device("cpu"))
+    named = {spec.name: weights[spec.key] if spec.key in weights else spec.stand_in(device) for spec in specs}
+    made = make_optimiser(function, named)
+    if lost := [name for name, weight in weights.items() if not weight.requires_grad]:
+        raise PlanError(
+            f"The optimiser's function has frozen {name_some(lost)} on a rank, but not before. Let it make the same "
+            "optimiser whenever it is called."
+        )
+    _keep(made, {id(weight) for weight in weights.values()})
+    return made
+
+
+def name_some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _called(function: Optimiser, named: Mapping[str, Tensor]) -> Any:
+    if not callable(function):
+        raise PlanError(
+            f"optimiser is a {type(function).__name__}, not a function. Ranks make it of their own weights: give a "
+            "function of parameters, such as partial(torch.optim.SGD, lr=0.1)."
+        )
+    pairs = _wants_names(function)
+    try:
+        return function(list(named.items()) if pairs else list(named.values()))
+    except PlanError:
+        raise
+    except Exception as error:
+        advice = "" if pairs else _advice(error)
+        raise PlanError(f"The optimiser cannot be made: {type(error).__name__}: {error}{advice}") from error
+
+
+def _advice(error: Exception) -> str:
+    """What helps a function that takes parameters apart as if they were pairs."""
+    if "unpack" not in str(error):
+        return ""
+    return f". It is given (name, parameter) pairs if its first argument is called {NAMED}."
+
+
+def _wants_names(function: Optimiser) -> bool:
+    try:
+        arguments = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some callables written in C have none
+        return False
+    return next(iter(arguments), None) == NAMED
+
+
+def _check_groups(made: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> None:
+    known = {id(weight) for weight in named.values()}
+    moved = [weight for group in made.param_groups for weight in group["params"]]
+    if foreign := [weight for weight in moved if id(weight) not in known]:
+        raise PlanError(
+            f"The optimiser has {len(foreign)} parameters that its function was not given, the first of shape "
+            f"{tuple(foreign[0].shape)}: they are not the weights that ranks train. Use the function's argument, as in "
+            "lambda params: torch.optim.SGD(params, lr=0.1), and not model.parameters()."
+        )
+    held = {id(weight) for weight in moved}
+    if missing := [name for name, weight in named.items() if weight.requires_grad and id(weight) not in held]:
+        raise PlanError(
+            f"The optimiser has no group for {len(missing)} of the {len(named)} parameters that its function was "
+            f"given: {name_some(missing)}. To freeze them call requires_grad_(False) on them, in the model or in the "
+            "function; otherwise put them into a group."
+        )
+
+
+def _keep(made: torch.optim.Optimizer, kept: Collection[int]) -> None:
+    """Take out of the optimiser all parameters but those with these ids; its groups stay, in their order."""
+    for group in made.param_groups:
+        mine = [id(weight) in kept for weight in group["params"]]
+        for key in group.keys() & {"params", "param_names"}:
+            group[key][:] = list(compress(group[key], mine))
+    for weight in [key for key in made.state if isinstance(key, Tensor) and id(key) not in kept]:
+        del made.state[weight]
