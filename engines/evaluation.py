@@ -14,14 +14,18 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from engines.comm.device import autocast_type
 from engines.comm.world import World
 from engines.errors import ImageError
 from engines.images.feed import said
 from engines.images.labelled import LabelledImages
 from engines.images.own import OwnPart, Piece
 from engines.inference.forward import Prediction, RankPrediction, joined, prepare_prediction
-from engines.layer.graph import TensorSpec
+from engines.layer.graph import LOSS, ModelGraph, TensorSpec
 from engines.layer.names import OWNERS, StateNames
+from engines.layer.trace import _on_meta, trace
+from engines.loss.classes import are_judged
+from engines.loss.weights import ImageWeights, mean_loss
 from engines.metrics import Counts, Scores, count
 from engines.program.compile import compile_plan
 from engines.program.program import Program
@@ -30,6 +34,8 @@ from engines.training import Loss, RankTraining, Recipe
 __all__ = ["Answer", "HeldOut", "RankEvaluation", "evaluate_on_ranks", "plain_state"]
 
 State = Mapping[str, Tensor]
+
+_INPUTS = ("images", "labels")
 
 
 @dataclass(frozen=True)
@@ -135,13 +141,29 @@ class HeldOut:
             raise ImageError(
                 f"None of the {len(self.images)} held-out images can be read, the first one: {next(iter(bad.values()))}"
             )
-        losses = [loss for told, _ in steps for loss in told]
+        pairs = [pair for told, _ in steps for pair in told]
         counts = sum((counts for _, counts in steps), Counts())
-        return Scores(sum(losses) / len(losses), counts, tuple(bad.values())) if losses else None
+        return Scores(mean_loss(*zip(*pairs, strict=True)), counts, tuple(bad.values())) if pairs else None
 
-    def _judged(self, ask: Ask, bad: dict[int, str], loss: Loss) -> Iterator[tuple[list[float], Counts]]:
-        """Step by step the loss of each image, and what is right; nothing where `ask` gives no answers."""
-        graph = self.forward.graph
+    @cached_property
+    def _weights(self) -> ImageWeights:
+        """How much each image counts in the mean loss."""
+        graph, plan = self.recipe.graph, self.recipe.plan
+
+        def traced(images: int) -> ModelGraph:
+            specs = (replace(graph.inputs[name], shape=(images, *graph.inputs[name].shape[1:])) for name in _INPUTS)
+            return trace(model, judge, *specs, plan.precision, autocast_type(self.recipe.device))
+
+        model = _on_meta(self.model).eval()
+        judge = _on_meta(self.loss).eval() if isinstance(self.loss, nn.Module) else self.loss
+        return ImageWeights.of(traced)
+
+    def _judged(self, ask: Ask, bad: dict[int, str], loss: Loss) -> Iterator[tuple[list[tuple[float, float]], Counts]]:
+        """Step by step each image's loss and weight, and what is right; nothing where `ask` gives no answers."""
+        graph, judged = self.forward.graph, are_judged(self.recipe.graph)
+        owned = dict(self.recipe.state)
+        if isinstance(loss, nn.Module):
+            owned |= {f"{LOSS}{name}": tensor for name, tensor in (*loss.named_buffers(), *loss.named_parameters())}
         for members, answers in self._steps(ask, bad):
             if not answers:
                 yield [], Counts()
@@ -150,7 +172,8 @@ class HeldOut:
             whole = joined(self.programs, [answer.parts for answer in answers], graph.specs[graph.prediction])[:members]
             whole = whole.to(torch.promote_types(whole.dtype, torch.float32))
             pairs = zip(whole.split(1), labels.split(1), strict=True)
-            yield [float(loss(scores, label)) for scores, label in pairs], count(whole, labels)
+            found = [(float(loss(scores, label)), self._weights.weight(label, owned)) for scores, label in pairs]
+            yield found, count(whole, labels) if judged else Counts()
 
     def _steps(self, ask: Ask, bad: dict[int, str]) -> Iterator[tuple[int, Sequence[Answer]]]:
         """All images in order, as many at once as a step has; the last ones are followed by one of them again."""

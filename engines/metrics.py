@@ -52,7 +52,11 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of images that are not trained on: the mean loss, and what is right. `bad` says which were left out, and why."""
+    """Of images that are not trained on: their loss, and what is right. `bad` says which were left out, and why.
+
+    The loss is the mean over images, each weighted by what its own loss divides by: labels that are not ignored, class
+    weights. So a loss that has this form is that of all images in one batch. Of any other loss it is the plain mean.
+    """
 
     loss: float
     counts: Counts

@@ -42,7 +42,9 @@ class Plan:
     `stages_per_rank` stages behind the spatial ones on each rank), `zero_bubble`, or `gems`.
     `bidirectional` runs `times` pairs of batches through two copies of the model in mirrored rank order (GEMS);
     `data_parallel` replicas of all that have batches of their own; `accumulate` batches one after another add up. A
-    training step is all these `batches`, and its loss the mean over their micro-batches.
+    training step is all these `batches`, and its loss that of all their images in one batch, where the loss is a sum or
+    a mean over the batch, whatever labels the mean counts (`ignore_index`, class weights, masks). Of any other loss,
+    such as Dice over the batch, it is the mean of the micro-batches' own losses, and a training says so.
     `local_dp` ranks share the images of each micro-batch in every stage behind the spatial ones.
     `checkpoint_activations` keeps what arrives from other ranks, and computes the rest again for backward.
     `offload_activations` lays what is kept for backward into a file without a name, where temporary ones are (TMPDIR):

@@ -29,9 +29,10 @@ def _tensor(name: str, given: Any, recipe: Recipe) -> Tensor:
     spec, tensor, batches = recipe.step_specs[name], torch.as_tensor(given), recipe.plan.batches
     if tuple(tensor.shape) != spec.shape:
         several = f" ({batches} batches make a step of this plan)" if batches > 1 else ""
+        other = "labels=TensorSpec(shape of a batch, dtype)" if name == "labels" else "this image_shape"
         raise ImageError(
             f"{name} have shape {tuple(tensor.shape)} but the training was made for {spec.shape}{several}. "
-            "Change the batch, or make a Training with this image_shape."
+            f"Change the batch, or make a Training with {other}."
         )
     if tensor.is_floating_point() and not spec.is_floating:
         raise ImageError(

@@ -6,6 +6,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engines.loss.words import loss_of_step
 from engines.plan import Plan
 from engines.program.timeline import Timeline
 from mpi4dl_nb.draw.figure import spoken_bytes
@@ -36,6 +37,7 @@ def facts(training: Training) -> dict[str, object]:
         "Model": type(training.model).__name__,
         "Images of a step": " × ".join(map(str, training.recipe.step_specs["images"].shape)),
         "Plan": training.plan.summary,
+        "Loss of a step": loss_of_step(training.recipe.graph, training.plan),
         "Cluster": f"{training.cluster.n} ranks, {training.cluster.state}",
         "Steps": training.steps,
     }

@@ -26,6 +26,7 @@ from engines.inference.sweep import Swept
 from engines.layer.graph import TensorSpec
 from engines.layout import check_fits
 from engines.loss.causes import said
+from engines.loss.words import loss_of_step, warn_of_mean
 from engines.metrics import Scores
 from engines.optimiser_trial import count_states
 from engines.plan import Plan
@@ -60,7 +61,10 @@ class Training:
     """A model, trained on a cluster by a plan.
 
     `image_shape` is (N, C, H, W) of a batch; a step takes `plan.batches` of them as one tensor.
-    `loss(prediction, labels)` is cross-entropy unless given, `optimiser` a function of
+    `loss(prediction, labels)` is cross-entropy unless given. A step's loss is that of the whole batch where the loss is
+    a sum or a mean over it, whatever labels the mean counts (`ignore_index`, class weights, masks). Of any other loss,
+    such as Dice over the batch, a step with several micro-batches computes the mean of their own losses, and a warning
+    says so. Labels are class numbers where the loss takes them for that. `optimiser` is a function of
     parameters, such as `partial(torch.optim.Adam, lr=1e-3)`. The model itself is only read: its weights are the
     first ones, and `state_dict()` gives the trained ones. `clip_norm` bounds the norm of all gradients together;
     `scheduler` makes of an optimiser what steps once after each update, such as
@@ -101,6 +105,7 @@ class Training:
             self.traces.graph(plan),
         )  # fmt: skip
         self.recipe = self._prepare(plan)
+        warn_of_mean(self.recipe.graph, plan, stacklevel=2)
         self.programs = compile_plan(self.recipe.graph, plan)
         self.name = uuid.uuid4().hex
         self.steps = 0
@@ -117,8 +122,8 @@ class Training:
     def step(self, images: Any, labels: Any) -> float:
         """One training step on a batch; the loss before it.
 
-        `images` is (N, C, H, W), `labels` class numbers; each rank is sent its own pixels only.
-        Raises ImageError for a wrong shape or label, LossError for a loss that is not finite, and
+        `images` is (N, C, H, W), `labels` what the loss takes; each rank is sent its own pixels only.
+        Raises ImageError for a wrong shape or label, LossError for a loss that is not finite, with the cause, and
         RankError where a rank fails; no weight has changed then, unless it failed while it changed them, of which the
         next step tells.
         """
@@ -317,6 +322,7 @@ class Training:
         recipe = self.recipe if plan == self.plan else self._prepare(plan)
         found = check(Path(path).absolute(), recipe)
         if recipe is not self.recipe or not all(self.cluster.call(on_ranks.holds, self.name)):
+            warn_of_mean(recipe.graph, plan, stacklevel=2)
             self.plan, self.recipe, self.programs = plan, recipe, compile_plan(recipe.graph, plan)
             self._create()
         self.cluster.call(on_ranks.load, self.name, found.path)
@@ -333,7 +339,8 @@ class Training:
 
     def __repr__(self) -> str:
         spec = self.recipe.step_specs["images"]
-        return f"Training({type(self.model).__name__}, images {spec.shape}, {self.plan.summary})"
+        loss = loss_of_step(self.recipe.graph, self.plan)
+        return f"Training({type(self.model).__name__}, images {spec.shape}, {self.plan.summary}; loss: {loss})"
 
     def _repr_html_(self) -> str:
         return facts_table("Training", facts(self))

@@ -29,7 +29,9 @@ def test_plans_with_micro_batches_of_one_shape_and_precision_share_a_trace(count
     known = Traces(resnet20_v1(), (4, 3, 32, 32), nn.CrossEntropyLoss())
     assert not known.knows(Plan())
     graph = known.graph(Plan())
-    assert known.graph(Plan(split_size=3, spatial_size=2, bidirectional=True)) is graph
+    assert known.graph(Plan(split_size=3, spatial_size=2)) is graph
+    several = known.graph(Plan(split_size=3, spatial_size=2, bidirectional=True))
+    assert several is known.graph(Plan(data_parallel=4))
     assert known.knows(Plan(data_parallel=2))
     assert counted == [(4, 3, 32, 32)]
     assert known.graph(Plan(parts=2)).inputs["images"].shape == (2, 3, 32, 32)

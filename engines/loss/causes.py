@@ -143,5 +143,3 @@ def _not_finite(tensor: Tensor) -> int:
     if not tensor.is_floating_point():
         return 0
     return int(tensor.numel() - tensor.isfinite().sum().item())
-
-

@@ -25,6 +25,8 @@ class Asynchrony:
     `staleness_aware` divides the learning rate by the staleness (Zhang, Gupta, Lian and Liu, 2016, section 3).
     `peers`: each replica updates its own weights and, after every `average_every` of its steps, offers them to another
     one in turn; both take the mean, each when it comes to it (AD-PSGD: Lian et al., 2018, section 3).
+    Replicas that do not wait for each other have each the loss of its own batches: where that divides by what labels
+    count, the mean over replicas is not the loss of all batches together.
     `slow` makes replicas sleep for so many seconds in each step, so that asynchrony shows.
 
     Raises PlanError, with the numbers and the mend.

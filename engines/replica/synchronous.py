@@ -10,6 +10,10 @@ import torch
 from engines.comm.device import ranks_here, threads_per_rank
 from engines.comm.subworld import SubWorld
 from engines.comm.world import World
+from engines.errors import PlanError, TraceError
+from engines.layer.graph import ModelGraph
+from engines.loss.whole import with_whole_loss
+from engines.plan import Plan
 from engines.replica.asynchrony import Asynchrony
 from engines.replica.replica import Feed
 from engines.replica.study import RankDiary
@@ -18,13 +22,34 @@ from engines.training import RankTraining, Recipe
 __all__ = ["Together"]
 
 
+def joined_replicas(graph: ModelGraph, plan: Plan) -> ModelGraph:
+    """The graph of one replica with the loss that all replicas together have.
+
+    Raises PlanError where that cannot be told from this graph.
+    """
+    if plan.micro_batches == 1 or (graph.whole and not graph.whole.scaled):
+        return graph
+    found = graph if graph.whole else with_whole_loss(graph, _no_twin, plan.micro_batches)
+    if found.whole is None or found.whole.unknown or graph.whole:
+        raise PlanError(
+            "The replicas of this loss cannot be joined after it was traced for one of them: only cross-entropy and "
+            "means of losses of each element can. Use Plan(data_parallel=...) in an ordinary training."
+        )
+    return found
+
+
+def _no_twin() -> ModelGraph:
+    raise TraceError("The model is not here any more: it was traced for one replica.")
+
+
 class Together:
     """One rank of a plan with replicas: the ordinary training."""
 
     def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> None:
         plan = replace(recipe.plan, data_parallel=asynchrony.replicas)
         self.asynchrony, self.feed = asynchrony, feed
-        self.training = RankTraining(SubWorld(world, range(plan.ranks)), replace(recipe, plan=plan))
+        together = replace(recipe, plan=plan, graph=joined_replicas(recipe.graph, plan))
+        self.training = RankTraining(SubWorld(world, range(plan.ranks)), together)
         self.training.threads = threads_per_rank(ranks_here(world.size))
         self.tells = world.rank == 0
         self.diary = RankDiary(world.rank // recipe.plan.ranks)

@@ -1,0 +1,68 @@
+"""How much each image counts in the mean loss of many, so that it is the loss of all of them in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.layer.graph import ModelGraph, Node, Ref
+from engines.loss.whole import with_whole_loss
+from engines.spatial.kernels import kernel
+from engines.spatial.plain import split_arguments
+
+__all__ = ["ImageWeights", "mean_loss"]
+
+
+@dataclass(frozen=True)
+class ImageWeights:
+    """What the loss of one image divides by, from its labels: `nodes` compute `source` of the labels of one image.
+
+    Where the loss divides by nothing of the kind, or is no such mean, all images count alike.
+    """
+
+    nodes: Sequence[Node] = ()
+    source: str = ""
+
+    @classmethod
+    def of(cls, trace: Callable[[int], ModelGraph]) -> ImageWeights:
+        """Of the loss that `trace` traces for so many images."""
+        whole = with_whole_loss(trace(1), lambda: trace(2), 1).whole
+        return cls(whole.nodes, whole.weighed_by or "") if whole else cls()
+
+    def weight(self, labels: Tensor, owned: Mapping[str, Tensor]) -> float:
+        """Of one image with `labels` (1, ...); `owned` are the buffers of the loss by the graph's names."""
+        if not self.source:
+            return 1.0
+        values: dict[str, Any] = {**owned, "labels": labels, "@device": torch.device("cpu")}
+        for node in self.nodes:
+            positional, keywords = split_arguments(node, {})
+            values[node.name] = kernel(node.operator)(*_live(positional, values), **_live(keywords, values))
+        return float(values[self.source])
+
+
+def _live(value: Any, values: Mapping[str, Any]) -> Any:
+    match value:
+        case Ref(name):
+            return values[name]
+        case list() | tuple():
+            return [_live(item, values) for item in value]
+        case dict():
+            return {key: _live(item, values) for key, item in value.items()}
+        case _:
+            return value
+
+
+def mean_loss(losses: Sequence[float], weights: Sequence[float]) -> float:
+    """The mean of the losses of images; what has no weight has no loss either, but nan.
+
+    >>> mean_loss([2.0, float("nan"), 5.0], [3.0, 0.0, 1.0])
+    2.75
+    """
+    if not any(weights):
+        return float("nan")
+    pairs = zip(losses, weights, strict=True)
+    return sum(weight * loss for loss, weight in pairs if weight) / sum(weights)

@@ -1,0 +1,32 @@
+"""What the loss of a training step is, in words: that of the whole batch, or a mean of its micro-batches' own."""
+
+from __future__ import annotations
+
+import warnings
+
+from engines.layer.graph import ModelGraph
+from engines.plan import Plan
+
+__all__ = ["loss_of_step", "warn_of_mean"]
+
+
+def loss_of_step(graph: ModelGraph, plan: Plan) -> str:
+    """A line for the description of a training."""
+    if plan.micro_batches == 1 or graph.whole is None or not graph.whole.unknown:
+        return "of the whole batch"
+    return f"mean of the losses of {plan.micro_batches} micro-batches, each computed by itself"
+
+
+def warn_of_mean(graph: ModelGraph, plan: Plan, stacklevel: int) -> None:
+    """Warn where a loss is computed for each micro-batch by itself, which one process with the whole batch does not."""
+    if loss_of_step(graph, plan) == "of the whole batch":
+        return
+    knobs = ("parts", "accumulate", "data_parallel", "times", "bidirectional")
+    chosen = ", ".join(f"{name}={plan.chosen[name]!r}" for name in knobs if name in plan.chosen)
+    warnings.warn(
+        f"The loss of a step is the mean of the losses of its {plan.micro_batches} micro-batches ({chosen}), each "
+        "computed by itself, and not the loss of the whole batch: as far as its trace tells it is no sum or mean over "
+        f"the batch (see {graph.whole.unknown if graph.whole else ''}). verify() compares with one process that does "
+        "the same. For the whole batch's loss use a plan with one micro-batch, or a loss that is such a sum or mean.",
+        stacklevel=stacklevel + 1,
+    )
