@@ -1,0 +1,85 @@
+"""What is claimed to be the loss of the whole batch is that; whatever else it is, is said to be unknown."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engines.comm.loopback import run_ranks
+from engines.plan import Plan
+from engines.training import RankTraining, prepare
+from tests.loss.losses import SIZE, WHOLE, Loss, dice, dice_of_images, focal, segmenter, unbalanced
+
+EXACT: dict[str, Loss] = {
+    **WHOLE,
+    "focal": focal,
+    "dice of images": dice_of_images,
+    "sum": nn.CrossEntropyLoss(reduction="sum"),
+    "sum over a square": lambda p, y: p.square().sum() / 7,
+    "one and a mean": lambda p, y: 1 - p.sigmoid().mean(),
+    "stacked": lambda p, y: torch.stack([p.mean(), p.square().mean()]).sum(),
+    "share of the valid": lambda p, y: p.square().mean() * (y != -100).to(p.dtype).mean(),
+    "classes of the batch": lambda p, y: (
+        p.square().sum((0, 2, 3)) / (F.one_hot(y.clamp(min=0), 3).sum((0, 1, 2)) + 1)
+    ).sum(),
+    "own mean": lambda p, y: F.cross_entropy(p, y, reduction="none").sum() / (y >= 0).sum(),
+    "split": lambda p, y: sum(part.square().mean() for part in p.split(1, dim=1)),
+    "constant": lambda p, y: p.mean() * 0 + 3.0,
+    "count as a number": lambda p, y: p.sum() / p.numel() + p.sum() * (1 / len(y)),
+    "looked up": lambda p, y: (torch.ones(3, dtype=p.dtype)[y.clamp(min=0)] * p[:, 0]).sum() / (y >= 0).sum(),
+}
+UNKNOWN: dict[str, Loss] = {
+    "dice": dice,
+    "root of a mean": lambda p, y: p.square().mean().sqrt(),
+    "square of a sum": lambda p, y: p.sum() ** 2,
+    "product of means": lambda p, y: p.mean() * p.square().mean(),
+    "away from the mean": lambda p, y: (p - p.mean()).square().mean(),
+    "softmax over images": lambda p, y: p.softmax(0).square().mean(),
+    "the first image": lambda p, y: p[:1].mean(),
+    "the largest": lambda p, y: p.max(),
+    "the largest of images": lambda p, y: p.amax(0).mean(),
+    "sorted images": lambda p, y: p.sort(0).values[0].mean(),
+    "neighbours in the batch": lambda p, y: (p.flip(0) * p).mean(),
+    "other order": lambda p, y: (p.transpose(0, 1).reshape(3, -1)[:, :5]).mean(),
+    "divided by answers": lambda p, y: p.square().sum() / (1 + p.abs().sum()),
+    "images against images": lambda p, y: (p.flatten(1) @ p.flatten(1).T).mean(),
+    "running sum": lambda p, y: p.cumsum(0).mean(),
+    "square of the count": lambda p, y: p.sum() / len(y) ** 2,
+    "variance": lambda p, y: p.var(),
+    "labels from answers": lambda p, y: F.cross_entropy(
+        p, (p - p.mean((2, 3), keepdim=True)).detach().argmax(1), torch.arange(1, 4, dtype=p.dtype)
+    ),
+    "rounded": lambda p, y: p.sum().long() * p.mean(),
+    "another loss for eight": lambda p, y: p.square().mean() if len(p) == 4 else p.mean(),
+}
+PLAN = Plan(split_size=1, spatial_size=0, parts=2, precision="float64")
+
+
+def losses_of(loss: Loss) -> tuple[str, float, float]:
+    """What is said to be unknown, the loss of a step in two micro-batches, and that of the whole batch."""
+    (images, labels), model = unbalanced(8, 0), segmenter()
+    recipe = prepare(model, PLAN, (8, 3, *SIZE), loss, device="cpu")
+
+    def work(world):
+        training = RankTraining(world, recipe)
+        return training.step(training.cut({"images": images, "labels": labels})).losses
+
+    (found,) = run_ranks(1, work)
+    judge = loss.double() if isinstance(loss, nn.Module) else loss
+    return recipe.graph.whole.unknown, sum(found.values()) / 2, judge(model(images), labels).item()
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_is_known_is_exact(name: str):
+    unknown, found, wanted = losses_of(EXACT[name])
+    assert unknown == ""
+    assert found == pytest.approx(wanted, rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_is_not_is_said(name: str):
+    unknown, found, wanted = losses_of(UNKNOWN[name])
+    assert unknown
+    assert found != pytest.approx(wanted, rel=1e-11), "it would have been worth knowing"

@@ -1,0 +1,135 @@
+"""Labels are class numbers only where the traced loss takes them so: as in plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engines.bench.verify import batches
+from engines.layer.graph import TensorSpec
+from engines.loss.classes import ClassNumbers, are_judged, class_numbers
+from engines.plan import Plan
+from engines.training import prepare
+from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.courses import check_classes
+from tests.loss.losses import SIZE, Loss
+
+PLAN = Plan(split_size=1, num_spatial_parts=4)
+
+
+def segmenter(classes: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, classes, 1))
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1))
+
+
+class Hidden(nn.Module):
+    """A loss with an `ignore_index` that no attribute of it tells."""
+
+    def forward(self, scores, labels):
+        return nn.CrossEntropyLoss(ignore_index=255)(scores, labels) + 0.1 * scores.square().mean()
+
+
+def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(0))
+
+
+VOID = torch.where(numbers(0, 4, 2, *SIZE) == 3, 255, numbers(0, 3, 2, *SIZE))
+TAKEN = {
+    "one logit for each pixel": (
+        segmenter(1), lambda p, y: F.binary_cross_entropy_with_logits(p[:, 0], y.to(p.dtype)), numbers(0, 2, 2, *SIZE)
+    ),
+    "one logit for each image": (
+        classifier(), lambda p, y: F.binary_cross_entropy_with_logits(p[:, 0], y.to(p.dtype)), torch.tensor([0, 1])
+    ),
+    "counts": (classifier(), lambda p, y: F.poisson_nll_loss(p[:, 0], y), torch.tensor([5, 17])),
+    "negative amounts": (classifier(), lambda p, y: F.mse_loss(p[:, 0], y.to(p.dtype)), torch.tensor([-5, 17])),
+    "ignored in a function": (segmenter(3), lambda p, y: F.cross_entropy(p, y, ignore_index=255), VOID),
+    "ignored in a module": (segmenter(3), Hidden(), VOID),
+    "masked by hand": (
+        segmenter(3), lambda p, y: (F.cross_entropy(p, y.clamp(max=2), reduction="none") * (y != 255)).mean(), VOID
+    ),
+    "more channels than classes": (segmenter(5), lambda p, y: F.cross_entropy(p[:, :3], y), numbers(0, 3, 2, *SIZE)),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Cluster(4, backend="loopback") as started:
+        yield started
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_whatever_plain_pytorch_takes_is_trained(cluster, name: str):
+    model, loss, labels = TAKEN[name]
+    images = torch.randn(2, 3, *SIZE, generator=torch.Generator().manual_seed(1))
+    training = Training(model, PLAN, cluster, images.shape, loss=loss)
+    assert training.step(images, labels) == pytest.approx(loss(model(images), labels).item(), rel=1e-5)
+    training.close()
+
+
+@pytest.mark.parametrize(
+    ("loss", "label", "said"),
+    [
+        (
+            nn.CrossEntropyLoss(),
+            3,
+            r"A label is 3, but the loss takes numbers of 3 classes \(0 to 2\) and ignores -100",
+        ),
+        (Hidden(), -100, r"A label is -100, but the loss takes numbers of 3 classes \(0 to 2\) and ignores 255"),
+        (lambda p, y: F.cross_entropy(p[:, :2], y), 2, r"A label is 2, but the loss takes numbers of 2 classes"),
+        (lambda p, y: (F.one_hot(y, 3).movedim(-1, 1) * p).mean(), 3, r"A label is 3, .* 3 classes \(0 to 2\)\. "),
+        (lambda p, y: F.nll_loss(p.log_softmax(1), y), -1, "A label is -1"),
+    ],
+    ids=["usual", "hidden", "fewer than channels", "one-hot", "log-probabilities"],
+)
+def test_a_class_that_the_loss_does_not_know_is_told_before_a_rank_sees_it(cluster, loss: Loss, label: int, said: str):
+    training = Training(segmenter(3), PLAN, cluster, (2, 3, *SIZE), loss=loss)
+    labels = torch.ones(2, *SIZE, dtype=torch.int64)
+    labels[1, 2, 3] = label
+    with pytest.raises(ValueError, match=said):
+        training.step(torch.zeros(2, 3, *SIZE), labels)
+    training.close()
+
+
+class FiveClasses:
+    classes = 5
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_images_with_more_classes_are_refused_only_by_a_loss_of_classes(name: str):
+    model, loss, _ = TAKEN[name]
+    graph = prepare(model, PLAN, (2, 3, *SIZE), loss).graph
+    known = {"ignored in a function": ClassNumbers(3, 255), "ignored in a module": ClassNumbers(3, 255)}
+    known["more channels than classes"] = ClassNumbers(3, -100)
+    assert class_numbers(graph) == ((known[name],) if name in known else ())
+    if name in known:
+        with pytest.raises(ValueError, match="have 5 classes, but the loss takes numbers of 3"):
+            check_classes(FiveClasses(), graph)
+    else:
+        check_classes(FiveClasses(), graph)
+
+
+def test_predictions_of_amounts_are_neither_right_nor_wrong():
+    judged = {name: are_judged(prepare(m, PLAN, (2, 3, *SIZE), loss).graph) for name, (m, loss, _) in TAKEN.items()}
+    assert {name for name, right in judged.items() if not right} == {"counts", "negative amounts"}
+
+
+def test_random_labels_are_those_that_the_loss_takes():
+    drawn = {
+        name: {*batches(prepare(model, PLAN, (2, 3, *SIZE), loss), seed=0, steps=1)[0]["labels"].flatten().tolist()}
+        for name, (model, loss, _) in TAKEN.items()
+    }
+    assert drawn["one logit for each pixel"] == {0, 1}
+    assert drawn["more channels than classes"] == {0, 1, 2}
+
+
+def test_soft_labels_are_no_class_numbers():
+    spec = TensorSpec((2, 3, *SIZE), "float32")
+    assert class_numbers(prepare(segmenter(3), PLAN, (2, 3, *SIZE), nn.CrossEntropyLoss(), labels=spec).graph) == ()

@@ -1,0 +1,126 @@
+"""What the loss of a step is, is said when a training is made, and in its description."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engines.comm.loopback import run_ranks
+from engines.errors import PlanError
+from engines.evaluation import HeldOut, RankEvaluation, evaluate_on_ranks
+from engines.images.synthetic import SyntheticImages
+from engines.layer.graph import TensorSpec
+from engines.layer.trace import trace
+from engines.loss.weights import ImageWeights, mean_loss
+from engines.plan import Plan
+from engines.replica.synchronous import joined_replicas
+from engines.spatial.tiles import Tile
+from engines.training import RankTraining, prepare
+from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.facts import facts
+from tests.loss.losses import SIZE, WHOLE, dice, segmenter, unbalanced
+
+SEVERAL = Plan(split_size=2, spatial_size=0, parts=2, precision="float64")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Cluster(2, backend="loopback") as started:
+        yield started
+
+
+def test_a_mean_of_micro_batches_is_warned_of_and_described(cluster):
+    with pytest.warns(UserWarning, match=r"mean of the losses of its 2 micro-batches \(parts=2\)") as caught:
+        training = Training(segmenter(), SEVERAL, cluster, (8, 3, *SIZE), loss=dice)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert "div in" in str(caught[0].message)
+    assert facts(training)["Loss of a step"] == "mean of the losses of 2 micro-batches, each computed by itself"
+    assert "mean of the losses of 2 micro-batches" in repr(training)
+    assert training.verify()["ok"]
+    training.close()
+
+
+@pytest.mark.parametrize("loss", WHOLE)
+def test_of_the_loss_of_the_whole_batch_nobody_is_warned(cluster, loss: str):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        training = Training(segmenter(), SEVERAL, cluster, (8, 3, *SIZE), loss=WHOLE[loss])
+    assert facts(training)["Loss of a step"] == "of the whole batch"
+    training.close()
+
+
+def same_denominators(scores: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(scores, labels) + 0.4 * F.cross_entropy(2 * scores, labels)
+
+
+def traced(judge, count: int):
+    specs = TensorSpec((count, 3, *SIZE), "float64"), TensorSpec((count, *SIZE), "int64")
+    return trace(segmenter(), judge, *specs)
+
+
+@pytest.mark.parametrize(
+    "judge",
+    [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(torch.tensor([1.0, 10.0, 0.1]).double()), same_denominators],
+    ids=["ignored", "weights", "two terms"],
+)
+def test_images_are_weighted_by_what_their_losses_divide_by(judge):
+    (images, labels), model = unbalanced(8, 0), segmenter()
+    weights = ImageWeights.of(lambda count: traced(judge, count))
+    owned = {f"loss.{name}": b for name, b in judge.named_buffers()} if isinstance(judge, nn.Module) else {}
+    pairs = list(zip(model(images).split(1), labels.split(1), strict=True))
+    found = mean_loss([judge(p, y).item() for p, y in pairs], [weights.weight(y, owned) for _, y in pairs])
+    assert found == pytest.approx(judge(model(images), labels).item(), rel=1e-12)
+
+
+def test_images_without_such_a_weight_count_alike():
+    for judge in (dice, WHOLE["masked"], WHOLE["wrapped"].double(), F.mse_loss):
+        weights = ImageWeights.of(
+            lambda count, judge=judge: traced(judge, count) if judge is not F.mse_loss else squares(count)
+        )
+        assert weights.weight(torch.zeros(1, *SIZE, dtype=torch.int64), {}) == 1.0
+    assert mean_loss([1.0, 4.0], [1.0, 1.0]) == 2.5
+
+
+def squares(count: int):
+    spec = TensorSpec((count, 3, *SIZE), "float64")
+    return trace(nn.Conv2d(3, 3, 1).double(), F.mse_loss, spec, spec)
+
+
+class Masked(SyntheticImages):
+    """Pictures with masks, of which the first has no label at all and the others have some."""
+
+    def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
+        whole = torch.full(SIZE, -100)
+        whole[:index, : 2 * index] = index % 3
+        return whole[tile.rows.start : tile.rows.stop, tile.cols.start : tile.cols.stop]
+
+
+def test_the_held_out_loss_is_that_of_all_images_at_once():
+    model, images = segmenter(), Masked(5, SIZE, 3, seed=3)
+    recipe = prepare(model, Plan(split_size=1, spatial_size=0, precision="float64"), (2, 3, *SIZE), device="cpu")
+    held_out = HeldOut(model, nn.CrossEntropyLoss(), recipe, images)
+
+    def work(world):
+        training = RankTraining(world, recipe)
+        evaluation = RankEvaluation(world, training, held_out.forward, recipe.step_specs["labels"], images)
+        return evaluate_on_ranks(world, training, held_out, evaluation)
+
+    (scores,) = run_ranks(1, work)
+    whole = Tile.whole(*SIZE)
+    pixels = torch.stack([images.part(index, whole) for index in range(5)]).double()
+    labels = torch.stack([images.mask(index, whole) for index in range(5)])
+    assert scores.loss == pytest.approx(F.cross_entropy(model(pixels), labels).item(), rel=1e-12)
+
+
+def test_replicas_that_wait_for_each_other_have_the_loss_of_all():
+    one, two = Plan(split_size=1, spatial_size=0), Plan(split_size=1, spatial_size=0, data_parallel=2)
+    graph = prepare(segmenter(), one, (2, 3, *SIZE)).graph
+    assert joined_replicas(graph, one) is graph
+    assert [total.source for total in joined_replicas(graph, two).totals] == ["cross_entropy_loss.counted"]
+    with pytest.raises(PlanError, match="cannot be joined"):
+        joined_replicas(prepare(segmenter(), one, (2, 3, *SIZE), dice).graph, two)
