@@ -23,7 +23,7 @@ from engines.images.own import OwnPart, Piece
 from engines.inference.forward import Prediction, RankPrediction, joined, prepare_prediction
 from engines.layer.graph import LOSS, ModelGraph, TensorSpec
 from engines.layer.names import OWNERS, StateNames
-from engines.layer.trace import _on_meta, trace
+from engines.layer.trace import trace
 from engines.loss.classes import are_judged
 from engines.loss.weights import ImageWeights, mean_loss
 from engines.metrics import Counts, Scores, count
@@ -154,8 +154,7 @@ class HeldOut:
             specs = (replace(graph.inputs[name], shape=(images, *graph.inputs[name].shape[1:])) for name in _INPUTS)
             return trace(model, judge, *specs, plan.precision, autocast_type(self.recipe.device))
 
-        model = _on_meta(self.model).eval()
-        judge = _on_meta(self.loss).eval() if isinstance(self.loss, nn.Module) else self.loss
+        model, judge = copy.deepcopy(self.model).eval(), self.loss  # a batch norm in training may refuse one image
         return ImageWeights.of(traced)
 
     def _judged(self, ask: Ask, bad: dict[int, str], loss: Loss) -> Iterator[tuple[list[tuple[float, float]], Counts]]:

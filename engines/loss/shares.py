@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
+from typing import Any
 
 from engines.layer.graph import TensorSpec
 
-__all__ = ["CONSTANT", "Kind", "Share", "batch_axis", "rows_behind"]
+__all__ = ["CONSTANT", "Kind", "Share", "batch_axis", "dims_of", "reduced_axis", "rows_behind"]
 
 
 class Kind(Enum):
@@ -78,3 +79,9 @@ def rows_behind(before: TensorSpec, axis: int, after: TensorSpec, new_axis: int)
 def reduced_axis(axis: int, dims: Iterable[int], keepdim: bool) -> int:
     """Where the images lie when the dimensions `dims` (from the front) are gone."""
     return axis if keepdim else axis - sum(dim < axis for dim in dims)
+
+
+def dims_of(given: Any, count: int) -> tuple[int, ...]:
+    """The dimensions among `count` that an argument names, from the front."""
+    listed: Iterable[int] = [given] if isinstance(given, int) else given or ()
+    return tuple(dim % count for dim in listed) if count else ()

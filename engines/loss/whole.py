@@ -13,7 +13,9 @@ from functools import cached_property
 from typing import Any
 
 from engines.layer.graph import ModelGraph, Node, Ref, TensorSpec, Total, WholeLoss, references
-from engines.loss.analysis import SUM, Analysis
+from engines.loss import arithmetic, arrangement
+from engines.loss.analysis import Analysis
+from engines.loss.arithmetic import SUM
 from engines.loss.shares import Kind, Share
 
 __all__ = ["COUNTED", "analysed", "with_whole_loss"]
@@ -28,7 +30,7 @@ def analysed(graph: ModelGraph, twin: Callable[[], ModelGraph]) -> Analysis | st
     """How the loss of a micro-batch adds up to that of the whole batch, or in words what is not known to."""
     totals: frozenset[str] = frozenset()
     for _ in range(_ROUNDS):
-        found = Analysis(graph, twin, totals)
+        found = Analysis(graph, twin, {**arithmetic.RULES, **arrangement.RULES}, totals)
         if found.loss().kind is Kind.UNKNOWN:
             return found.why
         if found.wanted <= totals:
