@@ -22,7 +22,7 @@ _LINEAR = ("neg", "negative", "to", "type_as", "_to_copy", "alias", "clone", "co
 
 
 def _pointwise(a: Analysis, node: Node) -> Share | None:
-    """Any function of each element by ita."""
+    """Any function of each element by itself."""
     shares = {name: a.settled(name) for name in node.reads}
     if not all(each.is_plain for each in shares.values()) or not a.numbers_agree(node):
         return None
@@ -83,7 +83,7 @@ def _factors(a: Analysis, node: Node, one: Share, two: Share, divides: bool) -> 
 
 
 def _denominator(a: Analysis, node: Node) -> str:
-    """The total that a quotient divides by, "?" where it is not a total ita."""
+    """The total that a quotient divides by, "?" where it is not a total itself."""
     ref = node.arguments["other"]
     return ref.name if isinstance(ref, Ref) and (ref.name in a.totals or ref.name in a.wanted) else "?"
 
