@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -19,7 +20,7 @@ from engines.knobs import HELP, value_of
 from engines.layout import check_fits
 from engines.model_options import add_model_flags, build_model
 from engines.plan import Plan
-from engines.training import Optimiser, Recipe, prepare, traced
+from engines.training import Optimiser, Recipe, prepare, say_changed_precision, traced
 
 __all__ = [
     "Parser",
@@ -156,6 +157,8 @@ def recipe(options: argparse.Namespace, ranks: int, world: World | None = None) 
     shape = (options.batch_size, 3, *image_size(options.image_size))
     trace = partial(traced, model, wanted, shape, loss, device=options.device)
     moves = optimiser(options)
+    if (changed := say_changed_precision(model, loss, wanted)) and (world is None or world.rank == 0):
+        warnings.warn(changed, stacklevel=2)
     return model, prepare(
         model, wanted, shape, loss, moves, device=options.device, clip_norm=options.clip_norm,
         graph=from_first(world, trace) if world else trace(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -35,6 +35,8 @@ class Record:
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     whole: bool = False
+    resting: frozenset[str] = frozenset()
+    """The weights whose learning rate was 0 in every step, where this is known."""
 
     @property
     def mean_losses(self) -> tuple[float, ...]:
@@ -84,6 +86,7 @@ class OneProcess:
         self.optimiser = made if self.trained else None
         self.scheduler = self.rules.scheduler(self.optimiser) if self.rules.scheduler and self.optimiser else None
         first = self.rules.loss_scale or SCALE
+        self.rates: list[list[float]] = []  # of each group in each update
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=first, enabled=dtype is torch.float16)
 
     @classmethod
@@ -142,11 +145,20 @@ class OneProcess:
         self.scaler.unscale_(optimiser)
         if self.rules.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.trained, self.rules.clip_norm)
+        self.rates.append([float(group.get("lr", 1.0)) for group in optimiser.param_groups])
         before = self.scaler.get_scale()
         self.scaler.step(optimiser)
         self.scaler.update()
         if self.scheduler and self.scaler.get_scale() >= before:
             self.scheduler.step()
+
+    @property
+    def resting(self) -> frozenset[str]:
+        """The weights of groups whose learning rate was 0 in every update."""
+        groups = self.optimiser.param_groups if self.optimiser else []
+        still = (group for number, group in enumerate(groups) if not any(rates[number] for rates in self.rates))
+        ids = {id(weight) for group in still for weight in group["params"]}
+        return frozenset(name for name, weight in self.weights.items() if id(weight) in ids)
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
@@ -172,16 +184,21 @@ class OneProcess:
 def one_process(
     model: nn.Module, loss: Loss, optimiser: Optimiser, batches: Iterable[Mapping[str, Tensor]], dtype: torch.dtype,
     seed: int | None = None, micro_batches: int = 1, rules: UpdateRules | None = None, whole_loss: bool = False,
+    begin: Callable[[OneProcess], None] = lambda process: None,
 ) -> Record:  # fmt: skip
-    """What one process does with these batches, each of that many micro-batches; `whole_loss` as in `OneProcess`."""
+    """What one process does with these batches, each of that many micro-batches; `whole_loss` as in `OneProcess`.
+
+    `begin` may change it at the start.
+    """
     alone = OneProcess(model, loss, optimiser, dtype, seed, micro_batches, rules, whole_loss=whole_loss)
+    begin(alone)
     losses, gradients = [], []
     for batch in batches:
         alone.step(batch)
         losses.append(dict(enumerate(alone.losses)))
         gradients.append(alone.gradients)
     weights = {name: weight.detach() for name, weight in alone.weights.items()}
-    return Record(tuple(losses), tuple(gradients), weights, alone.buffers, alone.whole_loss)
+    return Record(tuple(losses), tuple(gradients), weights, alone.buffers, alone.whole_loss, alone.resting)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from engines.offload.lane import OffloadedLane
 from engines.offload.shelf import Shelf
 from engines.offload.store import Store
 from engines.optimiser_trial import check_on_ranks, check_scheduler, frozen_by
-from engines.optimisers import Optimiser, ParameterSpec, make_on_rank, make_optimiser, specs_of
+from engines.optimisers import Optimiser, ParameterSpec, make_on_rank, make_optimiser, name_some, specs_of
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
 from engines.program.compiled import Compiled, check_compiler
@@ -48,6 +48,7 @@ __all__ = [
     "StepReport",
     "own_copy",
     "prepare",
+    "say_changed_precision",
     "sgd",
     "state_of",
     "traced",
@@ -144,7 +145,8 @@ def prepare(
     graph = graph or traced(model, plan, image_shape, loss, labels, device)
     if clip_norm is not None and not clip_norm > 0:
         raise PlanError(f"clip_norm={clip_norm!r} must be a positive number, or None for gradients of any norm.")
-    parameters = specs_of(model, loss, getattr(torch, plan.held_in), graph.weights)
+    used = {name for node in graph.nodes for name in node.reads}
+    parameters = specs_of(model, loss, getattr(torch, plan.held_in), used)
     graph = _without_gradient(graph, frozen_by(optimiser, parameters))
     programs, state = compile_plan(graph, plan), state_of(model, loss, graph)
     if plan.compile_segments:
@@ -153,7 +155,7 @@ def prepare(
         check_scheduler(scheduler, make_optimiser(optimiser, {spec.name: spec.stand_in() for spec in parameters}))
     on_cpu = device in ("auto", "cpu") and autocast_type(device) == "cpu"
     check_on_ranks(optimiser, parameters, state, [graph.trainable & set(p.weights) for p in programs], on_cpu)
-    names = state_names(model, loss, {name for node in graph.nodes for name in node.reads})
+    names = state_names(model, loss, used)
     return Recipe(
         graph, plan, optimiser, state, device, torch.initial_seed(), Additions.now(), clip_norm, scheduler,
         names=names, parameters=parameters,
@@ -166,6 +168,25 @@ def _without_gradient(graph: ModelGraph, frozen: frozenset[str]) -> ModelGraph:
         return graph
     share = graph.share and _without_gradient(graph.share, frozen)
     return replace(graph, trainable=graph.trainable - frozen, share=share)
+
+
+def say_changed_precision(model: nn.Module, loss: object, plan: Plan) -> str:
+    """What the plan's precision changes of weights and buffers that are in another one than PyTorch's usual float32.
+
+    Nothing where it keeps them.
+    """
+    owners = [owner for owner in (model, loss) if isinstance(owner, nn.Module)]
+    named = [pair for owner in owners for pair in (*owner.named_parameters(), *owner.named_buffers())]
+    kept = (torch.float32, getattr(torch, plan.held_in))
+    other = {name: t.dtype for name, t in named if t.is_floating_point() and t.dtype not in kept}
+    if not other:
+        return ""
+    types = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in other.values()}))
+    return (
+        f"{len(other)} of the model's {len(named)} tensors are {types} ({name_some(list(other))}), but ranks hold them "
+        f"in {plan.held_in}: Plan(precision={plan.precision!r}). The precision is the plan's choice: for float64 say "
+        "Plan(precision='float64'); a half one computes as torch.autocast does, with weights in float32."
+    )
 
 
 def traced(

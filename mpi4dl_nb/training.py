@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -36,7 +37,7 @@ from engines.program.timeline import Timeline
 from engines.program.update import Scheduler
 from engines.traces import Traces
 from engines.train import Heard, told
-from engines.training import Loss, Optimiser, Recipe, StepReport, cut_inputs, prepare, sgd
+from engines.training import Loss, Optimiser, Recipe, StepReport, cut_inputs, prepare, say_changed_precision, sgd
 from mpi4dl_nb import on_ranks
 from mpi4dl_nb.bar import Bar
 from mpi4dl_nb.batch import checked
@@ -64,12 +65,18 @@ class Training:
     `loss(prediction, labels)` is cross-entropy unless given. A step's loss is that of the whole batch where the loss is
     a sum or a mean over it, whatever labels the mean counts (`ignore_index`, class weights, masks). Of any other loss,
     such as Dice over the batch, a step with several micro-batches computes the mean of their own losses, and a warning
-    says so. Labels are class numbers where the loss takes them for that. `optimiser` is a function of
-    parameters, such as `partial(torch.optim.Adam, lr=1e-3)`. The model itself is only read: its weights are the
-    first ones, and `state_dict()` gives the trained ones. `clip_norm` bounds the norm of all gradients together;
-    `scheduler` makes of an optimiser what steps once after each update, such as
+    says so. Labels are class numbers where the loss takes them for that. The model itself is only read: its weights
+    are the first ones, and `state_dict()` gives the trained ones. `clip_norm` bounds the norm of all gradients
+    together; `scheduler` makes of an optimiser what steps once after each update, such as
     `partial(torch.optim.lr_scheduler.StepLR, step_size=10)`.
 
+    `optimiser` is a function of parameters, such as `partial(torch.optim.Adam, lr=1e-3)`. It is given all parameters
+    of the model (and of a loss that is a module), in their order; or, if its first argument is called
+    `named_parameters`, (name, parameter) pairs, as `model.named_parameters()` has them. So it can form groups by name,
+    position or shape, and means on every rank what it means in one process. It must use the parameters that it is
+    given. One that is in no group must be frozen with `requires_grad_(False)`, in the function or in the model.
+
+    Warns where the plan's precision changes that of the model (`model.double()`).
     Raises PlanError, TraceError or ImageError before any rank is touched.
 
     >>> import torch
@@ -106,6 +113,8 @@ class Training:
         )  # fmt: skip
         self.recipe = self._prepare(plan)
         warn_of_mean(self.recipe.graph, plan, stacklevel=2)
+        if changed := say_changed_precision(model, self.loss, plan):
+            warnings.warn(changed, stacklevel=2)
         self.programs = compile_plan(self.recipe.graph, plan)
         self.name = uuid.uuid4().hex
         self.steps = 0
@@ -232,9 +241,10 @@ class Training:
         """Three optimiser steps from the model's own weights, ranks against one process in float64.
 
         On random batches, or those of `data`. In another `precision` than float64 ranks may be as far off as such a
-        process, four times. This training itself is not touched. `ok` wants all to agree to 1e-10. What is wrong
-        differs by 1e-3 or more; a little beyond 1e-10 is rounding that the model itself makes larger, such as batch
-        norms over a handful of pixels: try larger images, or more of them in a batch.
+        process, four times. This training itself is not touched. `ok` wants every loss, gradient, weight and buffer to
+        agree to 1e-10 of its own size, or as closely as one process agrees with itself after its weights and images
+        have changed by one unit in the last place; `why` then names what differs, and the reason. It is False, too,
+        where a weight does not move although its gradient and its learning rate are not zero.
         """
         start_s = time.perf_counter()
         recipe = comparable(self._prepare(replace(self.plan, precision=precision)))

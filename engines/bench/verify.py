@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engines.bench.rounding import DOUBLE, Begin, Rounding, lowest_precision
+from engines.bench.words import say_far, say_rounding, say_unmoved
 from engines.comm.world import World
 from engines.layer.graph import TensorSpec
 from engines.loss.classes import classes_drawn
-from engines.oracle import Record, compare, one_process, plain
+from engines.oracle import OneProcess, Record, compare, one_process, plain
 from engines.program.worker import Inputs
 from engines.training import Loss, RankTraining, Recipe
 
@@ -21,7 +26,10 @@ __all__ = ["TIMES", "TOLERANCE", "batches", "comparable", "rank_record", "verdic
 STEPS = 3
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
-"""Relative errors against one process in float64; a single ReLU on the other side of zero may cost that of float32."""
+"""Relative errors against one process in float64, over all tensors together.
+
+A single ReLU on the other side of zero may cost that of float32.
+"""
 
 TIMES = 4
 """Beyond that, ranks may be so many times as far from one process in float64 as one process in their precision is."""
@@ -75,25 +83,55 @@ def verdict(
 ) -> dict[str, object]:
     """How far the ranks' records of the batches `whole` are from one process in float64, as a line of JSON.
 
-    `ok` where every error is within the precision's TOLERANCE, or TIMES that of `one_process` in the same precision.
+    `ok` in float64 where every loss, gradient, weight and buffer is, by itself, within TOLERANCE of its own size, or
+    as near as rounding allows (`Rounding`); in other precisions where every error is within TOLERANCE over all of
+    them, or TIMES that of `one_process` in the same precision. Never where a weight stays as it is although its
+    gradient is not zero and its learning rate not 0. `why` says what is not plain equality.
     """
 
-    def alone(dtype: torch.dtype) -> Record:
+    def alone(dtype: torch.dtype, begin: Begin = lambda process: None, batches: Any = whole) -> Record:
         count = recipe.plan.micro_batches
         return one_process(
-            model, loss, recipe.optimiser, whole, dtype, recipe.draws, count, recipe.rules, recipe.has_whole_loss
-        )
+            model, loss, recipe.optimiser, batches, dtype, recipe.draws, count, recipe.rules, recipe.has_whole_loss,
+            begin,
+        )  # fmt: skip
 
-    oracle, precision = alone(torch.float64), recipe.plan.precision
+    def again(begin: Begin, meanwhile: AbstractContextManager[object], change: Callable[[Any], Any]) -> Record:
+        with meanwhile:
+            return alone(torch.float64, begin, [change(batch) for batch in whole])
+
+    start: dict[str, Tensor] = {}
+    oracle, precision = alone(torch.float64, lambda process: start.update(_copies(process))), recipe.plan.precision
     found = compare(oracle, records)
-    line = {
-        "ok": found.worst <= TOLERANCE.get(precision, 0.0),
-        "ranks": len(records),
-        **asdict(found),
-        "dtype": precision,
-    }
-    if precision != "float64":
+    eps, where = lowest_precision(recipe.graph) if precision == "float64" else (DOUBLE, "")
+    rounding = Rounding(oracle, again, eps, start)
+    line = {"ok": found.worst <= TOLERANCE.get(precision, 0.0), "ranks": len(records), **asdict(found)}
+    line["dtype"], why = precision, []
+    if precision == "float64":
+        complete = math.isfinite(found.loss_rel) and math.isfinite(found.grad_rel)
+        far = rounding.differences(records) if complete else []
+        line["ok"] = complete and not far
+        why = say_far(far) if far else say_rounding(rounding, records, where) if complete else []
+    else:
         same = alone(getattr(torch, precision))
         usual = compare(oracle, [same.like(record) for record in records])
         line |= {"ok": line["ok"] or found.is_within(TIMES, usual), "one_process": asdict(usual)}
-    return line
+    if still := unmoved(oracle, start, rounding):
+        line["ok"], why = False, [*why, say_unmoved(still)]
+    return {**line, "why": " ".join(why)} if why else line
+
+
+def _copies(process: OneProcess) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in process.weights.items()}
+
+
+def unmoved(oracle: Record, start: Mapping[str, Tensor], rounding: Rounding) -> list[str]:
+    """The weights that stay as they were although their gradient is not zero in theory, nor their learning rate 0."""
+    still = [
+        name
+        for name, weight in oracle.weights.items()
+        if name not in oracle.resting
+        and any(name in gradients and gradients[name].any() for gradients in oracle.gradients)
+        and torch.equal(weight, start[name])
+    ]
+    return [name for name in still if not rounding.is_noise(("gradient", 0, name))]  # it is asked last: it takes a run

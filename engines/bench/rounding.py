@@ -1,0 +1,291 @@
+"""Whether ranks differ from one process by rounding or by a fault.
+
+They are held against one process whose weights and images change by an ulp, a unit in the last place. Where the model
+itself computes in a lower precision, each of its results there changes by an ulp of that precision as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from engines.layer.graph import ModelGraph
+from engines.oracle import OneProcess, Record
+
+__all__ = ["DOUBLE", "EXACT", "Begin", "Difference", "Key", "Rounding", "lowest_precision", "nudged", "quantities"]
+
+TIMES = 64
+"""Ranks add in another order than one process: they may be so many times as far off as an ulp's change is."""
+
+EXACT = 1e-10  # of a tensor's own size: whoever is within it needs no other proof
+_RUNS = 4  # of one process after changes by an ulp, where a first one does not explain all
+_ABOVE_NOISE = 1e3  # times its noise: a gradient that is larger is not zero in theory
+DOUBLE = torch.finfo(torch.float64).eps
+"""The relative rounding of float64."""
+
+Begin = Callable[[OneProcess], None]
+Key = tuple[str, int, str]
+"""What (loss, gradient, change of the weight, buffer), of which step (0: after all of them), and its name."""
+
+_MOVED = "change of the weight"
+
+
+def quantities(record: Record, start: Mapping[str, Tensor]) -> dict[Key, Tensor]:
+    """All that a record has, in float64; of weights how far they are from where they were at the `start`."""
+    moved = {name: weight.detach().double() - start[name].double() for name, weight in record.weights.items()}
+    found = _losses(record)
+    for step, gradients in enumerate(record.gradients, start=1):
+        found |= {("gradient", step, name): gradient for name, gradient in gradients.items()}
+    for what, tensors in ((_MOVED, moved), ("buffer", record.buffers)):
+        found |= {(what, 0, name): tensor for name, tensor in tensors.items()}
+    return {key: tensor.detach().double() for key, tensor in found.items()}
+
+
+def _losses(record: Record) -> dict[Key, Tensor]:
+    """By micro-batch, or the mean over all where the loss is that of the whole batch."""
+    if record.whole:
+        found = {("loss", step, "of the batch"): loss for step, loss in enumerate(record.mean_losses, start=1)}
+    else:
+        found = {
+            ("loss", step, f"of micro-batch {number}"): loss
+            for step, losses in enumerate(record.losses, start=1)
+            for number, loss in losses.items()
+        }
+    return {key: torch.tensor(loss, dtype=torch.float64) for key, loss in found.items()}
+
+
+def _of_ranks(ranks: Sequence[Record], start: Mapping[str, Tensor], whole: bool) -> list[dict[Key, Tensor]]:
+    """What each rank has. The losses of ranks that know summands of a whole batch's loss are one more entry."""
+    if not whole:
+        return [quantities(rank, start) for rank in ranks]
+    count = len(ranks[0].losses)
+    together = tuple({n: loss for rank in ranks for n, loss in rank.losses[step].items()} for step in range(count))
+    alone = [quantities(replace(rank, losses=()), start) for rank in ranks]
+    return [*alone, _losses(Record(together, (), {}, {}, whole=True))]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What is further off than it may be: `rel` of its own size; `usual` is what an ulp's change makes, of the same."""
+
+    key: Key
+    rel: float
+    usual: float
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What one process did (`record`), and what it does after a change that should mean nothing.
+
+    `run(begin, meanwhile, change)` trains one process again: `begin` is called with it before its first step, within
+    `meanwhile`, on batches that went through `change`. `eps` is the relative rounding of its least precise operator,
+    `start` are its weights before the first step.
+    """
+
+    record: Record
+    run: Callable[[Begin, AbstractContextManager[object], Callable[[Any], Any]], Record]
+    eps: float
+    start: Mapping[str, Tensor]
+
+    nears: list[Mapping[Key, Tensor]] = field(default_factory=list)
+    """After weights and images have changed by an ulp, each time at random."""
+
+    @cached_property
+    def oracle(self) -> Mapping[Key, Tensor]:
+        """What one process did."""
+        return quantities(self.record, self.start)
+
+    def ask(self, times: int) -> None:
+        """Have so many `nears`."""
+        for seed in range(3 * len(self.nears), 3 * times, 3):
+            meanwhile = _Imprecise(seed) if self.eps > DOUBLE else nullcontext()
+            begin, change = partial(_nudge_weights, seed=seed + 1), partial(nudged, seed=seed + 2)
+            self.nears.append(quantities(self.run(begin, meanwhile, change), self.start))
+
+    @cached_property
+    def mirrored(self) -> Mapping[Key, Tensor]:
+        """With each gradient turned round that is zero but for rounding, so that its weight goes the other way."""
+        return (
+            quantities(self.run(self._mirror, nullcontext(), lambda batch: batch), self.start)
+            if self.noise
+            else self.oracle
+        )
+
+    @cached_property
+    def noise(self) -> dict[str, Tensor]:
+        """By weight: where its gradient is zero in theory, and rounding in fact, in some step."""
+        self.ask(1)
+        found: dict[str, Tensor] = {}
+        for (what, step, name), gradient in self.oracle.items():
+            if what == "gradient" and gradient.numel():
+                other = self.nears[0][what, step, name]
+                usual = (gradient - other).square().mean().sqrt()
+                bound = torch.minimum(_ABOVE_NOISE * usual, self._largest[step] * max(1e-9, self._slack))
+                mask = (gradient.abs() <= bound) & ((gradient != 0) | (other != 0))
+                found[name] = found[name] | mask if name in found else mask
+        return {name: mask for name, mask in found.items() if mask.any()}
+
+    def differences(self, ranks: Sequence[Record]) -> list[Difference]:
+        """What is further off than rounding takes it, the furthest first. One process runs again only if it must."""
+        records = _of_ranks(ranks, self.start, self.record.whole)
+        found = self._beyond(records, self._is_exact)
+        for times in (1, _RUNS):
+            if found:
+                self.ask(times)
+                found = self._beyond(records, self._is_near)
+            if found and self.noise:
+                found = self._beyond(records, self._is_like_mirrored)
+        return sorted(found.values(), key=lambda each: -each.rel / max(each.usual, 1e-16))
+
+    def inexact(self, ranks: Sequence[Record]) -> list[Key]:
+        """What only rounding explains."""
+        return list(self._beyond(_of_ranks(ranks, self.start, self.record.whole), self._is_exact))
+
+    def is_noise(self, key: Key) -> bool:
+        """Whether all of a weight's gradient is zero in theory, or of a gradient."""
+        return key[2] in self.noise and key[0] in ("gradient", _MOVED) and bool(self.noise[key[2]].all())
+
+    def _beyond(
+        self, records: Sequence[Mapping[Key, Tensor]], is_right: Callable[[Key, Tensor], bool]
+    ) -> dict[Key, Difference]:
+        found: dict[Key, Difference] = {}
+        for record in records:
+            for key, mine in record.items():
+                if key not in found and not is_right(key, mine - self.oracle[key]):
+                    own = max(_norm(self.oracle[key]), 1e-300)
+                    usual = max((_norm(near[key] - self.oracle[key]) for near in self.nears), default=0.0)
+                    found[key] = Difference(key, _norm(mine - self.oracle[key]) / own, usual / own)
+        return found
+
+    def _is_exact(self, key: Key, off: Tensor) -> bool:
+        return _norm(off) <= max(EXACT * _norm(self.oracle[key]), self._stored(key, lambda tensor: tensor))
+
+    def _is_near(self, key: Key, off: Tensor) -> bool:
+        return self._is_usual(key, off, 0.0)
+
+    def _is_like_mirrored(self, key: Key, off: Tensor) -> bool:
+        mirrored = self._real(key, self.mirrored[key] - self.oracle[key])
+        return self._is_usual(key, off, TIMES * _norm(mirrored))
+
+    def _is_usual(self, key: Key, off: Tensor, may: float) -> bool:
+        """`may` is what the real elements may be off in any case: those whose gradient is not zero in theory."""
+        usual = [near[key] - self.oracle[key] for near in self.nears]
+        own, spread = _norm(self._real(key, self.oracle[key])), max(_norm(self._real(key, each)) for each in usual)
+        ulps = min(TIMES * spread, max(1e-6, self._slack) * own)  # no more: it may be chaos
+        stored = self._stored(key, lambda tensor: self._real(key, tensor))
+        if not _norm(self._real(key, off)) <= max(EXACT * own, ulps, may, stored):
+            return False
+        if (mask := self._mask(key)) is None:
+            return True
+        if key[0] == "gradient":
+            least = 500 * self.eps * self._sizes[key[1]]
+            return _norm(off[mask]) <= max(least, *(TIMES * _norm(each[mask]) for each in usual))
+        return _norm(off[mask]) <= TIMES * max(_norm(record[key][mask]) for record in (self.oracle, *self.nears))
+
+    def _stored(self, key: Key, part: Callable[[Tensor], Tensor]) -> float:
+        """What it costs that a weight is rounded in each step: more than a small change of it is exact to."""
+        if key[0] != _MOVED:
+            return 0.0
+        return 2 * DOUBLE * len(self.record.losses) * _norm(part(self.record.weights[key[2]].detach().double()))
+
+    def _mask(self, key: Key) -> Tensor | None:
+        return self.noise.get(key[2]) if key[0] in ("gradient", _MOVED) else None
+
+    def _real(self, key: Key, tensor: Tensor) -> Tensor:
+        mask = self._mask(key)
+        return tensor if mask is None else tensor[~mask]
+
+    @property
+    def _slack(self) -> float:
+        """Of a model that computes in a lower precision: what its chaos may cost, relative to a tensor's size."""
+        return min(0.3, 1e4 * self.eps) if self.eps > DOUBLE else 0.0
+
+    @cached_property
+    def _largest(self) -> dict[int, Tensor]:
+        """By step: the largest element of all gradients."""
+        found: dict[int, Tensor] = {}
+        for (what, step, _), tensor in self.oracle.items():
+            if what == "gradient" and tensor.numel():
+                found[step] = torch.maximum(found.get(step, torch.zeros(())).double(), tensor.abs().max())
+        return found
+
+    @cached_property
+    def _sizes(self) -> dict[int, float]:
+        """By step: the norm of all gradients."""
+        squares: dict[int, float] = {}
+        for (what, step, _), tensor in self.oracle.items():
+            if what == "gradient":
+                squares[step] = squares.get(step, 0.0) + _norm(tensor) ** 2
+        return {step: square**0.5 for step, square in squares.items()}
+
+    def _mirror(self, process: OneProcess) -> None:
+        def turn(*_: object) -> None:
+            for name, mask in self.noise.items():
+                gradient = process.weights[name].grad
+                if gradient is not None:
+                    gradient[mask] *= -1
+
+        if process.optimiser is not None:
+            process.optimiser.register_step_pre_hook(turn)
+
+
+def lowest_precision(graph: ModelGraph) -> tuple[float, str]:
+    """The relative rounding of a graph's least precise operator, and where it is in the user's model."""
+    found = [
+        (torch.finfo(getattr(torch, node.spec.dtype)).eps, f"{node.spec.dtype} ({node.where})")
+        for node in graph.nodes
+        if node.spec is not None and node.spec.dtype in ("float64", "float32", "float16", "bfloat16")
+    ]
+    return max(found, key=lambda each: each[0], default=(DOUBLE, ""))
+
+
+def nudged(batch: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """The batch with each number of its images changed by an ulp. Labels may have bounds, and stay."""
+    random = torch.Generator().manual_seed(seed)
+    return {name: _nudge(t, random) if name == "images" and t.is_floating_point() else t for name, t in batch.items()}
+
+
+def _nudge_weights(process: OneProcess, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in process.weights.values():
+            if weight.is_floating_point():
+                weight.copy_(_nudge(weight, random))
+
+
+def _nudge(tensor: Tensor, random: torch.Generator) -> Tensor:
+    up = torch.randint(2, tensor.shape, generator=random).bool()
+    far = torch.full_like(tensor, torch.inf)
+    return torch.nextafter(tensor, torch.where(up, far, -far))
+
+
+class _Imprecise(TorchDispatchMode):
+    """Changes by an ulp whatever is computed in a lower precision than float64, forward and backward."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for each operator. What is written in place, or is a view, was changed before."""
+        out = func(*args, **(kwargs or {}))
+        fresh = not any(result.alias_info for result in func._schema.returns)
+        return tree_map_only(Tensor, self._changed, out) if fresh else out
+
+    def _changed(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or torch.finfo(tensor.dtype).eps <= DOUBLE:
+            return tensor
+        sign = 2 * torch.randint(2, tensor.shape, generator=self.random, dtype=torch.int8) - 1
+        return tensor * (1 + sign.to(tensor.dtype) * torch.finfo(tensor.dtype).eps)
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor))

@@ -1,0 +1,59 @@
+"""What `verify` says in words: which tensors differ, by how much, and why that is rounding or a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engines.bench.rounding import DOUBLE, EXACT, Difference, Key, Rounding
+from engines.optimisers import name_some
+from engines.oracle import Record
+
+__all__ = ["say_far", "say_rounding", "say_unmoved"]
+
+
+def say_far(far: Sequence[Difference]) -> list[str]:
+    """Of the furthest: by how much, and what rounding makes."""
+    first = far[0]
+    others = f" So are {len(far) - 1} other tensors." if len(far) > 1 else ""
+    return [
+        (
+            f"This is a fault, not rounding: {_name(first.key)} is off by {first.rel:.1e} of its size, and by "
+            f"{first.usual:.1e} in one process whose weights and images change by an ulp.{others}"
+        )
+    ]
+
+
+def say_rounding(rounding: Rounding, ranks: Sequence[Record], where: str) -> list[str]:
+    """Why ranks are right although some tensors differ by more than EXACT; nothing where none does."""
+    inexact = rounding.inexact(ranks)
+    noise = sorted({key[2] for key in inexact if rounding.is_noise(key)})
+    others = [key for key in inexact if not rounding.is_noise(key)]
+    said = []
+    if inexact and rounding.eps > DOUBLE:
+        said.append(f"The model computes in {where}, where rounding is {rounding.eps:.0e}.")
+    if noise:
+        said.append(
+            f"Gradients that are zero in theory and rounding in fact move {name_some(noise)}: an optimiser that "
+            "divides by a gradient's size makes such rounding larger."
+        )
+    if others:
+        more = f", and {len(others) - 1} other tensors," if len(others) > 1 else ""
+        said.append(
+            f"Rounding explains that {_name(others[0])}{more} differ from one process by more than {EXACT:.0e} of "
+            "their size: it differs so from itself once its weights and images, and gradients that are zero in theory, "
+            "change by rounding."
+        )
+    return said
+
+
+def say_unmoved(names: Sequence[str]) -> str:
+    """Of weights that the optimiser leaves as they are."""
+    return (
+        f"The optimiser does not move {name_some(names)}, on ranks and in one process, although the gradient is not "
+        "zero and the learning rate not 0: nothing is learned there. Look at the function that makes the optimiser."
+    )
+
+
+def _name(key: Key) -> str:
+    what, step, name = key
+    return f"the {what} {name}" + (f" in step {step}" if step else "")
