@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ A single ReLU on the other side of zero may cost that of float32.
 
 TIMES = 4
 """Beyond that, ranks may be so many times as far from one process in float64 as one process in their precision is."""
+
+
+_INCOMPLETE = "Some losses or gradients are on ranks only, in one process only, or not finite."
 
 
 def batches(recipe: Recipe, seed: int, steps: int = STEPS, classes: int | None = None) -> list[dict[str, Tensor]]:
@@ -100,38 +103,50 @@ def verdict(
         with meanwhile:
             return alone(torch.float64, begin, [change(batch) for batch in whole])
 
-    start: dict[str, Tensor] = {}
-    oracle, precision = alone(torch.float64, lambda process: start.update(_copies(process))), recipe.plan.precision
+    seen, precision = _Watcher(), recipe.plan.precision
+    oracle = alone(torch.float64, seen.begin)
     found = compare(oracle, records)
     eps, where = lowest_precision(recipe.graph) if precision == "float64" else (DOUBLE, "")
-    rounding = Rounding(oracle, again, eps, start)
+    rounding = Rounding(oracle, again, eps, seen.start)
     line = {"ok": found.worst <= TOLERANCE.get(precision, 0.0), "ranks": len(records), **asdict(found)}
     line["dtype"], why = precision, []
     if precision == "float64":
         complete = math.isfinite(found.loss_rel) and math.isfinite(found.grad_rel)
         far = rounding.differences(records) if complete else []
         line["ok"] = complete and not far
-        why = say_far(far) if far else say_rounding(rounding, records, where) if complete else []
+        why = say_far(far) if far else say_rounding(rounding, records, where) if complete else [_INCOMPLETE]
     else:
         same = alone(getattr(torch, precision))
         usual = compare(oracle, [same.like(record) for record in records])
         line |= {"ok": line["ok"] or found.is_within(TIMES, usual), "one_process": asdict(usual)}
-    if still := unmoved(oracle, start, rounding):
+    if still := seen.unmoved(oracle, rounding):
         line["ok"], why = False, [*why, say_unmoved(still)]
     return {**line, "why": " ".join(why)} if why else line
 
 
-def _copies(process: OneProcess) -> dict[str, Tensor]:
-    return {name: weight.detach().clone() for name, weight in process.weights.items()}
+@dataclass
+class _Watcher:
+    """Where the weights of one process were at its start, and which of them had a gradient before an update."""
 
+    start: dict[str, Tensor] = field(default_factory=dict)
+    pushed: set[str] = field(default_factory=set)
 
-def unmoved(oracle: Record, start: Mapping[str, Tensor], rounding: Rounding) -> list[str]:
-    """The weights that stay as they were although their gradient is not zero in theory, nor their learning rate 0."""
-    still = [
-        name
-        for name, weight in oracle.weights.items()
-        if name not in oracle.resting
-        and any(name in gradients and gradients[name].any() for gradients in oracle.gradients)
-        and torch.equal(weight, start[name])
-    ]
-    return [name for name in still if not rounding.is_noise(("gradient", 0, name))]  # it is asked last: it takes a run
+    def begin(self, process: OneProcess) -> None:
+        """Watch it. Gradients are looked at before the optimiser's step, which may forget them."""
+        self.start |= {name: weight.detach().clone() for name, weight in process.weights.items()}
+
+        def look(*_: object) -> None:
+            grads = {name: weight.grad for name, weight in process.weights.items()}
+            self.pushed |= {name for name, grad in grads.items() if grad is not None and grad.any()}
+
+        if process.optimiser is not None:
+            process.optimiser.register_step_pre_hook(look)
+
+    def unmoved(self, record: Record, rounding: Rounding) -> list[str]:
+        """The weights that stay as they were although their gradient is not zero in theory, nor their rate 0."""
+        still = [
+            name
+            for name, weight in record.weights.items()
+            if name in self.pushed - record.resting and torch.equal(weight, self.start[name])
+        ]
+        return [name for name in still if not rounding.is_noise(("gradient", 0, name))]  # asked last: it takes a run

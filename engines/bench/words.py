@@ -33,8 +33,8 @@ def say_rounding(rounding: Rounding, ranks: Sequence[Record], where: str) -> lis
         said.append(f"The model computes in {where}, where rounding is {rounding.eps:.0e}.")
     if noise:
         said.append(
-            f"Gradients that are zero in theory and rounding in fact move {name_some(noise)}: an optimiser that "
-            "divides by a gradient's size makes such rounding larger."
+            f"The gradients of {name_some(noise)} are zero in theory and rounding in fact, which an optimiser that "
+            "divides by a gradient's size makes larger."
         )
     if others:
         more = f", and {len(others) - 1} other tensors," if len(others) > 1 else ""
@@ -56,4 +56,4 @@ def say_unmoved(names: Sequence[str]) -> str:
 
 def _name(key: Key) -> str:
     what, step, name = key
-    return f"the {what} {name}" + (f" in step {step}" if step else "")
+    return f"the {what} {name}" + (f" in step {step}" if step else " after all steps")

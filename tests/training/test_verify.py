@@ -1,0 +1,230 @@
+"""`verify` tells rounding from a fault, says which weights and why, and is not content where nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engines.bench.verify import batches, comparable, rank_record, verdict, verify
+from engines.comm.loopback import run_ranks
+from engines.oracle import Record
+from engines.plan import Plan
+from engines.program.update import GradientSum
+from engines.training import RankTraining, Recipe, prepare
+
+TILES = Plan(split_size=1, slice_method="2x2", precision="float64")
+STAGES = Plan(split_size=2, spatial_size=1, slice_method="1x2", precision="float64")
+SHAPE, LOSS = (4, 3, 24, 20), nn.CrossEntropyLoss()
+SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+ADAM = partial(torch.optim.Adam, lr=1e-3)
+
+ZERO_IN_THEORY = {"0.bias", "3.bias"}
+"""A batch norm takes the mean away, whatever the convolution before it adds."""
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(),
+        nn.Conv2d(4, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3),
+    )  # fmt: skip
+
+
+def given(model: nn.Module, plan: Plan, optimiser: Any) -> Recipe:
+    return comparable(prepare(model, plan, SHAPE, optimiser=optimiser, device="cpu"))
+
+
+def records_of(recipe: Recipe, whole: Sequence[Mapping[str, Tensor]]) -> list[Record]:
+    def train(world: Any) -> Record:
+        training = RankTraining(world, recipe)
+        return rank_record(training, map(training.cut, whole))
+
+    return run_ranks(recipe.plan.ranks, train)
+
+
+def verified(model: nn.Module, plan: Plan, optimiser: Any) -> dict[str, Any]:
+    recipe = given(model, plan, optimiser)
+    return run_ranks(plan.ranks, lambda world: verify(world, recipe, model, LOSS, seed=0))[0]
+
+
+def with_gradient(record: Record, name: str, change: Callable[[Tensor], Tensor]) -> Record:
+    steps = [{**step, name: change(step[name])} if name in step else step for step in record.gradients]
+    return replace(record, gradients=tuple(steps))
+
+
+def with_weight(record: Record, name: str, change: Callable[[Tensor], Tensor]) -> Record:
+    return replace(record, weights={n: change(w) if n == name else w for n, w in record.weights.items()})
+
+
+def off(tensor: Tensor) -> Tensor:
+    return tensor * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("optimiser", [SGD, ADAM], ids=["sgd", "adam"])
+def test_a_fault_of_1e_9_in_any_weight_whose_gradient_is_not_zero_in_theory(optimiser: Any):
+    model = net()
+    recipe = given(model, STAGES, optimiser)
+    whole = batches(recipe, seed=0)
+    records = records_of(recipe, whole)
+    judged = partial(verdict, recipe, model, LOSS, whole)
+    assert judged(records)["ok"]
+    names = {name for name, _ in model.named_parameters()} - ZERO_IN_THEORY
+    assert len(names) == 8
+    for name in sorted(names):
+        wrong = judged([with_gradient(record, name, off) for record in records])
+        assert not wrong["ok"], f"gradient of {name}"
+        assert wrong["why"].startswith(f"This is a fault, not rounding: the gradient {name} in step ")
+        assert "is off by 1.0e-09 of its size" in wrong["why"]
+        moved = judged([with_weight(record, name, off) for record in records])
+        assert not moved["ok"], name
+        assert moved["why"].startswith(f"This is a fault, not rounding: the change of the weight {name} after all ")
+
+
+def test_a_fault_in_one_rank_alone_and_in_a_buffer_and_a_loss():
+    model = net()
+    recipe = given(model, TILES, ADAM)
+    whole = batches(recipe, seed=0)
+    first, *others = records_of(recipe, whole)
+    wrong = [
+        with_gradient(first, "4.weight", off),
+        replace(first, buffers={n: off(b) if n == "1.running_var" else b for n, b in first.buffers.items()}),
+        replace(first, losses=tuple({n: loss * (1 + 1e-9) for n, loss in step.items()} for step in first.losses)),
+        with_gradient(first, "0.bias", lambda gradient: gradient + 1e-9),  # zero in theory, but not by so much
+        with_gradient(first, "4.weight", lambda gradient: gradient * torch.nan),
+    ]
+    for record in wrong:
+        assert not verdict(recipe, model, LOSS, whole, [*others, record])["ok"]
+    assert verdict(recipe, model, LOSS, whole, [*others, first])["ok"]
+
+
+def test_a_program_that_adds_up_wrongly_by_1e_9(monkeypatch: pytest.MonkeyPatch):
+    """The fault is in the ranks' sums, not in what they tell."""
+    finish = GradientSum.finish
+
+    def finish_wrong(self: GradientSum) -> None:
+        finish(self)
+        self.shared[-1].grad.mul_(1 + 1e-9)
+
+    assert verified(net(), TILES, ADAM)["ok"]
+    monkeypatch.setattr(GradientSum, "finish", finish_wrong)
+    proof = verified(net(), TILES, ADAM)
+    assert not proof["ok"]
+    assert "fault, not rounding" in proof["why"]
+
+
+SCALING = {
+    "adam": ADAM,
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "rprop": partial(torch.optim.Rprop, lr=1e-2),
+    "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", SCALING)
+@pytest.mark.parametrize("plan", [TILES, STAGES], ids=["tiles", "stages"])
+def test_rounding_that_an_optimiser_scales_up_is_said_to_be_that(name: str, plan: Plan):
+    proof = verified(net(), plan, SCALING[name])
+    assert proof["ok"], proof
+    assert "The gradients of 0.bias, 3.bias are zero in theory and rounding in fact" in proof["why"]
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    assert "why" not in verified(plain, plan, SCALING[name])
+
+
+class Island(nn.Module):
+    """A norm in float32 inside, as many write it for half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Linear(4, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images).relu()
+        size = (x.float() ** 2).mean((2, 3), keepdim=True).rsqrt()
+        return self.head(self.body(x * size.to(x.dtype)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("optimiser", [SGD, ADAM], ids=["sgd", "adam"])
+def test_an_island_of_float32_is_said_to_be_that(optimiser: Any):
+    torch.manual_seed(0)
+    proof = verified(Island(), TILES, optimiser)
+    assert proof["ok"], proof
+    assert proof["grad_rel"] > 1e-10
+    assert proof["why"].startswith("The model computes in float32 (")
+    assert "test_verify.py" in proof["why"]
+    assert "where rounding is 1e-07" in proof["why"]
+
+
+def test_a_fault_beyond_the_rounding_of_an_island():
+    torch.manual_seed(0)
+    model = Island()
+    recipe = given(model, TILES, SGD)
+    whole = batches(recipe, seed=0)
+    records = records_of(recipe, whole)
+    for name, _ in model.named_parameters():
+        wrong = [with_gradient(record, name, lambda gradient: gradient * 1.002) for record in records]
+        assert not verdict(recipe, model, LOSS, whole, wrong)["ok"], name
+
+
+class Still(torch.optim.SGD):
+    """Moves vectors only: it forgets the gradients of all others."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.ndim > 1:
+                    weight.grad = None
+        return super().step(closure)
+
+
+class Silent(torch.optim.SGD):
+    """Moves nothing."""
+
+    def step(self, closure: Any = None) -> Any:
+        return None
+
+
+def test_weights_that_do_not_move_are_not_content():
+    proof = verified(net(), STAGES, partial(Silent, lr=0.1))
+    assert not proof["ok"]
+    assert proof["params_rel"] == 0, "ranks and one process agree"
+    said = proof["why"][proof["why"].index("The optimiser does not move") :]
+    assert said.startswith("The optimiser does not move 0.weight, 1.weight, 1.bias and 5 more, on ranks and in one pro")
+    for name in ZERO_IN_THEORY:
+        assert name not in said
+
+
+def test_a_few_weights_that_do_not_move_are_named():
+    proof = verified(net(), TILES, partial(Still, lr=0.1))
+    assert not proof["ok"]
+    assert "The optimiser does not move 0.weight, 3.weight, 8.weight, on ranks and in one process" in proof["why"]
+
+
+def halves(named_parameters: Any) -> torch.optim.Optimizer:
+    head = ("8.weight", "8.bias")
+    named = list(named_parameters)
+    return torch.optim.SGD(
+        [{"params": [p for n, p in named if n in head]}, {"params": [p for n, p in named if n not in head], "lr": 0.0}],
+        lr=0.1,
+    )
+
+
+def frozen_body(named_parameters: Any) -> torch.optim.Optimizer:
+    named = list(named_parameters)
+    for name, weight in named:
+        weight.requires_grad_(name.startswith("8."))
+    return torch.optim.SGD([weight for _, weight in named], lr=0.1)
+
+
+@pytest.mark.parametrize("optimiser", [halves, frozen_body], ids=["a rate of 0", "frozen"])
+def test_weights_that_the_user_holds_still_are_right(optimiser: Any):
+    proof = verified(net(), STAGES, optimiser)
+    assert proof["ok"], proof
+    assert "does not move" not in proof.get("why", "")
