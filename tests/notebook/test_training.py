@@ -251,6 +251,37 @@ def test_verify_tells_a_difference(cluster):
     assert proof["grad_rel"] == pytest.approx(1e-6, rel=1e-3)
 
 
+# ---- a precision that the plan changes
+
+
+@pytest.mark.parametrize(("kind", "plan"), [("double", "float32"), ("half", "float32"), ("bfloat16", "bfloat16")])
+def test_a_precision_that_the_plan_changes_is_told_once(cluster, kind: str, plan: str):
+    model = getattr(unet(), kind)()
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    with pytest.warns(
+        UserWarning, match=rf"tensors are {dtype} .*ranks hold them in float32.*precision='{plan}'"
+    ) as told:
+        training = Training(model, replace(TILES, precision=plan), cluster, SHAPE)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    training.step(*batches(1)[0])  # a second warning would be an error
+    assert training.verify()["ok"]
+
+
+def test_a_precision_that_the_plan_keeps_or_that_was_nobodys_choice_is_not_told(cluster):
+    for model, precision in ((unet().double(), "float64"), (unet(), "float64"), (unet(), "float32")):
+        Training(model, replace(TILES, precision=precision), cluster, SHAPE)
+
+
+def test_one_buffer_in_another_precision_is_named(cluster):
+    model = unet()
+    model.register_buffer("scale", torch.ones(1, dtype=torch.float64))
+    with pytest.warns(
+        UserWarning, match=r"^1 of the model's \d+ tensors are float64 \(scale\), but ranks hold them in float"
+    ):
+        Training(model, replace(TILES, precision="float32"), cluster, SHAPE)
+
+
 # ---- timeline
 
 
