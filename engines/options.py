@@ -141,6 +141,11 @@ def image_size(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
+def image_shape(options: argparse.Namespace) -> tuple[int, int, int, int]:
+    """(N, C, H, W) of a batch. Raises PlanError."""
+    return (options.batch_size, 3, *image_size(options.image_size))
+
+
 def optimiser(options: argparse.Namespace) -> Optimiser:
     """Parameters -> the optimiser that the flags ask for."""
     return partial(_OPTIMISERS[options.optimiser], lr=options.learning_rate)
@@ -154,7 +159,7 @@ def recipe(options: argparse.Namespace, ranks: int, world: World | None = None) 
     wanted = plan(options)
     check_fits(wanted, ranks)
     model, loss = build_model(options), nn.CrossEntropyLoss()
-    shape = (options.batch_size, 3, *image_size(options.image_size))
+    shape = image_shape(options)
     trace = partial(traced, model, wanted, shape, loss, device=options.device)
     moves = optimiser(options)
     if (changed := say_changed_precision(model, loss, wanted)) and (world is None or world.rank == 0):

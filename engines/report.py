@@ -57,7 +57,8 @@ class Healed:
 class Epoch:
     """What is told of an epoch, or of what was left of one.
 
-    `left_out` images are known to be bad; `held_out` is of images that are not trained on.
+    `loss` is the mean over its images; `left_out` images are known to be bad; `held_out` is of images that are not
+    trained on.
     """
 
     epoch: int
@@ -76,7 +77,7 @@ class Epoch:
         seconds, wait_s, images = (
             sum(getattr(step, name) for step in steps) for name in ("seconds", "wait_s", "images")
         )
-        loss = statistics.fmean(step.loss for step in steps)
+        loss = statistics.fmean([step.loss for step in steps], [step.images for step in steps])
         counts = added(step.counts for step in steps)
         return cls(steps[0].epoch, len(steps), images, seconds, wait_s, loss, counts, left_out, held_out)
 
@@ -134,7 +135,7 @@ def summary(told: Sequence[Told], last: Epoch) -> dict[str, object]:
     return {
         "epochs": last.epoch + 1,
         "steps": len(told),
-        "images_per_step": told[-1].images,
+        "images_per_step": max(step.images for step in told),
         "images_per_s_mean": round(statistics.fmean(speeds), 4),
         "images_per_s_median": round(statistics.median(speeds), 4),
         "loss": last.loss,

@@ -41,6 +41,14 @@ class Traces:
         if len(self.image_shape) != 4 or any(size < 1 for size in self.image_shape):
             raise ImageError(f"image_shape={tuple(self.image_shape)} must be (N, C, H, W), four positive numbers.")
 
+    def of_batch(self, images: int) -> Traces:
+        """The same model on batches of so many images; what is traced is kept together."""
+        labels = self.labels
+        if labels and labels.shape:
+            count = labels.shape[0] * images // self.image_shape[0]
+            labels = replace(labels, shape=(count, *labels.shape[1:]))
+        return replace(self, image_shape=(images, *self.image_shape[1:]), labels=labels)
+
     def knows(self, plan: Plan) -> bool:
         """Whether `graph` answers at once. Raises PlanError where the batch cannot be cut as the plan says."""
         return self._key(plan) in self._graphs

@@ -11,12 +11,13 @@ from typing import Protocol
 from torch import Tensor
 
 from engines.comm.world import World
-from engines.images.feed import Feed, Feeding
+from engines.images.feed import Feed, Feeding, Unready
 from engines.images.labelled import LabelledImages
 from engines.images.own import OwnPart
 from engines.layer.graph import TensorSpec
 from engines.loss.classes import are_judged
 from engines.metrics import Counts, Scores, added, count
+from engines.partial import smallest_step
 from engines.program.worker import Inputs
 from engines.report import Epoch, LeftOut, Told
 from engines.training import RankTraining, Recipe, StepReport
@@ -28,7 +29,6 @@ __all__ = [
     "RankCourse",
     "Ranks",
     "heard",
-    "images_per_step",
     "run",
     "stepped",
     "told",
@@ -51,16 +51,12 @@ class Heard:
     wait_s: float = 0.0
 
 
-def images_per_step(recipe: Recipe) -> int:
-    """The images that all ranks together take in one step."""
-    return recipe.step_specs["images"].shape[0]
-
-
 class RankCourse:
     """One rank on its way through images; `specs` are those of a step. A failure ends the workers of its feed.
 
     After a step, `training` and `feed.state()` are what a checkpoint needs; before the first, `feed.resume(state)`
-    goes on from there. `report` is of the last step. Raises ImageError where there are too few images for one step.
+    goes on from there. `report` is of the last step. Smaller steps at the end of an epoch need a training that was made
+    ready for them (`RankTraining.add_size`). Raises ImageError where there are too few images for one step.
     """
 
     def __init__(
@@ -72,20 +68,22 @@ class RankCourse:
         feeding: Feeding,
     ) -> None:
         self.world, self.training, self.images = world, training, specs["images"].shape[0]
-        self.feed = Feed(world, OwnPart(training, images, specs), self.images, feeding)
+        unit, sizes = smallest_step(training.recipe.plan), training.sizes
+        self.feed = Feed(world, OwnPart(training, images, specs), self.images, feeding, unit, sizes.__contains__)
         self.report: StepReport | None = None
 
-    def step(self) -> Heard | None:
+    def step(self) -> Heard | Unready | None:
         """One training step; None where the epoch is over, and the next one is begun. Collective.
 
+        Unready, and nothing done, where the next step is a smaller one for which the training is not ready.
         Raises ImageError, on every rank, where an image cannot be read; LossError where the loss is not a number.
         """
         try:
             here().at(b"reads the images of the next step")
             served = self.feed.next()
-            if served is None:
-                return None
-            self.report, heard = stepped(self.training, served.parts, self.images)
+            if served is None or isinstance(served, Unready):
+                return served
+            self.report, heard = stepped(self.training, served.parts, served.images)
             self.feed.advance()
         except BaseException:
             self.close()
@@ -111,7 +109,7 @@ class RankCourse:
 def stepped(training: RankTraining, parts: Inputs, images: int) -> tuple[StepReport, Heard]:
     """One training step on this rank's parts of the inputs."""
     start_s = time.perf_counter()
-    training.step(parts)
+    training.step(parts, images)
     return heard(training, parts, images, time.perf_counter() - start_s)
 
 
@@ -160,10 +158,18 @@ class Course(Protocol):
 
 
 class Ranks:
-    """The course of all ranks, seen from one of them; every rank does the same. `evaluate` as in `Course`."""
+    """The course of all ranks, seen from one of them; every rank does the same. `evaluate` as in `Course`.
 
-    def __init__(self, course: RankCourse, evaluate: Callable[[], Scores | None] = lambda: None) -> None:
-        self.course, self.evaluate = course, evaluate
+    `smaller` makes the recipe of a step of fewer images, where an epoch ends with one.
+    """
+
+    def __init__(
+        self,
+        course: RankCourse,
+        evaluate: Callable[[], Scores | None] = lambda: None,
+        smaller: Callable[[int], Recipe] | None = None,
+    ) -> None:
+        self.course, self.evaluate, self.smaller = course, evaluate, smaller
 
     @property
     def bad(self) -> Sequence[str]:
@@ -173,6 +179,9 @@ class Ranks:
     def step(self) -> Told | None:
         """Told to every rank."""
         heard = self.course.step()
+        if isinstance(heard, Unready) and self.smaller:
+            self.course.training.add_size(self.smaller(heard.images))
+            return self.step()
         return None if heard is None else told(self.course.world.gather(heard))
 
 

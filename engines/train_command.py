@@ -14,16 +14,18 @@ from engines import options, train_options
 from engines.checkpoint.interrupts import Interrupts
 from engines.checkpoint.keeper import Keeper, keeper_of_ranks
 from engines.checkpoint.load import load
-from engines.comm.together import together
+from engines.comm.together import from_first, together
 from engines.comm.world import World
 from engines.errors import PlanError
 from engines.evaluation import HeldOut, RankEvaluation, evaluate_on_ranks
 from engines.images.feed import Feeding
 from engines.log import EpochLog
 from engines.metrics import Scores
+from engines.partial import left_over, smaller
 from engines.report import Epoch, LeftOut, Told, summary
-from engines.train import RankCourse, Ranks, images_per_step, run
-from engines.training import RankTraining
+from engines.traces import Traces
+from engines.train import RankCourse, Ranks, run
+from engines.training import RankTraining, Recipe, images_per_step
 
 __all__ = ["train_command"]
 
@@ -31,21 +33,29 @@ __all__ = ["train_command"]
 def train_command(world: World, arguments: Sequence[str]) -> bool:
     """Train as the flags say; every rank does the same, and what is printed is one rank's to show."""
     chosen = train_options.train_parser().parse_args(arguments)
-    feeding = Feeding(chosen.seed, chosen.max_steps, chosen.num_workers, chosen.on_bad_image)
+    feeding = Feeding(chosen.seed, chosen.max_steps, chosen.num_workers, chosen.on_bad_image, chosen.drop_last)
     model, recipe = options.recipe(chosen, world.size, world)
     for text in train_options.without_effect(chosen):
         print(text, flush=True)
     images, others = together(world, lambda: train_options.applications(chosen, images_per_step(recipe)))
     training = RankTraining(world, recipe)
     loss = nn.CrossEntropyLoss()
+    smaller = _smaller(world, recipe, Traces(model, options.image_shape(chosen), loss, device=chosen.device))
+    if rest := together(world, lambda: left_over(len(images), recipe, feeding.steps, feeding.drop_last), PlanError):
+        training.add_size(smaller(rest))
     held_out = None if others is None else HeldOut(model, loss, recipe, others, chosen.on_bad_image)
     evaluate = _evaluation(world, training, held_out) if held_out else lambda: None
     log = together(world, lambda: EpochLog(chosen.log) if chosen.log and not world.rank else None, PlanError)
     with RankCourse(world, training, recipe.step_specs, images, feeding) as course, log or nullcontext():
         done = _resume(course, chosen)
         with _kept(course, chosen) as kept:
-            _tell(Ranks(course, evaluate), max(0, chosen.num_epochs - done), chosen.verbose, log, kept)
+            _tell(Ranks(course, evaluate, smaller), max(0, chosen.num_epochs - done), chosen.verbose, log, kept)
     return True
+
+
+def _smaller(world: World, recipe: Recipe, traces: Traces) -> Callable[[int], Recipe]:
+    """What makes the recipe of a step of fewer images; one rank traces the model for all. Collective."""
+    return lambda images: from_first(world, lambda: smaller(recipe, traces, images))
 
 
 def _evaluation(world: World, training: RankTraining, held_out: HeldOut) -> Callable[[], Scores]:

@@ -50,6 +50,9 @@ def train_parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--on-bad-image", choices=["raise", "skip"], default="raise", help="end the training, or leave the image out"
     )
+    flags.add_argument(
+        "--drop-last", action="store_true", help="leave out what does not fill an epoch's last step; else it is smaller"
+    )
     flags.add_argument("--log", type=Path, help="a .csv, .json or .jsonl file that gets a record for each epoch")
     flags.add_argument("--save", type=Path, metavar="FOLDER", help="where checkpoints go; SIGUSR1 saves and ends")
     flags.add_argument("--save-every", type=options.positive, metavar="STEPS", help="save so often; else once an epoch")

@@ -28,7 +28,7 @@ from engines.optimisers import Optimiser, ParameterSpec, make_on_rank, make_opti
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
 from engines.program.compiled import Compiled, check_compiler
-from engines.program.instructions import Phase
+from engines.program.instructions import Phase, SumGradients
 from engines.program.lane import Lane
 from engines.program.places import said
 from engines.program.program import Feed, Program
@@ -46,12 +46,14 @@ __all__ = [
     "RankTraining",
     "Recipe",
     "StepReport",
+    "images_per_step",
     "own_copy",
     "prepare",
     "say_changed_precision",
     "sgd",
     "state_of",
     "traced",
+    "without_gradient",
 ]
 
 _RECENT = 5  # the losses of so many steps are remembered, to tell whether they grew
@@ -147,7 +149,7 @@ def prepare(
         raise PlanError(f"clip_norm={clip_norm!r} must be a positive number, or None for gradients of any norm.")
     used = {name for node in graph.nodes for name in node.reads}
     parameters = specs_of(model, loss, getattr(torch, plan.held_in), used)
-    graph = _without_gradient(graph, frozen_by(optimiser, parameters))
+    graph = without_gradient(graph, frozen_by(optimiser, parameters))
     programs, state = compile_plan(graph, plan), state_of(model, loss, graph)
     if plan.compile_segments:
         check_compiler(autocast_type(device))
@@ -162,11 +164,11 @@ def prepare(
     )  # fmt: skip
 
 
-def _without_gradient(graph: ModelGraph, frozen: frozenset[str]) -> ModelGraph:
+def without_gradient(graph: ModelGraph, frozen: frozenset[str]) -> ModelGraph:
     """The graph, and that of a share of its images, with some weights frozen."""
     if not frozen & graph.trainable:
         return graph
-    share = graph.share and _without_gradient(graph.share, frozen)
+    share = graph.share and without_gradient(graph.share, frozen)
     return replace(graph, trainable=graph.trainable - frozen, share=share)
 
 
@@ -227,12 +229,22 @@ class StepReport:
     memory_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class _Size:
+    """What does the steps of one number of images."""
+
+    graph: ModelGraph
+    worker: Worker
+    counting: Counting
+
+
 class RankTraining:
     """The weights, optimiser and worker of one rank."""
 
     def __init__(self, world: World, recipe: Recipe, overlap: bool = True) -> None:
         recipe.additions.adopt()
         program = Compiler(recipe.graph, recipe.plan, overlap=overlap).program(world.rank)
+        self.world, self.overlap = world, overlap
         self.recipe, self.program, self.graph = recipe, program, recipe.graph
         self.device = choose_device(recipe.device, world.rank)
         self.threads = threads_of(recipe.plan, world.rank)
@@ -245,18 +257,59 @@ class RankTraining:
             if owner in recipe.names and world.rank == 0
             for name, tensor in recipe.names[owner].kept.items()
         }
-        owned = {**self.weights, **self.buffers}
-        self.counting = Counting(recipe.graph, recipe.plan, program, world, owned, self.device)
-        optimiser = recipe.make_optimiser(self.weights)
-        self.worker = Worker(
-            program, world, self.weights, self.buffers, optimiser, self.device, recipe.seed, recipe.rules,
-            keeps_graphs=not recipe.plan.checkpoint_activations,
-            make_lane=self._offloaded() if recipe.plan.offload_activations else Lane,
-            make_segment=Compiled() if recipe.plan.compile_segments else Segment,
-            constants=self.counting.values,
-        )  # fmt: skip
-        self.worker.words = said(recipe.graph, recipe.plan, program)
+        self._make_lane = self._offloaded() if recipe.plan.offload_activations else Lane
+        self._make_segment = Compiled() if recipe.plan.compile_segments else Segment
+        found = self._size(recipe, program, recipe.make_optimiser(self.weights), recipe.rules)
+        self.images = images_per_step(recipe)
+        self.sizes = {self.images: found}
+        self.worker, self.counting = found.worker, found.counting
         self.recent: deque[float] = deque(maxlen=_RECENT)
+
+    def _size(
+        self, recipe: Recipe, program: Program, optimiser: torch.optim.Optimizer | None, rules: UpdateRules
+    ) -> _Size:
+        owned = {**self.weights, **self.buffers}
+        counting = Counting(recipe.graph, recipe.plan, program, self.world, owned, self.device)
+        worker = Worker(
+            program, self.world, self.weights, self.buffers, optimiser, self.device, self.recipe.seed, rules,
+            keeps_graphs=not recipe.plan.checkpoint_activations,
+            make_lane=self._make_lane, make_segment=self._make_segment,
+            constants=counting.values,
+        )  # fmt: skip
+        worker.words = said(recipe.graph, recipe.plan, program)
+        return _Size(recipe.graph, worker, counting)
+
+    def add_size(self, recipe: Recipe) -> None:
+        """Be ready for steps of fewer images, of which `engines.partial.smaller` has made the recipe.
+
+        Weights, optimiser and buffers are those of all steps. Raises PlanError where the rank would hold others.
+        """
+        images = images_per_step(recipe)
+        if images in self.sizes:
+            return
+        program = Compiler(recipe.graph, recipe.plan, overlap=self.overlap).program(self.world.rank)
+        if _holds(program) != _holds(self.sizes[self.images].worker.program):
+            raise PlanError(
+                f"With {images} images in a step in place of {self.images}, rank {self.world.rank} would hold other "
+                "weights, for the model then has other layers. Leave the last images of an epoch out: drop_last=True."
+            )
+        # The optimiser is the one of the full steps, which `follow` hands over.
+        self.sizes[images] = self._size(recipe, program, None, UpdateRules())
+
+    def use(self, images: int) -> None:
+        """Take the program for steps of so many images. Raises PlanError where the rank is not ready for them."""
+        found = self._of_size(images)
+        if found.worker is not self.worker:
+            self.worker.restart({})  # its micro-batches are not kept in memory meanwhile
+            found.worker.follow(self.worker)
+            self.graph, self.program = found.graph, found.worker.program
+            self.worker, self.counting = found.worker, found.counting
+
+    def _of_size(self, images: int) -> _Size:
+        if images not in self.sizes:
+            known = ", ".join(map(str, self.sizes))
+            raise PlanError(f"A step of {images} images was not prepared; steps of {known} images were.")
+        return self.sizes[images]
 
     def _offloaded(self) -> Callable[..., Lane]:
         """What makes lanes whose activations lie in a file of this rank's own. Raises RankError where there is none."""
@@ -267,12 +320,12 @@ class RankTraining:
         own = own_copy(self.recipe.state[name], held_in, self.device)
         return nn.Parameter(own, requires_grad=name in self.graph.trainable)
 
-    def step(self, inputs: Inputs) -> StepReport:
-        """One training step on this rank's parts of the inputs.
+    def step(self, inputs: Inputs, images: int | None = None) -> StepReport:
+        """One training step on this rank's parts of the inputs, of `images` images on all ranks (None: a full step).
 
         Raises LossError where the loss is not a number; no weight has changed then.
         """
-        self.start(inputs)
+        self.start(inputs, images)
         while not self.worker.done:
             self.advance()
         return self.report
@@ -297,17 +350,21 @@ class RankTraining:
         """How often the weights have changed."""
         return self.worker.steps - 1
 
-    def start(self, inputs: Inputs) -> None:
-        """Go to the start of a step, gradients forgotten; collective."""
+    def start(self, inputs: Inputs, images: int | None = None) -> None:
+        """Go to the start of a step of `images` images (None: a full one), gradients forgotten; collective."""
+        self._remember_loss()
+        self.use(images or self.images)
         use_threads(self.threads)
-        if self.worker.done and (loss := self.worker.loss) is not None:
-            self.recent.append(loss)
         self.worker.connect()
         for weight in self.weights.values():
             weight.grad = None
         placed = {number: {name: self._placed(p) for name, p in parts.items()} for number, parts in inputs.items()}
         self.counting.count(placed)
         self.worker.restart(placed)
+
+    def _remember_loss(self) -> None:
+        if self.worker.done and (loss := self.worker.loss) is not None:
+            self.recent.append(loss)
 
     def _placed(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, memory_format=memory_format(tensor.dim()))
@@ -324,8 +381,8 @@ class RankTraining:
         return causes(self.graph, self.worker, self.counting, tuple(self.recent), micro_batch)
 
     def cut(self, inputs: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-        """This rank's parts of the whole inputs of a step."""
-        return cut_inputs(self.program, inputs)
+        """This rank's parts of the whole inputs of a step, of as many images as there are."""
+        return cut_inputs(self._of_size(len(inputs["images"])).worker.program, inputs)
 
     @property
     def held(self) -> dict[str, Tensor]:
@@ -342,6 +399,16 @@ class RankTraining:
             group: {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
             for group, tensors in groups.items()
         }
+
+
+def images_per_step(recipe: Recipe) -> int:
+    """The images that all ranks together take in one step."""
+    return recipe.step_specs["images"].shape[0]
+
+
+def _holds(program: Program) -> tuple[object, ...]:
+    """What a rank's programs for steps of different numbers of images must have in common."""
+    return program.weights, program.buffers, tuple(program.of_kind(SumGradients))
 
 
 def own_copy(tensor: Tensor, held_in: str, device: torch.device) -> Tensor:

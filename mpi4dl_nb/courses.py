@@ -14,14 +14,16 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from engines.errors import ImageError, PlanError, RankError
-from engines.images.feed import Feeding
+from engines.images.feed import Feeding, Unready
 from engines.images.labelled import LabelledImages
 from engines.layer.graph import ModelGraph, TensorSpec
 from engines.loss.classes import class_numbers
 from engines.metrics import Scores
+from engines.partial import left_over
 from engines.report import Told
 from engines.train import Heard, RankCourse, told
-from engines.training import RankTraining, StepReport
+from engines.training import RankTraining, StepReport, images_per_step
+from mpi4dl_nb.batches import Batch, images_of, known_counts
 
 if TYPE_CHECKING:
     from engines.host import Host
@@ -38,7 +40,6 @@ __all__ = [
     "is_images",
 ]
 
-Batch = tuple[Any, Any]
 Evaluate = Callable[[], Scores | None]
 
 
@@ -48,15 +49,43 @@ def is_images(data: object) -> bool:
 
 
 class BatchCourse:
-    """Goes through batches, as often as it is asked to. `evaluate` as in `Course`."""
+    """Goes through batches, as often as it is asked to, in epochs of at most `limit`. `evaluate` as in `Course`.
+
+    A batch of fewer images than a step takes is left out (`drop_last`), or trained with a program of its own. One that
+    comes before any full one is an error: whoever gives batches of another size than the plan's has not meant that.
+    Raises ImageError or PlanError where sizes that are known beforehand do not fit.
+    """
 
     bad: Sequence[str] = ()
 
-    def __init__(self, training: Training, data: Iterable[Batch], evaluate: Evaluate) -> None:
+    def __init__(
+        self,
+        training: Training,
+        data: Iterable[Batch],
+        evaluate: Evaluate,
+        limit: int | None = None,
+        drop_last: bool = False,
+    ) -> None:
         self.training, self.evaluate = training, evaluate
-        self.data = list(data) if isinstance(data, Iterator) else data
+        self.data, self.limit, self.drop_last = data, limit, drop_last
+        self.full, self.has_full = images_per_step(training.recipe), False
+        self.known = known_counts(data, self.full)
+        self._kept = self._without_dropped(data) if isinstance(data, Iterator) else None
         self.is_over = False
+        self._make_ready()
         self._go_to((0, 0))
+
+    def _make_ready(self) -> None:
+        """Have ranks know the sizes that will come."""
+        for count in {} if self.drop_last or not self.known else dict.fromkeys(self.known[: self.limit]):
+            self.training.make_ready(count)
+
+    def _without_dropped(self, data: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in data:
+            count = images_of(batch)
+            self.has_full = self.has_full or count == self.full
+            if not (self.drop_last and self.has_full and count < self.full):
+                yield batch
 
     @property
     def place(self) -> tuple[int, int]:
@@ -65,18 +94,22 @@ class BatchCourse:
 
     def renew(self, place: tuple[int, int]) -> None:
         """Go on from a place it has been at. Further back the batches must come in the same order again."""
+        self._make_ready()  # for ranks that were started anew
         if place != self.place:
             self._go_to(place)
 
     def _go_to(self, place: tuple[int, int]) -> None:
         self.epoch, self.number = place
-        self.batches = islice(self.data, self.number, None)
+        # What gives each batch once goes on where it is.
+        self.batches = self._kept or islice(self._without_dropped(self.data), self.number, None)
         self._batch: Batch | None = None  # the one that is worked on
 
     @property
     def steps(self) -> int | None:
         """Of one epoch, as far as that is known."""
-        return len(self.data) if isinstance(self.data, Sized) else None
+        kept = [count for count in self.known or () if count == self.full or not self.drop_last]
+        known = len(kept) if self.known else len(self.data) if isinstance(self.data, Sized) else self.limit
+        return known if known is None or self.limit is None else min(known, self.limit)
 
     def total(self, epochs: int) -> int | None:
         """The steps of so many epochs, as far as that is known."""
@@ -85,15 +118,31 @@ class BatchCourse:
     def step(self) -> Told | None:
         """One step on the next batch; waiting for it is waiting for data."""
         start_s = time.perf_counter()
-        self._batch = next(self.batches, None) if self._batch is None else self._batch
+        if self._batch is None and self.number != self.limit:
+            self._batch = next(self.batches, None)
         wait_s = time.perf_counter() - start_s
         if self._batch is None:
-            self._go_to((self.epoch + 1, 0))
-            self.is_over = True
+            self._end_epoch()
             return None
-        heard = self.training.take(*self._batch)
+        heard = self._take(self._batch)
         self.number, self.is_over, self._batch = self.number + 1, False, None
         return told([replace(rank, epoch=self.epoch, step=self.number - 1, wait_s=wait_s) for rank in heard])
+
+    def _take(self, batch: Batch) -> list[Heard]:
+        count = images_of(batch)
+        if not (self.has_full and 0 < count < self.full):
+            return self.training.take(*batch)
+        self.training.make_ready(count)
+        return self.training.take(*batch, count)
+
+    def _end_epoch(self) -> None:
+        if not self.number and not self.epoch:
+            raise ImageError("fit was given no batch. Give it at least one; a generator gives each of them once.")
+        if not self.number and self._kept:
+            text = f"The batches have ended after {self.epoch} epochs: there are none for another one."
+            warnings.warn(text, stacklevel=2)
+        self._go_to((self.epoch + 1, 0))
+        self.is_over = True
 
     def close(self) -> None:
         """Nothing is held."""
@@ -119,7 +168,8 @@ class ImageCourse:
         check_classes(images, training.recipe.graph)
         self.training, self.evaluate, self.bad = training, evaluate, ()
         self.images, self.feeding = images, feeding
-        whole = len(images) // training.recipe.step_specs["images"].shape[0]
+        self.left_over = left_over(len(images), training.recipe, feeding.steps, feeding.drop_last)
+        whole = len(images) // images_per_step(training.recipe) + bool(self.left_over)
         self.steps = min(whole, feeding.steps or whole)
         self.done = state["step"] if state else 0  # of the epoch that has begun
         self.is_over = False
@@ -129,6 +179,8 @@ class ImageCourse:
         """Have the ranks read from there on."""
         training, self.place, self._known = self.training, place, tuple(self.bad)
         specs = training.recipe.step_specs
+        if self.left_over:
+            training.make_ready(self.left_over)
         self.updates = training.cluster.call(_begin, training.name, specs, self.images, self.feeding, place)[0]
 
     def total(self, epochs: int) -> int:
@@ -139,6 +191,9 @@ class ImageCourse:
         """One step on all ranks."""
         with self.training.explained():
             answers = self.training.cluster.call(_go_on, self.training.name, self.training.steps)
+        if isinstance(answers[0].heard, Unready):  # bad images were left out, and so fewer are left over
+            self.training.make_ready(answers[0].heard.images)
+            return self.step()
         self.bad = (*self._known, *(text for text in answers[0].bad if text not in self._known))
         self.place, self.updates = answers[0].state, answers[0].updates
         self.training.feed_state = self.place
@@ -207,9 +262,9 @@ def held(host: Host, name: str, steps: int | None = None) -> RankTraining:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a rank says of a step: `heard` is None where the epoch is over."""
+    """What a rank says of a step: `heard` is None where the epoch is over, Unready where nothing was done."""
 
-    heard: Heard | None
+    heard: Heard | Unready | None
     report: StepReport | None
     state: Mapping[str, Any]
     bad: tuple[str, ...]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engines.errors import PlanError, RankError
 from engines.optimiser_trial import count_states
+from engines.partial import smallest_step
 from engines.plan import Plan
 from engines.predict.search import plans, search
 from engines.report import Healed, Told
@@ -124,6 +125,7 @@ def plan_for(training: Training, ranks: int) -> Plan:
         replace(plan, **same)
         for plan in plans(ranks, batch)
         if (plan.batches, plan.micro_batches) == (now.batches, now.micro_batches)
+        and all(images % smallest_step(plan) == 0 for images in training.sizes)
     ]
     if not asked:
         raise PlanError(

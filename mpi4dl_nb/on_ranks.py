@@ -21,11 +21,15 @@ from mpi4dl_nb.courses import end, held
 if TYPE_CHECKING:
     from engines.host import Host
 
-__all__ = ["causes", "create", "drop", "holds", "load", "record", "save", "step", "tensors"]
+__all__ = ["add_size", "causes", "create", "drop", "holds", "load", "record", "save", "step", "tensors"]
 
 
 def create(host: Host, name: str, recipe: Recipe) -> None:
     host.trainings[name] = RankTraining(host.world, recipe)
+
+
+def add_size(host: Host, name: str, recipe: Recipe) -> None:
+    held(host, name).add_size(recipe)
 
 
 def holds(host: Host, name: str) -> bool:

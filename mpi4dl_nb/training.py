@@ -30,6 +30,7 @@ from engines.loss.causes import said
 from engines.loss.words import loss_of_step, warn_of_mean
 from engines.metrics import Scores
 from engines.optimiser_trial import count_states
+from engines.partial import smaller
 from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
 from engines.program.compile import compile_plan
@@ -37,10 +38,21 @@ from engines.program.timeline import Timeline
 from engines.program.update import Scheduler
 from engines.traces import Traces
 from engines.train import Heard, told
-from engines.training import Loss, Optimiser, Recipe, StepReport, cut_inputs, prepare, say_changed_precision, sgd
+from engines.training import (
+    Loss,
+    Optimiser,
+    Recipe,
+    StepReport,
+    cut_inputs,
+    images_per_step,
+    prepare,
+    say_changed_precision,
+    sgd,
+)
 from mpi4dl_nb import on_ranks
 from mpi4dl_nb.bar import Bar
 from mpi4dl_nb.batch import checked
+from mpi4dl_nb.batches import check_epochs
 from mpi4dl_nb.courses import Batch, BatchCourse, ImageCourse, continued, held, is_images
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
@@ -125,6 +137,7 @@ class Training:
         self._create()
 
     def _create(self) -> None:
+        self._sizes = {images_per_step(self.recipe): (self.recipe, self.programs)}
         own = [(self.recipe.of_rank(program),) for program in self.programs]
         self.cluster.call(on_ranks.create, self.name, per_rank=own)
 
@@ -138,10 +151,14 @@ class Training:
         """
         return told(self.take(images, labels)).loss
 
-    def take(self, images: Any, labels: Any) -> list[Heard]:
-        """One training step on a batch, as `step` does; what each rank knows of it."""
-        whole = self._checked(images, labels)
-        parts = [(cut_inputs(program, whole),) for program in self.programs]
+    def take(self, images: Any, labels: Any, count: int | None = None) -> list[Heard]:
+        """One training step on a batch, as `step` does; what each rank knows of it.
+
+        `count` images are fewer than usual: the ranks were made ready for them.
+        """
+        recipe, programs = self._sizes[count or images_per_step(self.recipe)]
+        whole = checked(recipe, self.loss, images, labels)
+        parts = [(cut_inputs(program, whole),) for program in programs]
         with self.explained():
             answers = self.cluster.call(on_ranks.step, self.name, len(whole["images"]), self.steps, per_rank=parts)
         self.heard([report for report, _ in answers])
@@ -167,6 +184,22 @@ class Training:
         """
         return Stepping(self, self._checked(images, labels))
 
+    def make_ready(self, images: int) -> None:
+        """Have the ranks made ready for steps of fewer images, as the last one of an epoch may be.
+
+        Raises PlanError or TraceError, before any rank is asked, where the plan or the model cannot take so few.
+        """
+        if images not in self._sizes:
+            recipe = smaller(self.recipe, self.traces, images)
+            programs = compile_plan(recipe.graph, recipe.plan)
+            self.cluster.call(on_ranks.add_size, self.name, recipe)
+            self._sizes[images] = recipe, programs
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of images in a step that the ranks are ready for."""
+        return tuple(self._sizes)
+
     def heard(self, reports: list[StepReport]) -> None:
         """A step is done, of which the ranks tell this."""
         self.reports, self.steps = reports, self.steps + 1
@@ -189,15 +222,26 @@ class Training:
         keep: int = KEEP,
         monitor: Watcher | None = None,
         on_failure: str = "raise",
+        drop_last: bool = False,
     ) -> History:
         """Train for `epochs` epochs, with a bar that shows loss and images per second, and a line for each epoch.
 
         Or with a `Monitor()`, which shows more, and has a button that ends it when the step under way is done.
 
         `data` is batches of images and labels, or images that each rank reads by itself, its own pixels only, such
-        as a folder of pictures: these go in an order that follows from `seed` (0) alone, in epochs of at most `steps`
-        steps, read ahead by `workers` threads of each rank; a bad image ends the training, or is left out
-        (`on_bad_image="skip"`). After a break it goes on where it was, in the middle of an epoch too, unless
+        as a folder of pictures: these go in an order that follows from `seed` (0) alone, read ahead by `workers`
+        threads of each rank; a bad image ends the training, or is left out (`on_bad_image="skip"`). An epoch has at
+        most `steps` steps. Batches are drawn one by one: a generator may be endless with `steps`, each epoch goes on
+        where the last one has ended, and without `steps` it has one epoch.
+
+        As with `torch.utils.data.DataLoader`, images that do not fill the last step of an epoch are trained in a
+        smaller one, unless `drop_last=True`, which leaves smaller batches out, and has images wait for another epoch.
+        The smaller step has as many micro-batches as every other, with fewer images each; its loss is the mean over
+        its images, and optimiser and scheduler step as always. A plan that cannot divide the images is refused before
+        the first step, as far as they are counted then (images, lists, a DataLoader); where bad images were left out,
+        as many are trained as it can divide. A smaller batch that comes before any full one is an error.
+
+        After a break it goes on where it was, in the middle of an epoch too, unless
         `go_on=False`. `epochs` are those still to come, the rest of one that has begun among them: where 2 of 60 are
         done and the third has begun, 58 are left.
 
@@ -220,7 +264,8 @@ class Training:
             raise PlanError(f"on_failure={on_failure!r} must be one of {', '.join(map(repr, HOW))}.")
         if on_failure != "raise" and save is None:
             raise PlanError(f"on_failure={on_failure!r} goes on from checkpoints. Say where they go: save=FOLDER.")
-        feeding, saving = Feeding(seed or 0, steps, workers, on_bad_image), Saving(save, save_every, keep)
+        feeding = Feeding(seed or 0, steps, workers, on_bad_image, drop_last)
+        saving = Saving(save, save_every, keep)
         state = continued(self.feed_state, data, seed) if go_on and is_images(data) else None
         monitor = monitor or self.monitor
         watchers: list[Watcher] = [Bar(progress and monitor is None), *([monitor] if monitor else [])]
@@ -232,7 +277,8 @@ class Training:
             renew = judge.begin if judge else lambda: None
             healing = None if on_failure == "raise" else Healing(self, on_failure == "shrink", renew)
             if not is_images(data):
-                return fit(BatchCourse(self, data, evaluate), epochs, log, saving, watchers, healing)
+                check_epochs(data, epochs, steps, on_failure)
+                return fit(BatchCourse(self, data, evaluate, steps, drop_last), epochs, log, saving, watchers, healing)
             return fit(ImageCourse(self, data, feeding, state, evaluate), epochs, log, saving, watchers, healing)
 
     def verify(

@@ -26,8 +26,8 @@ from engines.oracle import OneProcess
 from engines.plan import Plan
 from engines.report import Epoch, Told, summary
 from engines.spatial.tiles import Tile
-from engines.train import RankCourse, Ranks, images_per_step, run
-from engines.training import RankTraining, Recipe, prepare, sgd
+from engines.train import RankCourse, Ranks, run
+from engines.training import RankTraining, Recipe, images_per_step, prepare, sgd
 
 SIZE, BATCH, COUNT = (20, 26), 4, 40
 

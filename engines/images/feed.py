@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -18,7 +18,7 @@ from engines.images.order import Drawn, Order, Place
 from engines.images.own import OwnPart, Piece
 from engines.program.worker import Inputs
 
-__all__ = ["Feed", "Feeding", "Place", "Served", "said"]
+__all__ = ["Feed", "Feeding", "Place", "Served", "Unready", "said"]
 
 _AHEAD = 2  # steps that are read while one is computed
 _ON_BAD = ("raise", "skip")
@@ -31,6 +31,7 @@ class Feeding:
 
     Epochs of at most `steps` steps go in the order of `seed`. `workers` threads of each rank read ahead, 0: the
     training itself reads. A bad image ends the training (`on_bad_image="raise"`), or is left out ("skip").
+    The images that do not fill the last step of an epoch make a smaller step, or wait for another epoch (`drop_last`).
     Raises PlanError.
     """
 
@@ -38,6 +39,7 @@ class Feeding:
     steps: int | None = None
     workers: int = 0
     on_bad_image: str = "raise"
+    drop_last: bool = False
 
     def __post_init__(self) -> None:
         if self.on_bad_image not in _ON_BAD:
@@ -46,15 +48,25 @@ class Feeding:
             raise PlanError(f"workers={self.workers!r} must be a whole number of threads, or 0 for none.")
         if self.steps is not None and self.steps < 1:
             raise PlanError(f"steps={self.steps!r} must be at least 1, or None for whole epochs.")
+        if not isinstance(self.drop_last, bool):
+            raise PlanError(f"drop_last={self.drop_last!r} must be True or False.")
+
+
+@dataclass(frozen=True)
+class Unready:
+    """The next step has so many `images`, for which the rank is not ready yet."""
+
+    images: int
 
 
 @dataclass(frozen=True)
 class Served:
-    """This rank's parts of the step at a place, and how long it waited for them."""
+    """This rank's parts of the step at a place, of `images` images, and how long it waited for them."""
 
     place: Place
     parts: Inputs
     wait_s: float
+    images: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +90,21 @@ class Feed:
     """Serves the steps of a training, `count` images each, to one rank; every rank has one, and they agree.
 
     The order follows from seed and epoch alone, and the draw of an image's augmentation from seed, epoch and image:
-    not from plan, ranks or workers. A step takes the next `count` images that are not left out, so that all steps are
-    full; what is left over at the end of an epoch waits for another one. An image that is found bad when its step needs
-    it is left out by all ranks, then and in all later epochs, as if it were not in the order.
+    not from plan, ranks or workers. A step takes the next `count` images that are not left out; those that are left
+    over at the end of an epoch make a smaller step, of a multiple of `unit` images, unless `feeding.drop_last` lets
+    them wait for another epoch. An image that is found bad when its step needs it is left out by all ranks, then and in
+    all later epochs, as if it were not in the order.
+
+    `is_ready` says whether the rank can take a step of so many images.
     """
 
-    def __init__(self, world: World, own: OwnPart, count: int, feeding: Feeding | None = None) -> None:
-        self.world, self.own, self.count = world, own, count
+    def __init__(
+        self, world: World, own: OwnPart, count: int, feeding: Feeding | None = None, unit: int = 1,
+        is_ready: Callable[[int], bool] = lambda images: True,
+    ) -> None:  # fmt: skip
+        self.world, self.own, self.count, self.is_ready = world, own, count, is_ready
         self.feeding = feeding or Feeding()
-        self.order = Order(len(own.images), count, self.feeding.steps)
+        self.order = Order(len(own.images), count, self.feeding.steps, self.feeding.drop_last, unit)
         self.place = Place(self.feeding.seed)
         self._next = self.place
         self.bad: list[str] = []  # of each image that was found bad and left out, which one it is and why
@@ -120,14 +138,17 @@ class Feed:
 
     # ---- steps
 
-    def next(self) -> Served | None:
+    def next(self) -> Served | Unready | None:
         """This rank's parts of the next step; None where the epoch is over, and then the next one is begun. Collective.
 
+        Unready where the step is a smaller one, for which ranks have to be made ready: then it can be asked for again.
         Raises ImageError, on every rank, where an image cannot be read, or where too few are left for one step.
         """
         start_s = time.perf_counter()
         waited_s = 0.0
         while (step := self.order.members(self.place)) is not None:
+            if not self.is_ready(len(step)):
+                return Unready(len(step))
             read = self._read(step, self.order.after(self.place))
             waited_s += time.perf_counter() - start_s
             found = self.world.gather(read.bad)
@@ -136,7 +157,7 @@ class Feed:
                 self._next = self.order.after(self.place)
                 for piece in read.pieces:
                     self._reading.pop(piece, None)
-                return Served(self.place, self.own.joined(step, read.pieces.__getitem__), waited_s)
+                return Served(self.place, self.own.joined(step, read.pieces.__getitem__), waited_s, len(step))
             self._check(bad, read.cause)
             self.bad += [bad[index].text for index in sorted(bad)]
             self.place = replace(self.place, skipped=(*self.place.skipped, *sorted(bad)))
@@ -178,7 +199,8 @@ class Feed:
     def _look_ahead(self, wanted: Sequence[Piece], then: Place) -> None:
         """Have workers read the step and the next ones; what was begun and is not needed any more is given up."""
         coming = (step for step, _ in zip(self.order.coming(then), range(_AHEAD), strict=False))
-        pieces = dict.fromkeys([*wanted, *(piece for step in coming for piece in self.own.pieces(step))])
+        known = (step for step in coming if self.is_ready(len(step)))
+        pieces = dict.fromkeys([*wanted, *(piece for step in known for piece in self.own.pieces(step))])
         for piece in self._reading.keys() - pieces.keys():
             self._reading.pop(piece).cancel()
         for piece in pieces:

@@ -34,17 +34,26 @@ class Place:
 
 
 class Order:
-    """Steps of `count` images out of `total`, in epochs of at most `steps` steps; images left over are left out.
+    """Steps of `count` images out of `total`, in epochs of at most `steps` steps.
+
+    The images that are left over make a smaller step at the end of an epoch, of a multiple of `unit` images; with
+    `drop_last` they wait for another epoch. The first step of an epoch is always full.
 
     >>> order, start = Order(total=5, count=2), Place(seed=0)
     >>> [index for index, _ in order.members(start)] == list(in_order(5, 0, 0))[:2]
     True
-    >>> order.members(order.after(order.after(start))) is None
+    >>> last = order.after(order.after(start))
+    >>> len(order.members(last)), order.members(order.after(last))
+    (1, None)
+    >>> Order(total=5, count=2, drop_last=True).members(last) is None
     True
     """
 
-    def __init__(self, total: int, count: int, steps: int | None = None) -> None:
+    def __init__(
+        self, total: int, count: int, steps: int | None = None, drop_last: bool = False, unit: int = 1
+    ) -> None:
         self.total, self.count, self.steps = total, count, steps
+        self.drop_last, self.unit = drop_last, unit
         self._made: tuple[tuple[int, int], Sequence[int]] | None = None
 
     def members(self, place: Place) -> list[Drawn] | None:
@@ -52,7 +61,7 @@ class Order:
 
         An image's draw follows from seed, epoch and image.
         """
-        if place.step == self.steps or len(good := self._good(place)) < self.count:
+        if place.step == self.steps or not (good := self._good(place)):
             return None
         seed = step_seed(place.seed, place.epoch)
         return [(index, step_seed(seed, 1 + index)) for _, index in good]
@@ -74,7 +83,7 @@ class Order:
                 place = self.after(place)
 
     def _good(self, place: Place) -> list[tuple[int, int]]:
-        """(position, image) of the next ones that are not left out, a step's at most."""
+        """(position, image) of those of the next step; none where too few are left that can be read."""
         key = place.seed, place.epoch
         if self._made is None or self._made[0] != key:
             self._made = key, in_order(self.total, *key)
@@ -83,5 +92,5 @@ class Order:
             if order[position] not in place.skipped:
                 found.append((position, order[position]))
             if len(found) == self.count:
-                break
-        return found
+                return found
+        return [] if self.drop_last or not place.step else found[: len(found) - len(found) % self.unit]

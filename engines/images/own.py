@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -61,11 +61,11 @@ class Cuts(Protocol):
     """Something that knows which part of the whole inputs of a step is a rank's."""
 
     def cut(self, inputs: Mapping[str, Tensor]) -> Inputs:
-        """By micro-batch and name."""
+        """By micro-batch and name, of a step of as many images as there are."""
 
 
 class OwnPart:
-    """This rank's part of the steps of a training, whose whole inputs are as `specs` say.
+    """This rank's part of the steps of a training, whose whole inputs are as `specs` say; a step may have fewer images.
 
     Which images and pixels that is, is asked of the training itself: places are cut as pixels are, so that there is
     one rule for who gets what. Where the model answers for each pixel, its labels are the masks of the images, of
@@ -74,14 +74,22 @@ class OwnPart:
     """
 
     def __init__(self, training: Cuts, images: LabelledImages, specs: Mapping[str, TensorSpec]) -> None:
-        self.images = images
+        self.training, self.images, self.specs = training, images, specs
         self.size = specs["images"].shape[2:]
         self.dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}
-        cut = [training.cut(_places(specs, axis)) for axis in _AXES]
-        self.parts = {
-            number: {name: _part(*(places[number][name] for places in cut)) for name in cut[0][number]}
-            for number in cut[0]
-        }
+        self._parts: dict[int, dict[int, dict[str, _Part]]] = {}
+        self.parts_of(specs["images"].shape[0])
+
+    def parts_of(self, count: int) -> dict[int, dict[str, _Part]]:
+        """By micro-batch and name: this rank's part of a step of `count` images."""
+        if count not in self._parts:
+            specs = {name: _of_images(spec, count, self.specs["images"].shape[0]) for name, spec in self.specs.items()}
+            cut = [self.training.cut(_places(specs, axis)) for axis in _AXES]
+            self._parts[count] = {
+                number: {name: _part(*(places[number][name] for places in cut)) for name in cut[0][number]}
+                for number in cut[0]
+            }
+        return self._parts[count]
 
     def read(self, step: Sequence[int], draws: Sequence[int] | None = None) -> Inputs:
         """The parts of the images with these numbers, each augmented from its draw.
@@ -92,7 +100,7 @@ class OwnPart:
 
     def pieces(self, step: Sequence[Drawn]) -> Iterator[Piece]:
         """All that is to be read for a step."""
-        for parts in self.parts.values():
+        for parts in self.parts_of(len(step)).values():
             for name, part in parts.items():
                 yield from part.pieces(name, step)
 
@@ -112,7 +120,7 @@ class OwnPart:
         """The parts of a step, whose pieces are what `read` says."""
         return {
             number: {name: self._joined(name, part, part.pieces(name, step), read) for name, part in parts.items()}
-            for number, parts in self.parts.items()
+            for number, parts in self.parts_of(len(step)).items()
         }
 
     def _joined(self, name: str, part: _Part, pieces: Sequence[Piece], read: Callable[[Piece], Tensor]) -> Tensor:
@@ -120,6 +128,11 @@ class OwnPart:
         if name == "labels":
             found = _spread(found, part)
         return found.to(self.dtypes[name])
+
+
+def _of_images(spec: TensorSpec, count: int, full: int) -> TensorSpec:
+    """The spec of a step of `full` images, for `count` of them."""
+    return replace(spec, shape=(spec.shape[0] * count // full, *spec.shape[1:])) if spec.shape else spec
 
 
 def _spread(found: Tensor, part: _Part) -> Tensor:

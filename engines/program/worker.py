@@ -114,6 +114,14 @@ class Worker:
             added = partial(NcclSum, group=group, number=number, order=order, check=found.check)
             yield bucket.name, GradientSum(self.weights, bucket, self.world, added)
 
+    def follow(self, other: Worker) -> None:
+        """Go on where a worker of the same weights has come to, with its optimiser, scale, steps and sums of gradients.
+
+        Both walk programs of the same model on the same ranks, for steps of different numbers of images.
+        """
+        self.descent, self.seed, self.steps = other.descent, other.seed, other.steps
+        self._sums, self._collectives = other._sums, other._collectives
+
     def restart(self, inputs: Inputs) -> None:
         """Go to the start of a training step with this rank's parts of the inputs."""
         self.position = 0

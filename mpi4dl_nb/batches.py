@@ -1,0 +1,75 @@
+"""How many images batches have, as far as that is known before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from engines.errors import ImageError, PlanError
+
+__all__ = ["Batch", "check_epochs", "images_of", "known_counts"]
+
+Batch = tuple[Any, Any]
+
+
+def images_of(batch: Any) -> int:
+    """The images of a batch. Raises ImageError where it is not a pair of images and labels."""
+    try:
+        images, _ = batch
+        return len(images)
+    except (TypeError, ValueError) as error:
+        raise ImageError(
+            f"A batch must be a pair (images, labels), but this is a {type(batch).__name__}: {error}."
+        ) from error
+
+
+def known_counts(data: Iterable[Batch], full: int) -> Sequence[int] | None:
+    """The images of each batch of an epoch, of a list or a DataLoader; None where only drawing them tells.
+
+    `full` is what a step takes. Raises ImageError where the batches of a list have another size.
+    """
+    if isinstance(data, list | tuple):
+        return _of_list(data, full)
+    return _of_loader(data) if isinstance(data, DataLoader) and data.batch_size == full else None
+
+
+def _of_list(data: Sequence[Batch], full: int) -> Sequence[int] | None:
+    counts = [images_of(batch) for batch in data]
+    if not counts or counts[0] != full:
+        return None  # the first step says what is wrong
+    wrong = next((number for number, count in enumerate(counts) if not 0 < count <= full), None)
+    if wrong is not None:
+        raise ImageError(
+            f"Batch {wrong} has {counts[wrong]} images, but a step takes {full}. Give batches of {full} images, or "
+            "fewer in the last one."
+        )
+    return counts
+
+
+def _of_loader(data: DataLoader) -> Sequence[int] | None:
+    """Of one that takes so many samples of a dataset as they come."""
+    if isinstance(data.dataset, IterableDataset):
+        return None
+    try:
+        whole, rest = divmod(len(data.sampler), data.batch_size)  # type: ignore[arg-type]
+    except TypeError:  # a sampler of unknown length
+        return None
+    return [data.batch_size] * whole + [rest] * bool(rest and whole and not data.drop_last)
+
+
+def check_epochs(data: Iterable[Batch], epochs: int, steps: int | None, on_failure: str) -> None:
+    """Raises PlanError where batches would be needed again that are given only once."""
+    if not isinstance(data, Iterator):
+        return
+    if epochs > 1 and steps is None:
+        raise PlanError(
+            f"fit was given an iterator, which gives each batch once, and epochs={epochs}. Say how many steps make an "
+            "epoch (steps=), or give a list or a DataLoader."
+        )
+    if on_failure != "raise":
+        raise PlanError(
+            f"on_failure={on_failure!r} goes on from checkpoints, where batches are needed again, but an iterator "
+            "gives each of them once. Give a list or a DataLoader."
+        )
