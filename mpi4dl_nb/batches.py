@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from engines.errors import ImageError, PlanError
 
-__all__ = ["Batch", "check_epochs", "images_of", "known_counts"]
+__all__ = ["Batch", "Replayed", "images_of", "known_counts", "repeatable"]
 
 Batch = tuple[Any, Any]
 
@@ -59,17 +59,30 @@ def _of_loader(data: DataLoader) -> Sequence[int] | None:
     return [data.batch_size] * whole + [rest] * bool(rest and whole and not data.drop_last)
 
 
-def check_epochs(data: Iterable[Batch], epochs: int, steps: int | None, on_failure: str) -> None:
-    """Raises PlanError where batches would be needed again that are given only once."""
+class Replayed:
+    """The batches of an iterator, as often as they are asked for: each is drawn when it is needed, and then kept."""
+
+    def __init__(self, drawn: Iterator[Batch]) -> None:
+        self._drawn, self._kept = drawn, list[Batch]()
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from self._kept
+        for batch in self._drawn:
+            self._kept.append(batch)
+            yield batch
+
+
+def repeatable(data: Iterable[Batch], epochs: int, steps: int | None, on_failure: str) -> Iterable[Batch]:
+    """Batches that can be gone through as `fit` will: those of an iterator are kept only where they are needed again.
+
+    Raises PlanError where an iterator that goes on from epoch to epoch (`steps`) would have to go back to a checkpoint.
+    """
     if not isinstance(data, Iterator):
-        return
-    if epochs > 1 and steps is None:
+        return data
+    if steps is not None and on_failure != "raise":
         raise PlanError(
-            f"fit was given an iterator, which gives each batch once, and epochs={epochs}. Say how many steps make an "
-            "epoch (steps=), or give a list or a DataLoader."
+            f"on_failure={on_failure!r} goes on from checkpoints, where batches are needed again, but with steps= an "
+            "iterator gives each of them once. Give a list or a DataLoader, or on_failure='raise'."
         )
-    if on_failure != "raise":
-        raise PlanError(
-            f"on_failure={on_failure!r} goes on from checkpoints, where batches are needed again, but an iterator "
-            "gives each of them once. Give a list or a DataLoader."
-        )
+    again = (epochs > 1 and steps is None) or on_failure != "raise"
+    return Replayed(data) if again else data

@@ -52,7 +52,7 @@ from engines.training import (
 from mpi4dl_nb import on_ranks
 from mpi4dl_nb.bar import Bar
 from mpi4dl_nb.batch import checked
-from mpi4dl_nb.batches import check_epochs
+from mpi4dl_nb.batches import repeatable
 from mpi4dl_nb.courses import Batch, BatchCourse, ImageCourse, continued, held, is_images
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
@@ -231,8 +231,8 @@ class Training:
         `data` is batches of images and labels, or images that each rank reads by itself, its own pixels only, such
         as a folder of pictures: these go in an order that follows from `seed` (0) alone, read ahead by `workers`
         threads of each rank; a bad image ends the training, or is left out (`on_bad_image="skip"`). An epoch has at
-        most `steps` steps. Batches are drawn one by one: a generator may be endless with `steps`, each epoch goes on
-        where the last one has ended, and without `steps` it has one epoch.
+        most `steps` steps. Batches are drawn one by one. A generator may be endless with `steps`: each epoch goes on
+        where the last one has ended. Without `steps` several epochs keep its batches, to go through them again.
 
         As with `torch.utils.data.DataLoader`, images that do not fill the last step of an epoch are trained in a
         smaller one, unless `drop_last=True`, which leaves smaller batches out, and has images wait for another epoch.
@@ -277,7 +277,7 @@ class Training:
             renew = judge.begin if judge else lambda: None
             healing = None if on_failure == "raise" else Healing(self, on_failure == "shrink", renew)
             if not is_images(data):
-                check_epochs(data, epochs, steps, on_failure)
+                data = repeatable(data, epochs, steps, on_failure)
                 return fit(BatchCourse(self, data, evaluate, steps, drop_last), epochs, log, saving, watchers, healing)
             return fit(ImageCourse(self, data, feeding, state, evaluate), epochs, log, saving, watchers, healing)
 

@@ -192,7 +192,9 @@ def test_loss_and_accuracy_are_those_of_one_process(model: str, plan: Plan):
     images = SyntheticImages(2 * count + 1, SIZE, 3)
 
     def course(world: LoopbackWorld) -> list[object]:
-        with RankCourse(world, RankTraining(world, made), made.step_specs, images, Feeding(seed=5)) as course:
+        with RankCourse(
+            world, RankTraining(world, made), made.step_specs, images, Feeding(seed=5, drop_last=True)
+        ) as course:
             return list(run(Ranks(course), epochs=2))
 
     expected = oracle(MODELS[model], plan, images, epochs=2, seed=5)
@@ -371,7 +373,7 @@ def test_a_damaged_picture_is_left_out_and_others_judge(mpiexec, tmp_path: Path)
     (tmp_path / "pictures" / "b" / "11.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     log = tmp_path / "log.csv"
     images = ("--app", "medical", "--datapath", tmp_path / "pictures", "--held-out", 0.2)
-    more = ("--num-workers", 2, "--on-bad-image", "skip", "--log", log, "--num-epochs", 2)
+    more = ("--num-workers", 2, "--on-bad-image", "skip", "--log", log, "--num-epochs", 2, "--drop-last")
     done = mpiexec(5, "-m", "engines", "train", *FLAGS, *images, *more)
     assert done.returncode == 0, done.stderr
     left_out = [line for line in done.stdout.splitlines() if line.startswith("Left out from now on: ")]

@@ -105,7 +105,7 @@ def alone(images: SyntheticImages, feeding: Feeding | None = None, count: int = 
 
 @pytest.mark.parametrize("workers", [0, 3])
 def test_the_order_is_the_seeds_and_steps_are_full(workers: int):
-    steps = seen(alone(Numbered(10), Feeding(seed=7, workers=workers)), 3)
+    steps = seen(alone(Numbered(10), Feeding(seed=7, workers=workers, drop_last=True)), 3)
     orders = [in_order(10, 7, epoch) for epoch in range(3)]
     assert steps == [order[start : start + COUNT] for order in orders for start in (0, 4)]
     assert orders[0] != orders[1] != orders[2]
@@ -242,7 +242,7 @@ def test_a_skipped_image_is_as_if_it_were_not_in_the_order(workers: int):
     images = Numbered(11, bad, where=lambda tile: tile.cols.start > 0)
 
     def work(world: LoopbackWorld) -> tuple[list[str], list[list[int]]]:
-        mine = feed(world, images, Feeding(workers=workers, on_bad_image="skip"))
+        mine = feed(world, images, Feeding(workers=workers, on_bad_image="skip", drop_last=True))
         name = "labels" if world.rank == 3 else "images"
         steps = epochs(mine, 2)
         return mine.bad, [numbers(served, name) for steps in steps for served in steps if served.parts[0]]
@@ -261,7 +261,7 @@ def test_where_no_full_step_is_left_it_is_said():
 
 def test_an_epoch_that_bad_images_shorten_ends_in_order():
     order = in_order(8, 0, 0)
-    mine = alone(Numbered(8, bad=(order[6],)), Feeding(on_bad_image="skip"))
+    mine = alone(Numbered(8, bad=(order[6],)), Feeding(on_bad_image="skip", drop_last=True))
     assert [len(steps) for steps in epochs(mine, 2)] == [1, 1]
     assert mine.bad == [f"folder/{order[6]}.png is damaged"]
 

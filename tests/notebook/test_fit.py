@@ -99,7 +99,7 @@ def same(losses: list[float] | tuple[float, ...]) -> object:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_losses_are_those_of_one_process(ranks, workers: int):
     """On augmented images with masks, over two epochs."""
-    history = training(ranks).fit(images(), epochs=2, progress=False, seed=5, workers=workers)
+    history = training(ranks).fit(images(), epochs=2, progress=False, drop_last=True, seed=5, workers=workers)
     numbers = [(epoch, i) for epoch in range(2) for i in in_order(7, 5, epoch)[:6]]
     assert history.losses == same(oracle(images(), numbers, 5, ranks[0].micro_batches))
     assert [epoch.steps for epoch in history.epochs] == [3, 3]
@@ -107,7 +107,7 @@ def test_the_losses_are_those_of_one_process(ranks, workers: int):
 
 
 def test_one_rank_and_several_tell_the_same(ranks, one):
-    many, alone = (training(where).fit(images(), epochs=2, progress=False) for where in (ranks, one))
+    many, alone = (training(where).fit(images(), epochs=2, progress=False, drop_last=True) for where in (ranks, one))
     if ranks[0].micro_batches == 1:  # otherwise batch norm has other images to norm by
         assert many.losses == same(alone.losses)
         assert [epoch.counts for epoch in many.epochs] == [epoch.counts for epoch in alone.epochs]
@@ -115,9 +115,9 @@ def test_one_rank_and_several_tell_the_same(ranks, one):
 
 
 def test_the_next_fit_goes_on_with_the_next_epoch(ranks):
-    whole = training(ranks).fit(images(), epochs=3, progress=False)
+    whole = training(ranks).fit(images(), epochs=3, progress=False, drop_last=True)
     mine = training(ranks)
-    parts = [mine.fit(images(), epochs=epochs, progress=False) for epochs in (1, 2)]
+    parts = [mine.fit(images(), epochs=epochs, progress=False, drop_last=True) for epochs in (1, 2)]
     assert parts[0].losses + parts[1].losses == whole.losses
     assert [epoch.epoch for part in parts for epoch in part.epochs] == [0, 1, 2]
 
@@ -125,25 +125,25 @@ def test_the_next_fit_goes_on_with_the_next_epoch(ranks):
 def test_it_begins_anew_where_it_is_told_to_or_with_other_images(ranks):
     mine = training(ranks)
     for found, go_on, state in ((images(), True, 1), (images(), False, 1), (images(), True, 2), (images(6), True, 1)):
-        mine.fit(found, progress=False, go_on=go_on)
+        mine.fit(found, progress=False, drop_last=True, go_on=go_on)
         assert mine.feed_state["epoch"] == state
         assert mine.feed_state["images"] == len(found)
 
 
 def test_a_break_in_mid_epoch_changes_nothing(ranks):
     """A bad image ends it; when the picture is mended, it goes on in the middle of the epoch."""
-    whole = training(ranks).fit(SyntheticImages(7, SIZE, 3, seed=1), epochs=2, progress=False)
+    whole = training(ranks).fit(SyntheticImages(7, SIZE, 3, seed=1), epochs=2, progress=False, drop_last=True)
     broken = in_order(7, 0, 1)[2]
     mine = training(ranks)
-    first = mine.fit(Bad(()), progress=False)
+    first = mine.fit(Bad(()), progress=False, drop_last=True)
     with pytest.raises(ImageError, match=rf"pictures/{broken}.png is damaged"):
-        mine.fit(Bad((broken,)), progress=False)
+        mine.fit(Bad((broken,)), progress=False, drop_last=True)
     assert not feeders()
     state = json.loads(json.dumps(mine.feed_state))
     assert (state["epoch"], state["step"], state["position"]) == (1, 1, 2)
     with pytest.raises(ImageError, match=r"ended early, at step 1 .* order of seed 0: these are 6 images, seed None"):
-        mine.fit(Bad((), 6), progress=False)
-    rest = mine.fit(Bad(()), progress=False)
+        mine.fit(Bad((), 6), progress=False, drop_last=True)
+    rest = mine.fit(Bad(()), progress=False, drop_last=True)
     assert first.losses + rest.losses == same([*whole.losses[:3], *whole.losses[4:]])
     assert rest.epochs[0].steps == 2
 
@@ -151,7 +151,7 @@ def test_a_break_in_mid_epoch_changes_nothing(ranks):
 def test_bad_images_are_left_out_and_told_once(ranks, capsys):
     order = in_order(7, 0, 0)
     bad = tuple(order[1:3])
-    history = training(ranks).fit(Bad(bad), epochs=2, progress=False, on_bad_image="skip")
+    history = training(ranks).fit(Bad(bad), epochs=2, progress=False, drop_last=True, on_bad_image="skip")
     good = [(epoch, i) for epoch in range(2) for i in in_order(7, 0, epoch) if i not in bad]
     numbers = [*good[:4], *good[5:9]]
     assert history.losses == same(oracle(SyntheticImages(7, SIZE, 3, seed=1), numbers, 0, ranks[0].micro_batches))
@@ -165,8 +165,8 @@ def test_bad_images_are_left_out_and_told_once(ranks, capsys):
 def test_held_out_images_are_judged_and_change_nothing(ranks):
     judge = SyntheticImages(3, SIZE, 3, seed=9)
     mine = training(ranks)
-    history = mine.fit(images(), epochs=2, progress=False, held_out=judge)
-    assert history.losses == same(training(ranks).fit(images(), epochs=2, progress=False).losses)
+    history = mine.fit(images(), epochs=2, progress=False, drop_last=True, held_out=judge)
+    assert history.losses == same(training(ranks).fit(images(), epochs=2, progress=False, drop_last=True).losses)
 
     model, whole = unet().double(), Tile.whole(*SIZE)
     model.load_state_dict(mine.state_dict())
@@ -182,8 +182,8 @@ def test_held_out_images_are_judged_and_change_nothing(ranks):
 def test_bad_held_out_images_end_it_or_are_left_out(one, capsys):
     judge = Bad((1,), 3)
     with pytest.raises(ImageError, match=r"pictures/1.png is damaged"):
-        training(one).fit(images(), progress=False, held_out=judge)
-    found = training(one).fit(images(), epochs=2, progress=False, held_out=judge, on_bad_image="skip")
+        training(one).fit(images(), progress=False, drop_last=True, held_out=judge)
+    found = training(one).fit(images(), epochs=2, progress=False, drop_last=True, held_out=judge, on_bad_image="skip")
     assert [sum(epoch.held_out.counts.true) for epoch in found.epochs] == [2 * SIZE[0] * SIZE[1]] * 2
     assert [epoch.left_out for epoch in found.epochs] == [0, 0]
     assert capsys.readouterr().out.count("Left out from now on: pictures/1.png is damaged") == 1
@@ -191,7 +191,7 @@ def test_bad_held_out_images_end_it_or_are_left_out(one, capsys):
 
 def test_epochs_are_logged(ranks, tmp_path: Path):
     mine, path = training(ranks), tmp_path / "log.jsonl"
-    histories: list[History] = [mine.fit(images(), progress=False, log=path) for _ in range(2)]
+    histories: list[History] = [mine.fit(images(), progress=False, drop_last=True, log=path) for _ in range(2)]
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert records == [dict(epoch.record) for history in histories for epoch in history.epochs]
     assert [record["epoch"] for record in records] == [0, 1]
@@ -205,7 +205,7 @@ def test_batches_are_told_by_epoch_too(one):
         torch.randn((BATCH, 3, *SIZE), generator=random),
         torch.randint(3, (BATCH, *SIZE), generator=random),
     )
-    history = training(one).fit([(pixels, classes)] * 2, epochs=2, progress=False)
+    history = training(one).fit([(pixels, classes)] * 2, epochs=2, progress=False, drop_last=True)
     assert [(epoch.epoch, epoch.steps, sum(epoch.counts.true)) for epoch in history.epochs] == [
         (epoch, 2, 2 * BATCH * SIZE[0] * SIZE[1]) for epoch in (0, 1)
     ]
@@ -225,7 +225,7 @@ class Waiting(SyntheticImages):
 
 @pytest.mark.parametrize(("interrupts", "done"), [(1, 2), (2, 1)], ids=["after this step", "at once"])
 def test_an_interrupt_ends_fit_and_its_workers_and_it_goes_on(ranks, monkeypatch, interrupts: int, done: int):
-    whole = training(ranks).fit(SyntheticImages(7, SIZE, 3), progress=False)
+    whole = training(ranks).fit(SyntheticImages(7, SIZE, 3), progress=False, drop_last=True)
     mine = training(ranks)
     monkeypatch.setattr(fitting, "_LAST_S", 60.0)  # a second interrupt does not wait for it
     _ENOUGH.clear()
@@ -250,11 +250,11 @@ def test_an_interrupt_ends_fit_and_its_workers_and_it_goes_on(ranks, monkeypatch
     patience = threading.Thread(target=interrupt, daemon=True)
     patience.start()
     with pytest.raises(KeyboardInterrupt):
-        mine.fit(Waiting(7, SIZE, 3), progress=False)
+        mine.fit(Waiting(7, SIZE, 3), progress=False, drop_last=True)
     patience.join()
     assert not feeders()
     assert mine.feed_state["step"] == done
-    rest = mine.fit(SyntheticImages(7, SIZE, 3), progress=False)
+    rest = mine.fit(SyntheticImages(7, SIZE, 3), progress=False, drop_last=True)
     assert rest.losses == same(whole.losses[done:])
 
 
@@ -278,7 +278,7 @@ def test_weights_that_only_some_ranks_have_changed_are_told(ranks):
             pytest.raises(PlanError, match=r"rank \d has done so \d times. Load a checkpoint"),
             pytest.warns(UserWarning, match=rf"1 of {ranks[0].ranks} have not done so"),
         ):
-            mine.fit(SyntheticImages(7, SIZE, 3), progress=False)
+            mine.fit(SyntheticImages(7, SIZE, 3), progress=False, drop_last=True)
     finally:
         del mine.cluster.call
 
