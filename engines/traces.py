@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch import Tensor, nn
 
 from engines.comm.device import autocast_type
 from engines.errors import ImageError, PlanError
 from engines.layer.graph import ModelGraph, TensorSpec
+from engines.layer.kept import check_reads
+from engines.layer.steady import check_modules, check_steady, traceable
 from engines.layer.trace import answer, trace
 from engines.loss.whole import with_whole_loss
 from engines.plan import Plan
@@ -25,7 +28,7 @@ class Traces:
 
     Plans with micro-batches of one shape and precision share a trace, whatever they do with it; a trace takes seconds.
     Where a step has several micro-batches the graph's loss is changed so that their mean is that of the whole batch.
-    Raises ImageError for an `image_shape` that is none.
+    Raises ImageError for an `image_shape` that is none, and TraceError for modules that cannot be traced.
     """
 
     model: nn.Module
@@ -38,6 +41,7 @@ class Traces:
     _traces: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_modules(self.model, self.loss)
         if len(self.image_shape) != 4 or any(size < 1 for size in self.image_shape):
             raise ImageError(f"image_shape={tuple(self.image_shape)} must be (N, C, H, W), four positive numbers.")
 
@@ -61,6 +65,7 @@ class Traces:
         key = self._key(plan)
         if key not in self._graphs:
             self._graphs[key] = self._traced(plan)
+        check_reads(self._graphs[key], plan.micro_batches)
         return self._graphs[key] if plan.micro_batches == 1 else self._whole(key, plan)
 
     def _whole(self, key: Hashable, plan: Plan) -> ModelGraph:
@@ -77,6 +82,13 @@ class Traces:
         images = self._images(plan)
         return images, plan.precision, shared(images, plan) if plan.local_dp > 1 else None
 
+    @cached_property
+    def _traceable(self) -> nn.Module:
+        """The model as it is traced. Raises TraceError where it changes while it runs, which a trace would not do."""
+        found = traceable(self.model)
+        check_steady(found, TensorSpec(tuple(self.image_shape), "float32"))
+        return found
+
     def _images(self, plan: Plan) -> TensorSpec:
         return micro_batch("images", TensorSpec(tuple(self.image_shape), plan.held_in), plan)
 
@@ -90,7 +102,7 @@ class Traces:
     def _specs(self, plan: Plan) -> tuple[TensorSpec, TensorSpec]:
         """Of the images and of the labels of a micro-batch."""
         images = self._images(plan)
-        return images, micro_batch("labels", self.labels, plan) if self.labels else _label_spec(self.model, images)
+        return images, micro_batch("labels", self.labels, plan) if self.labels else _label_spec(self._traceable, images)
 
     def _twin(self, plan: Plan) -> ModelGraph:
         """The trace of a micro-batch of twice as many images."""
@@ -101,7 +113,7 @@ class Traces:
         """A share of a micro-batch is traced as a micro-batch of that size is."""
         key = images, answers, plan.precision
         if key not in self._traces:
-            made = trace(self.model, self.loss, images, answers, plan.precision, autocast_type(self.device))
+            made = trace(self._traceable, self.loss, images, answers, plan.precision, autocast_type(self.device))
             self._traces[key] = made
         return self._traces[key]
 

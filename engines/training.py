@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from engines.comm.device import autocast_type, choose_device, held_bytes, memory_format, threads_of, use_threads
 from engines.comm.world import World
 from engines.errors import LossError, PlanError, TraceError
-from engines.layer.graph import ModelGraph, TensorSpec
+from engines.layer.graph import ModelGraph, TensorSpec, plain_name
 from engines.layer.names import OWNERS, StateNames, state_names
 from engines.loss.causes import Cause, causes
 from engines.loss.causes import said as said_causes
@@ -114,7 +114,15 @@ class Recipe:
         return UpdateRules(self.clip_norm, self.scheduler, self.loss_scale if scaled else None)
 
     def of_rank(self, program: Program) -> Recipe:
-        """Only what one rank has to be sent; what no rank changes is with rank 0."""
+        """Only what one rank has to be sent; what no rank changes is with rank 0.
+
+        Raises TraceError where a weight has no values.
+        """
+        if absent := [name for name in (*program.weights, *program.buffers) if self.state[name].is_meta]:
+            raise TraceError(
+                f"{plain_name(absent[0])} of the model is on the meta device and has no values. Make the model on the "
+                "CPU, or give it values first: model.to_empty(device='cpu'), then those of a state_dict."
+            )
         names = {owner: names if program.rank == 0 else names.without_kept() for owner, names in self.names.items()}
         return replace(self, state={n: self.state[n] for n in (*program.weights, *program.buffers)}, names=names)
 

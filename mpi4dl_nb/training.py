@@ -157,7 +157,7 @@ class Training:
         `count` images are fewer than usual: the ranks were made ready for them.
         """
         recipe, programs = self._sizes[count or images_per_step(self.recipe)]
-        whole = checked(recipe, self.loss, images, labels)
+        whole = checked(recipe, images, labels)
         parts = [(cut_inputs(program, whole),) for program in programs]
         with self.explained():
             answers = self.cluster.call(on_ranks.step, self.name, len(whole["images"]), self.steps, per_rank=parts)

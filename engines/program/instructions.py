@@ -266,7 +266,8 @@ class RunningStatistics:
     """Batch norm's buffers move at the update, by what the value `moments` says of all tiles' `counts` pixels.
 
     Once for each micro-batch, in their order. The ranks `mean_over` count each for its own tile and its own
-    micro-batches, and keep the mean of the buffers.
+    micro-batches, and keep the mean of the buffers. With a `counter`, a buffer that counts the micro-batches, the
+    running statistics are the mean over all of them, and `momentum` means nothing.
     """
 
     mean_buffer: str
@@ -275,6 +276,7 @@ class RunningStatistics:
     momentum: float
     counts: tuple[int, ...]
     mean_over: tuple[int, ...] = ()
+    counter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

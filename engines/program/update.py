@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -147,15 +148,18 @@ def update_buffers(
 ) -> int:
     """Running mean and (unbiased) variance move by `momentum`, once for each micro-batch; counters count.
 
+    Where they are the mean over all batches so far, each of the ranks that count for themselves counts one of its own
+    micro-batches for as many as there are of all ranks: their mean is that over the micro-batches of all.
     What an instance norm counts for each image, its buffers keep as the mean over all images; what ranks count each
     for its own tile, as the mean over these ranks. The bytes sent for it.
     """
     apart: dict[tuple[int, ...], list[Tensor]] = {}
     with torch.no_grad():
         counted = [moments(entry.moments) for entry in update.statistics]
+        seen = _Seen(buffers, update, len(counted[0]) if counted else 0)
         for micro_batch in zip(*counted, strict=True):  # one norm may be used twice in a forward pass
             for entry, own in zip(update.statistics, micro_batch, strict=True):
-                _move(buffers, entry, own)
+                _move(buffers, entry, own, seen.momentum(entry))
         for entry in update.statistics:
             if entry.mean_over:
                 apart.setdefault(entry.mean_over, []).extend(
@@ -166,13 +170,29 @@ def update_buffers(
         return sum(_mean_over(group, tensors, world) for group, tensors in sorted(apart.items(), key=lambda it: it[0]))
 
 
-def _move(buffers: Mapping[str, Tensor], entry: RunningStatistics, counted: Tensor) -> None:
+class _Seen:
+    """How many batches the batch norms have seen whose running statistics are the mean over all of them."""
+
+    def __init__(self, buffers: Mapping[str, Tensor], update: Update, micro_batches: int) -> None:
+        moves = Counter(entry.counter for entry in update.statistics if entry.counter)
+        self.batches = {name: int(buffers[name]) for name in moves}
+        self.each = {name: update.counters[name] // (moves[name] * micro_batches) for name in moves}
+
+    def momentum(self, entry: RunningStatistics) -> float:
+        """What the next micro-batch moves running statistics by."""
+        if entry.counter is None:
+            return entry.momentum
+        self.batches[entry.counter] += self.each[entry.counter]
+        return self.each[entry.counter] / self.batches[entry.counter]
+
+
+def _move(buffers: Mapping[str, Tensor], entry: RunningStatistics, counted: Tensor, momentum: float) -> None:
     """Move running statistics by what one micro-batch counted."""
     mean, variance = batch_statistics(counted, entry.counts)
     unbiased = variance * (sum(entry.counts) / max(1, sum(entry.counts) - 1))
     for name, now in ((entry.mean_buffer, mean), (entry.variance_buffer, unbiased)):
         buffer = buffers[name]
-        buffer.lerp_(now.view(-1, *buffer.shape).mean(0).to(buffer.dtype), entry.momentum)
+        buffer.lerp_(now.view(-1, *buffer.shape).mean(0).to(buffer.dtype), momentum)
 
 
 def _mean_over(group: tuple[int, ...], tensors: list[Tensor], world: World) -> int:

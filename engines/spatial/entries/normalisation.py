@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engines.layer.graph import Node, Ref, TensorSpec
+from engines.layer.graph import Node, Ref, TensorSpec, plain_name
+from engines.layer.steady import CUMULATIVE
 from engines.program.builder import Builder
 from engines.program.instructions import RunningStatistics
 from engines.spatial.ops import entry
@@ -25,7 +26,16 @@ def batch_norm(b: Builder, node: Node) -> None:
     if a["running_mean"]:
         names = a["running_mean"].name, a["running_var"].name
         counts = [counts[b.tile]] if b.apart else counts
-        b.statistics.append(RunningStatistics(*names, moments.name, a["momentum"], tuple(counts), b.apart))
+        counter = _counter(b, node) if a["momentum"] == CUMULATIVE else None
+        b.statistics.append(RunningStatistics(*names, moments.name, a["momentum"], tuple(counts), b.apart, counter))
+
+
+def _counter(b: Builder, node: Node) -> str:
+    """The buffer that counts the batches of a batch norm with momentum=None, beside its statistics."""
+    name = f"{node.arguments['running_mean'].name.removesuffix('running_mean')}num_batches_tracked"
+    if name not in b.graph.buffers:
+        raise no_rule(node, f"has momentum=None, but there is no {plain_name(name)} to count its batches")
+    return name
 
 
 def _on_tiles(b: Builder, node: Node, counts: list[int]) -> Ref:

@@ -1,0 +1,50 @@
+"""The buffers that a model changes while it runs: ranks change them at the update, one process in each forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engines.errors import PlanError, TraceError
+from engines.layer.graph import ModelGraph, Node, Ref, plain_name
+
+__all__ = ["check_reads"]
+
+_MOVING = {"aten.batch_norm.default": "training", "aten.instance_norm.default": "use_input_stats"}
+
+
+def check_reads(graph: ModelGraph, micro_batches: int) -> None:
+    """Raises an error where something reads a buffer that the model changes, other than to change it.
+
+    What reads it behind the change would have the value before (TraceError); what reads it before the change has it
+    right, but where a step has several micro-batches: from the second on it would be that of the first (PlanError).
+    """
+    changers = {name: node for node in graph.nodes for name in _changed(graph, node)}
+    behind: set[str] = set()
+    for node in graph.nodes:
+        own = set(_changed(graph, node))
+        for name in {*node.reads} & changers.keys() - own:
+            changer = changers[name]
+            both = f"{node.operator} in {node.where} reads the buffer {plain_name(name)}, which {changer.operator} in "
+            if name in behind:
+                raise TraceError(
+                    f"{both}{changer.where} has changed before. Ranks change buffers at the end of a step: read it "
+                    "before the change, or compute what you need without the buffer."
+                )
+            if micro_batches > 1:
+                raise PlanError(
+                    f"{both}{changer.where} changes in each of the {micro_batches} micro-batches of a step. Ranks "
+                    "change buffers at the end of a step. Use a plan with one micro-batch, or a model that does not "
+                    "read it."
+                )
+        behind |= own
+
+
+def _changed(graph: ModelGraph, node: Node) -> Iterator[str]:
+    """The buffers that a node changes."""
+    arguments = node.arguments
+    if node.operator == "aten.add_.Tensor" and arguments["self"].name in graph.buffers:
+        yield arguments["self"].name
+    moves = _MOVING.get(node.operator)
+    for name in ("running_mean", "running_var") if moves and arguments[moves] else ():
+        if isinstance(arguments[name], Ref):
+            yield arguments[name].name

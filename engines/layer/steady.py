@@ -1,0 +1,142 @@
+"""What a model keeps beside its weights: what is refused before it is traced, and what a trace would get wrong.
+
+A trace is made once and then runs in every step. So it has what a Python attribute says when it is made, and whatever
+the model writes into its attributes or puts in a weight's place while it runs is not done again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from engines.errors import TraceError
+from engines.layer.graph import TensorSpec
+
+__all__ = ["CUMULATIVE", "check_modules", "check_steady", "traceable"]
+
+CUMULATIVE = float("inf")
+"""The momentum by which a trace names a batch norm whose statistics are the mean over all batches (momentum=None)."""
+
+
+def check_modules(model: nn.Module, loss: Any = None) -> None:
+    """Raises TraceError for modules that cannot be traced: compiled by torch.jit, or lazy ones without shapes yet."""
+    for what, owner in (("model", model), ("loss", loss)):
+        if isinstance(owner, torch.jit.ScriptFunction):
+            raise TraceError(_scripted(what, owner))
+        for name, module in owner.named_modules() if isinstance(owner, nn.Module) else ():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise TraceError(_scripted(f"{what}.{name}".rstrip("."), module))
+        if lazy := [name for name, tensor in _tensors(owner) if is_lazy(tensor)]:
+            raise TraceError(
+                f"The {what} has lazy modules whose weights have no shape yet: {', '.join(lazy)}. Run it once before, "
+                "such as model(torch.zeros(image_shape)), so that they get their shapes and first values."
+            )
+
+
+def _scripted(what: str, owner: object) -> str:
+    return (
+        f"The {what} is a {type(owner).__name__} of torch.jit, into which torch.export cannot look. "
+        "Give the nn.Module or function that it was made of."
+    )
+
+
+def _tensors(owner: object) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(owner, nn.Module):
+        yield from owner.named_parameters()
+        yield from owner.named_buffers()
+
+
+def traceable(model: nn.Module) -> nn.Module:
+    """The model itself, or where a batch norm reads its counter (momentum=None) a copy that names that CUMULATIVE.
+
+    The copy has the same weights and buffers.
+    """
+    if not any(map(_averages, model.modules())):
+        return model
+    twin = _with_same_tensors(model)
+    for module in filter(_averages, twin.modules()):
+        module.momentum = CUMULATIVE  # type: ignore[assignment]
+    return twin
+
+
+def _averages(module: nn.Module) -> bool:
+    counts = isinstance(module, _BatchNorm) and module.num_batches_tracked is not None
+    return counts and module.track_running_stats and module.momentum is None  # type: ignore[union-attr]
+
+
+def _with_same_tensors(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model, {id(tensor): tensor for _, tensor in _tensors(model)})  # type: ignore[no-any-return]
+
+
+def check_steady(model: nn.Module, images: TensorSpec) -> None:
+    """Raises TraceError where a run of the model changes numbers in its attributes, or replaces a weight or buffer.
+
+    It runs twice, without memory, as a copy: what only a first run sets, such as a size that is remembered, is right.
+    A model that cannot run so says why when it is traced.
+    """
+    twin, mode = _with_same_tensors(model), FakeTensorMode(allow_non_fake_inputs=True)
+    dtype = getattr(torch, images.dtype)
+    with mode:
+        owned = {name: _like(tensor, dtype) for name, tensor in _tensors(model)}
+        whole = torch.empty(images.shape, dtype=dtype)
+    run = _Run(twin, owned, whole)
+    try:
+        with mode, torch.no_grad():
+            new, memory = dict(_numbers(twin)), run.memory
+            run()
+            before = dict(_numbers(twin))
+            run()
+    except Exception:
+        return
+    if replaced := [name for name, place in run.memory.items() if place._cdata != memory[name]._cdata]:
+        raise TraceError(
+            f"The model puts another tensor in the place of {replaced[0]} while it runs (by = or .data =), which ranks "
+            "would not do. Change it after a step instead, or compute in forward what is needed of it, and do not store it."
+        )
+    for name, flag in before.items():
+        if isinstance(flag, bool) and new.get(name, flag) != flag:
+            raise TraceError(
+                f"The model sets its attribute {name} from {new[name]} to {flag} in its first run, and may do another "
+                "thing in that than later, which a trace of it does not. Run it once before: model(images)."
+            )
+    for name, number in _numbers(twin):
+        if before.get(name, number) != number:
+            raise TraceError(
+                f"The model changes its attribute {name} while it runs, from {before[name]} to {number}. Ranks run "
+                "what was traced once, with the number of then. Keep it in a buffer that counts, or change it outside."
+            )
+
+
+def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    twin = torch.empty_like(tensor, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device="cpu")
+    return nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+
+
+class _Run:
+    """Runs a model with other tensors in place of its own; `memory` says where these lie."""
+
+    def __init__(self, model: nn.Module, owned: dict[str, Tensor], images: Tensor) -> None:
+        self.model, self.owned, self.images = model, owned, images
+        self.call: Callable[..., Any] = torch.func.functional_call
+
+    def __call__(self) -> None:
+        self.call(self.model, self.owned, (self.images,))
+
+    @property
+    def memory(self) -> dict[str, torch.UntypedStorage]:
+        return {name: tensor.untyped_storage() for name, tensor in self.owned.items()}
+
+
+def _numbers(model: nn.Module) -> Iterator[tuple[str, float]]:
+    """The numbers in the attributes of all modules."""
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, int | float):
+                yield f"{prefix}.{name}".lstrip("."), value
