@@ -98,7 +98,7 @@ def check_steady(model: nn.Module, images: TensorSpec) -> None:
     if replaced := [name for name, place in run.memory.items() if place._cdata != memory[name]._cdata]:
         raise TraceError(
             f"The model puts another tensor in the place of {replaced[0]} while it runs (by = or .data =), which ranks "
-            "would not do. Change it after a step instead, or compute in forward what is needed of it, and do not store it."
+            "would not do. Change it after a step instead, or compute in forward what is needed of it."
         )
     for name, flag in before.items():
         if isinstance(flag, bool) and new.get(name, flag) != flag:
