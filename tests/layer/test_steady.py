@@ -1,0 +1,209 @@
+"""What a model keeps and changes while it runs: done as one process does it, or refused before a rank starts."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engines.errors import PlanError, TraceError
+from engines.layer.graph import TensorSpec
+from engines.layer.steady import check_steady, traceable
+from engines.plan import Plan
+from engines.traces import Traces
+from mpi4dl_nb import Cluster, Training
+
+SHAPE = (4, 3, 8, 10)
+ONE = Plan(split_size=1, spatial_size=0, precision="float64")
+HALVES = Plan(split_size=1, spatial_size=0, parts=2, precision="float64")
+
+
+class Keeping(nn.Module):
+    """A convolution whose forward pass a function does, with a buffer, a norm and a number."""
+
+    def __init__(self, run) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(3)
+        self.register_buffer("kept", torch.zeros(3))
+        self.register_buffer("seen", torch.zeros(()))
+        self.runs, self.started, self.size, self.run = 0, False, None, run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x).mean((2, 3))
+
+
+def averaged(m: Keeping, x: Tensor) -> Tensor:
+    m.kept.lerp_(x.detach().mean((0, 2, 3)), 0.1)
+    return m.convolution(x)
+
+
+def copied(m: Keeping, x: Tensor) -> Tensor:
+    m.kept.copy_(x.detach().mean((0, 2, 3)))
+    return m.convolution(x)
+
+
+def put_in_place(m: Keeping, x: Tensor) -> Tensor:
+    m.kept = 0.9 * m.kept + 0.1 * x.detach().mean((0, 2, 3))
+    return m.convolution(x)
+
+
+def halved(m: Keeping, x: Tensor) -> Tensor:
+    m.seen.add_(0.5)
+    return m.convolution(x)
+
+
+def renormed(m: Keeping, x: Tensor) -> Tensor:
+    m.convolution.weight.data = torch.renorm(m.convolution.weight.data, 2, 0, 0.1)
+    return m.convolution(x)
+
+
+def numbered(m: Keeping, x: Tensor) -> Tensor:
+    m.runs += 1
+    return m.convolution(x) / m.runs
+
+
+def initialised(m: Keeping, x: Tensor) -> Tensor:
+    if not m.started:
+        m.started, x = True, 2 * x
+    return m.convolution(x)
+
+
+def reads_statistics(m: Keeping, x: Tensor) -> Tensor:
+    return m.convolution(m.norm(x) - m.norm.running_mean.view(1, 3, 1, 1))
+
+
+def normed_again(m: Keeping, x: Tensor) -> Tensor:
+    x = m.norm(x)
+    return m.convolution(functional.batch_norm(x, m.norm.running_mean, m.norm.running_var))
+
+
+def reads_counter(m: Keeping, x: Tensor) -> Tensor:
+    m.seen += 1
+    return m.convolution(x / m.seen)
+
+
+@pytest.mark.parametrize(
+    ("run", "text"),
+    [
+        (averaged, "changes the buffer kept"),
+        (copied, "changes the buffer kept"),
+        (put_in_place, "puts another tensor in the place of kept"),
+        (halved, "changes the buffer seen"),
+        (renormed, r"puts another tensor in the place of convolution.weight while it runs \(by = or .data =\)"),
+        (numbered, "changes its attribute runs while it runs, from 1 to 2"),
+        (initialised, "sets its attribute started from False to True in its first run.*Run it once before"),
+        (reads_statistics, "reads the buffer norm.running_mean, which aten.batch_norm.default in norm.*changed before"),
+        (normed_again, "reads the buffer norm.running_mean, which aten.batch_norm.default in norm.*changed before"),
+        (reads_counter, "add_"),
+    ],
+)  # fmt: skip
+def test_what_a_trace_would_get_wrong_is_refused(run, text: str):
+    """`renormed` and `reads_statistics` once ran, and trained other weights than one process."""
+    with pytest.raises(TraceError, match=f"(?s){text}"):
+        Traces(Keeping(run), SHAPE, nn.CrossEntropyLoss()).graph(ONE)
+
+
+# ---- what may be kept
+
+
+def counted_before(m: Keeping, x: Tensor) -> Tensor:
+    x = x * (m.seen + 1)
+    m.seen += 1
+    return m.convolution(x)
+
+
+def statistics_before(m: Keeping, x: Tensor) -> Tensor:
+    middle = m.norm.running_mean.view(1, 3, 1, 1) * 1
+    return m.convolution(m.norm(x) - middle)
+
+
+def remembered(m: Keeping, x: Tensor) -> Tensor:
+    m.size = x.shape[-1]
+    return m.convolution(x) / m.size
+
+
+def losses(model: nn.Module, steps: int, images: Tensor, labels: Tensor) -> list[float]:
+    optimiser, found = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), []
+    for _ in range(steps):
+        optimiser.zero_grad()
+        loss = functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimiser.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("run", [counted_before, statistics_before, remembered])
+def test_what_is_read_before_it_changes_is_that_of_one_process(run):
+    model, images, labels = Keeping(run).double(), torch.randn(SHAPE).double(), torch.tensor([0, 1, 2, 3])
+    with Cluster(1, backend="loopback") as cluster:
+        training = Training(copy.deepcopy(model), ONE, cluster, SHAPE)
+        found = [training.step(images, labels) for _ in range(3)]
+        state = training.state_dict()
+    assert found == pytest.approx(losses(model, 3, images, labels), rel=1e-12, abs=0)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-10, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize("run", [counted_before, statistics_before])
+def test_but_not_in_several_micro_batches(run):
+    """In one process the second of them reads what the first has left."""
+    with pytest.raises(PlanError, match="changes in each of the 2 micro-batches of a step"):
+        Traces(Keeping(run), SHAPE, nn.CrossEntropyLoss()).graph(HALVES)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_compiled_model_is_looked_at_without_compiling_it():
+    check_steady(traceable(torch.compile(Keeping(remembered))), TensorSpec(SHAPE, "float32"))
+
+
+# ---- modules that cannot be traced
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def untouched() -> Cluster:
+    """A cluster that is not started: whoever calls its ranks fails with another error."""
+    return Cluster(1, backend="loopback")
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: torch.jit.script(plain()), "The model is a RecursiveScriptModule of torch.jit"),
+        (lambda: torch.jit.trace(plain(), torch.zeros(SHAPE)), "The model is a TopLevelTracedModule of torch.jit"),
+        (lambda: nn.Sequential(torch.jit.script(plain()), nn.Linear(4, 2)), "The model.0 is a RecursiveScriptModule"),
+        (lambda: nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten()),
+         "lazy modules whose weights have no shape yet: 0.weight, 0.bias, 1.weight, 1.bias,.*Run it once"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:Lazy modules:UserWarning")
+def test_modules_without_a_plain_forward_are_refused(make, text: str):
+    with pytest.raises(TraceError, match=text):
+        Training(make(), ONE, untouched(), SHAPE)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_so_is_a_scripted_loss():
+    def loss(prediction, labels):
+        return functional.cross_entropy(prediction, labels)
+
+    with pytest.raises(TraceError, match=r"The loss is a ScriptFunction of torch\.jit"):
+        Training(plain(), ONE, untouched(), SHAPE, loss=torch.jit.script(loss))
+
+
+def test_a_model_without_values_is_refused_before_ranks_are_asked():
+    with pytest.raises(TraceError, match=r"0.weight of the model is on the meta device and has no values"):
+        Training(plain().to("meta"), ONE, untouched(), SHAPE)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_a_lazy_model_that_has_run_is_a_plain_one():
+    model = nn.Sequential(nn.LazyConv2d(4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model(torch.zeros(SHAPE))
+    assert Traces(model, SHAPE, nn.CrossEntropyLoss()).graph(ONE).weights.keys() == {"model.0.weight", "model.0.bias"}
