@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import pickle
+import json
 import re
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import cloudpickle
 import torch
-from torch import Tensor
 
 from engines.comm.world import World
 from engines.errors import ReleasedError
+from engines.following import Followed, follow, missing
+from engines.output import Line, Output, RankStream
+from engines.packing import dumps
 from engines.whereabouts import Board, working
 
 if TYPE_CHECKING:
@@ -27,7 +29,10 @@ if TYPE_CHECKING:
     from engines.training import RankTraining
     from engines.walk import RankWalk
 
-__all__ = ["Answer", "Failure", "Host", "dumps", "execute", "join", "recover", "regroup", "run", "while_walking"]
+__all__ = ["SPOKEN", "Answer", "Failure", "Host", "execute", "join", "recover", "regroup", "run", "while_walking"]
+
+SPOKEN = "\x1espoken "
+"""What a line begins with that carries one of a rank's: the rest is JSON."""
 
 _OURS = Path(__file__).parent
 
@@ -102,10 +107,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says to a call: the function's value, or why there is none."""
+    """What a rank says to a call: the function's value, or why there is none; and how many `lines` it has printed."""
 
     value: Any = None
     failure: Failure | None = None
+    lines: int = 0
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -133,45 +139,46 @@ def _follows(error: BaseException) -> bool:
     return isinstance(error, ReleasedError | KeyboardInterrupt) or bool(_BY_OTHERS.search(str(error)))
 
 
-class _Pickler(cloudpickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        # A tile that is a view takes the storage of its whole image along, to every rank: send a copy.
-        if type(obj) is Tensor and not obj.requires_grad and _is_part(obj):
-            return obj.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        return super().reducer_override(obj)
-
-
-def _is_part(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
-
-
-def dumps(value: Any) -> bytes:
-    """Pickled, functions and classes of a notebook's cells included."""
-    with io.BytesIO() as file:
-        _Pickler(file).dump(value)
-        return file.getvalue()
-
-
-def execute(host: Host, common: bytes, own: bytes) -> bytes:
+def execute(host: Host, common: bytes, own: bytes, followed: Followed | None = None) -> bytes:
     """Call `function(host, *args, *own)`, where `common` is `(function, args)`, to a pickled Answer.
 
     If that fails the other ranks are released first, so that none waits for this one. A step that is walked is given
-    up, unless the function says that it may go on (`while_walking`).
+    up, unless the function says that it may go on (`while_walking`). `followed`: what to do like the notebook before.
     """
+    output = host.board.output
+    before = output.emitted if output else 0
     with working(host.board, "takes its work"):
         try:
-            function, args = cloudpickle.loads(common)
+            if followed is not None:
+                follow(followed)
+            function, args, own_args = _unpacked(common, own)
             host.board.at(getattr(function, "__qualname__", repr(function)).encode())
             if not getattr(function, "while_walking", False):
                 host.leave()
-            return dumps(Answer(function(host, *args, *cloudpickle.loads(own))))
+            return _told(host, function(host, *args, *own_args), before)
         except BaseException as error:
-            return _failed(host, error)
+            return _failed(host, error, before)
 
 
-def _failed(host: Host, error: BaseException) -> bytes:
+def _unpacked(common: bytes, own: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
+    try:
+        function, args = cloudpickle.loads(common)
+        return function, args, cloudpickle.loads(own)
+    except ImportError as error:
+        raise missing(error) from error
+
+
+def _told(host: Host, value: Any, before: int, failure: Failure | None = None) -> bytes:
+    """A pickled Answer, once all is emitted that was printed; `before` as many lines had been."""
+    if (output := host.board.output) is None:
+        return dumps(Answer(value, failure))
+    output.end()
+    return dumps(Answer(value, failure, output.emitted - before))
+
+
+def _failed(host: Host, error: BaseException, before: int) -> bytes:
     host.world.fail()
-    return dumps(Answer(failure=Failure.of(error, host.board.read())))
+    return _told(host, None, before, Failure.of(error, host.board.read()))
 
 
 @while_walking
@@ -192,7 +199,21 @@ def regroup(host: Host) -> None:
 def _this_rank() -> Host:
     from engines.comm.mpi import MpiWorld
 
-    return Host(MpiWorld(), Board.inherited())
+    host = Host(MpiWorld(), Board.inherited())
+    host.board.output = _speak()
+    return host
+
+
+def _speak() -> Output:
+    """From here on whatever this process prints goes to the notebook, line by line, and from threads, too."""
+    way = sys.stdout
+
+    def emit(line: Line) -> None:
+        way.write(f"\n{SPOKEN}{json.dumps([line.stream, line.text])}\n")
+
+    output = Output(emit, way.flush)
+    sys.stdout, sys.stderr = (RankStream(each, getattr(sys, each), lambda: output) for each in ("stdout", "stderr"))
+    return output
 
 
 def join() -> tuple[int, int]:
@@ -201,15 +222,16 @@ def join() -> tuple[int, int]:
     return world.rank, world.size
 
 
-def run(common: bytes, own: bytes) -> bytes:
+def run(common: bytes, own: bytes, followed: Followed) -> bytes:
     """`execute` on this MPI process. SIGINT stops it, once."""
     host = _this_rank()
+    before = host.board.output.emitted if host.board.output else 0
     torch.set_grad_enabled(True)  # an interrupt just as `no_grad` began or ended leaves it off, and nothing is trained
     signal.signal(signal.SIGINT, _stop_once)
     try:
-        return execute(host, common, own)
+        return execute(host, common, own, followed)
     except KeyboardInterrupt as error:  # held back in MPI, it came while that call's failure was being told
-        return _failed(host, error)
+        return _failed(host, error, before)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # or the answer could be lost; until the next message
 

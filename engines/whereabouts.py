@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from struct import Struct
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engines.output import Output
 
 __all__ = ["BOARD", "Board", "Whereabouts", "here", "working", "write_on"]
 
@@ -36,6 +40,8 @@ class Whereabouts:
 class Board:
     """What one rank writes of itself, and another process or thread may read at any time.
 
+    `output` takes what the rank prints, where that is known by the thread.
+
     >>> board = Board()
     >>> board.read() is None
     True
@@ -47,6 +53,7 @@ class Board:
     def __init__(self, memory: bytearray | mmap.mmap | None = None) -> None:
         self._memory = bytearray(_SIZE) if memory is None else memory
         self._length, self._step = 0, 0
+        self.output: Output | None = None
 
     @classmethod
     def on(cls, file: int) -> Board:

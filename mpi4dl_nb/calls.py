@@ -6,11 +6,13 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from engines.errors import CheckpointError, ImageError, LossError, Mpi4dlError, PlanError, RankError, TraceError
 from engines.host import Answer, Failure
+from engines.output import Line
 from mpi4dl_nb.hang import Hang, hang_of
 from mpi4dl_nb.launch.reports import Ended, Still
 
@@ -21,6 +23,8 @@ _STOP_S = 0.8  # an interrupt waits this long for ranks to come back, so that th
 _END_S = 2.0  # for those that were ended to be gone
 _GRACE_S = 0.35  # after a failure the other ranks come back by themselves in this time, or are told to
 
+_HEARD_S = 1.0  # what ranks have printed may come so much later than their answers
+
 _DEATH = Failure("Death", "its process has ended")
 _SILENCE = Failure("Silence", "it does not answer any more, and the others could not go on without it")
 _TYPED = {kind.__name__: kind for kind in (CheckpointError, ImageError, LossError, PlanError, RankError, TraceError)}
@@ -28,6 +32,9 @@ _TYPED = {kind.__name__: kind for kind in (CheckpointError, ImageError, LossErro
 
 class Ranks(Protocol):
     """`n` ranks at work, by MPI or not."""
+
+    def count(self) -> int:
+        """How many ranks there are, the lost ones among them."""
 
     def submit(self, rank: int, common: bytes, own: bytes) -> Future[bytes]:
         """Start `engines.host.execute` on one rank."""
@@ -47,11 +54,26 @@ class Ranks(Protocol):
     def still(self) -> Mapping[int, Still]:
         """The ranks that have not gone on for a while."""
 
+    def pack(self, values: Sequence[Any]) -> list[bytes]:
+        """As bytes for the ranks, which have the same code then. Raises TypeError, AttributeError, PicklingError."""
+
+    def listening(self) -> AbstractContextManager[None]:
+        """Within it what ranks print is kept for `said`."""
+
+    def said(self) -> list[tuple[int, Line]]:
+        """What ranks have printed since this was last asked."""
+
+    def lacks(self, rank: int, lines: int) -> bool:
+        """Whether some of so many lines that a rank has printed in its last call are still on their way."""
+
     def leave_out(self, ranks: Iterable[int]) -> None:
         """Go on without ranks that have died: the others are numbered anew, in their order."""
 
     def stop(self) -> None:
         """End them all."""
+
+
+Show = Callable[[list[tuple[int, Line]]], None]
 
 
 class GivenUp(KeyboardInterrupt):
@@ -62,12 +84,14 @@ class Call:
     """The answers that have come, in the order in which they came, and the futures of the ranks at work.
 
     Ranks that all stand still for `hang_after_s`, one of them waiting, hang; `is_late()` tells whether time is up.
+    `show` is given what they print meanwhile.
     """
 
     def __init__(
-        self, ranks: Ranks, hang_after_s: float | None = None, is_late: Callable[[], bool] = lambda: False
+        self, ranks: Ranks, show: Show, hang_after_s: float | None = None, is_late: Callable[[], bool] | None = None
     ) -> None:
-        self._ranks, self._hang_after_s, self._is_late = ranks, hang_after_s or float("inf"), is_late
+        self._ranks, self._hang_after_s, self._is_late = ranks, hang_after_s or float("inf"), is_late or _never
+        self._show = show
         self._interrupted = False
         self._began_s = time.monotonic()
         self.hang: Hang | None = None
@@ -76,17 +100,31 @@ class Call:
 
     def make(self, common: bytes, parts: Sequence[bytes], within_s: float = float("inf")) -> None:
         """Run it, until all have answered, or one has failed and the others have had time to come back."""
-        try:
-            for rank, part in enumerate(parts):
-                self.waiting[self._ranks.submit(rank, common, part)] = rank
-            self._collect(within_s, until_failure=True)
-            if self.failures:
-                self.release(_GRACE_S)
-            if self.hang and not self.release(_GRACE_S):
-                self._end_waiting()
-        except KeyboardInterrupt:
-            self.release(_STOP_S, at_once=True)
-            raise
+        with self._ranks.listening():
+            try:
+                for rank, part in enumerate(parts):
+                    self.waiting[self._ranks.submit(rank, common, part)] = rank
+                self._collect(within_s, until_failure=True)
+                if self.failures:
+                    self.release(_GRACE_S)
+                if self.hang and not self.release(_GRACE_S):
+                    self._end_waiting()
+                self._hear()
+            except KeyboardInterrupt:
+                self.release(_STOP_S, at_once=True)
+                raise
+            finally:
+                self._is_late = _never  # it may hold whoever asked, as long as the call is kept
+
+    def _hear(self) -> None:
+        """Show the last of what was printed."""
+        deadline = time.monotonic() + _HEARD_S
+        self._show(self._ranks.said())
+        while any(self._ranks.lacks(rank, answer.lines) for rank, answer in self.answers.items()):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_LOOK_S / 4)
+            self._show(self._ranks.said())
 
     def release(self, within_s: float, at_once: bool = False) -> bool:
         """Whether all ranks have come back, after some time by themselves and some when they were told to.
@@ -113,6 +151,7 @@ class Call:
         deadline = time.monotonic() + within_s
         while self.waiting and time.monotonic() < deadline and not (until_failure and (self.failures or self.hang)):
             wait(self.waiting, _LOOK_S, FIRST_COMPLETED)
+            self._show(self._ranks.said())
             lost = self._ranks.lost()
             over = [each for each, rank in self.waiting.items() if each.done() or rank in lost]
             for future in sorted(over, key=lambda each: _turn(lost, self.waiting[each])):
@@ -150,6 +189,10 @@ class Call:
         for each in sorted({*failures} - {rank, *also}):
             error.add_note(f"Rank {each} {_line(failures[each])}")
         return error
+
+
+def _never() -> bool:
+    return False
 
 
 def _turn(lost: Mapping[int, Ended], rank: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
+import gc
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,10 +15,12 @@ from engines.comm.container import cores
 from engines.comm.device import threads_per_rank
 from engines.errors import Mpi4dlError, PlanError, RankError
 from engines.facts import facts_table
-from engines.host import Host, dumps, recover, regroup
+from engines.host import Host, recover, regroup
+from engines.packing import dumps
 from engines.predict.calibrate import calibrate
 from engines.predict.machine import Machine
 from engines.predict.rehearsal import Rehearsal
+from mpi4dl_nb.alive import Held, alive, clusters
 from mpi4dl_nb.calls import Call, Ranks
 from mpi4dl_nb.known_machine import KnownMachine
 from mpi4dl_nb.launch.across import CutOff
@@ -28,6 +30,8 @@ from mpi4dl_nb.launch.in_turn import RanksInTurn
 from mpi4dl_nb.launch.loopback import LoopbackRanks
 from mpi4dl_nb.launch.mpi import MpiRanks
 from mpi4dl_nb.names import public_names
+from mpi4dl_nb.replaced import watch_notebook
+from mpi4dl_nb.shown import Shown
 
 __all__ = ["HELP", "Cluster"]
 
@@ -60,6 +64,11 @@ class Cluster:
     folder that this one works in; files that ranks read, and checkpoints, lie where all hosts see them. A host that
     does not answer for some seconds is told of, with its ranks; `heal()` goes on without it.
 
+    What ranks print, warn and log is shown while they work, `[rank 1]` before each line, up to about a hundred lines a
+    second; `output=False` shows none. Ranks import what the notebook does, from its `sys.path`; where a module's file
+    has changed since they did, they are sent its functions as the notebook has them. A cluster that nobody holds any
+    more ends; so does an older one, of a notebook, that no name leads to, although `Out` may still have it.
+
     >>> with Cluster(2, backend="loopback") as cluster:
     ...     cluster.call(lambda host, text: f"{text} {host.world.rank} of {host.world.size}", "rank")
     ['rank 0 of 2', 'rank 1 of 2']
@@ -67,7 +76,7 @@ class Cluster:
 
     def __init__(
         self, n: int, backend: str = "mpi", hang_after_s: float | None = 300.0,
-        hosts: Sequence[str] | Mapping[str, int] | str | PathLike[str] | None = None,
+        hosts: Sequence[str] | Mapping[str, int] | str | PathLike[str] | None = None, output: bool = True,
     ) -> None:  # fmt: skip
         _check_count(n)
         if hang_after_s is not None and not hang_after_s >= 1:
@@ -80,6 +89,9 @@ class Cluster:
         self._hurry: tuple[int, Callable[[], bool]] = (0, lambda: False)
         self.dead, self._dead_rank = "", 0
         self._ranks: Ranks | None = None
+        self._held: Held | None = None
+        self.kept_by = ""  # the name that keeps it, as far as that was told
+        self._shown = Shown(output)
         self._last: Call | None = None
         self.machine: Machine | None = None
         self._turn = RLock()  # two calls at once, from a widget's thread and a cell, would mix their messages
@@ -96,8 +108,11 @@ class Cluster:
     def start(self) -> Cluster:
         """Start the ranks and wait for them. Raises RankError if they do not come, with what they said."""
         if self._ranks is None:
+            if clusters():
+                gc.collect()  # a training holds itself: it, and its cluster, would be there for long after their end
             self._ranks, self._last, self.dead = self._launched(), None, ""
-            atexit.register(self.stop)
+            self._held = Held(self, self._ranks)
+            watch_notebook()
         return self
 
     def _launched(self) -> Ranks:
@@ -105,10 +120,15 @@ class Cluster:
 
     def stop(self) -> None:
         """End the ranks, and with them all that they hold."""
-        ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            atexit.unregister(self.stop)
-            ranks.stop()
+        held, self._held, self._ranks = self._held, None, None
+        if held is not None:
+            held.end()
+
+    def end_later(self) -> None:
+        """As `stop`, but what takes time is done meanwhile."""
+        held, self._held, self._ranks = self._held, None, None
+        if held is not None:
+            held.end_later()
 
     def restart(self) -> Cluster:
         """Stop, and start afresh. What the ranks held is lost."""
@@ -181,15 +201,22 @@ class Cluster:
         parts = [()] * self.n if per_rank is None else list(per_rank)
         if len(parts) != self.n:
             raise PlanError(f"per_rank has {len(parts)} entries, but the cluster has {self.n} ranks.")
-        common, own = _packed(function, (function, args)), [_packed(function, part) for part in parts]
         with self._turn:
             self._gather()
-            self._last = call = Call(self._ranks, self.hang_after_s, self._is_late)
+            common, *own = self._packed(function, [(function, args), *parts])
+            self._last = call = Call(self._ranks, self._shown.show, self.hang_after_s, self._is_late)
             call.make(common, own)
             if call.failures or call.hang:
                 self._check_alive(call.error())
                 raise call.error()
         return [call.answers[rank].value for rank in range(self.n)]
+
+    def _packed(self, function: Callable[..., Any], values: Sequence[Any]) -> list[bytes]:
+        try:
+            return self._ranks.pack(values)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            name = getattr(function, "__qualname__", repr(function))
+            raise PlanError(f"{name} and its arguments cannot be sent to the ranks: {error}") from error
 
     @contextmanager
     def hurried(self, is_late: Callable[[], bool]) -> Iterator[None]:
@@ -246,7 +273,7 @@ class Cluster:
 
     def _meet(self, function: Callable[..., None]) -> None:
         """A call that brings the ranks together again."""
-        self._last = Call(self._ranks)
+        self._last = Call(self._ranks, self._shown.show)
         self._last.make(dumps((function, ())), [dumps(())] * self.n, _PATIENCE_S)
         if not self._last.clean:
             error = self._last.error()
@@ -275,7 +302,7 @@ class Cluster:
         return "not started" if self._ranks is None else self.dead or "ready"
 
     def __repr__(self) -> str:
-        return f"<Cluster of {self.n} ranks, backend={self.backend!r}: {self.state}>"
+        return f"<Cluster of {self.n} ranks, backend={self.backend!r}: {self.state}; {_alive()}>"
 
     def _repr_html_(self) -> str:
         facts = {
@@ -283,11 +310,17 @@ class Cluster:
             **({"Hosts": self.hosts} if self.hosts else {"Threads per rank": self._threads}),
             "Backend": _SAID[self.backend],
             "State": self.state,
+            "This notebook": _alive(),
         }
         return facts_table("Cluster", facts)
 
     def __dir__(self) -> list[str]:
         return public_names(self)
+
+
+def _alive() -> str:
+    count = alive()
+    return f"{count or 'no'} {'rank' if count == 1 else 'ranks'} of this notebook {'is' if count == 1 else 'are'} alive"
 
 
 def _check_count(n: int) -> None:
@@ -297,11 +330,3 @@ def _check_count(n: int) -> None:
 
 def _calibrated(host: Host, rehearsal: Rehearsal) -> Machine:
     return calibrate(host.world, rehearsal=rehearsal)
-
-
-def _packed(function: Callable[..., Any], value: Any) -> bytes:
-    try:
-        return dumps(value)
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
-        name = getattr(function, "__qualname__", repr(function))
-        raise PlanError(f"{name} and its arguments cannot be sent to the ranks: {error}") from error

@@ -16,7 +16,9 @@ from engines.comm.world import World
 from engines.errors import ImageError, PlanError
 from engines.images.order import Drawn, Order, Place
 from engines.images.own import OwnPart, Piece
+from engines.output import Output
 from engines.program.worker import Inputs
+from engines.whereabouts import here
 
 __all__ = ["Feed", "Feeding", "Place", "Served", "Unready", "said"]
 
@@ -110,8 +112,8 @@ class Feed:
         self.bad: list[str] = []  # of each image that was found bad and left out, which one it is and why
         self._reading: dict[Piece, Future[Tensor]] = {}
         workers = self.feeding.workers
-        alone = partial(torch.set_num_threads, 1)  # or each would start as many threads as the training has
-        self._pool = ThreadPoolExecutor(workers, "feed", alone) if workers else None
+        begin = partial(_begin_worker, here().output)
+        self._pool = ThreadPoolExecutor(workers, "feed", begin) if workers else None
         if (total := len(own.images)) < count:
             raise ImageError(f"There are {total} images, but a step takes {count}. Use smaller batches, or add images.")
 
@@ -223,6 +225,12 @@ class Feed:
 
     def __exit__(self, *failure: object) -> None:
         self.close()
+
+
+def _begin_worker(output: Output | None) -> None:
+    """What a worker prints is its rank's."""
+    torch.set_num_threads(1)  # or each would start as many threads as the training has
+    here().output = output
 
 
 def said(name: str, error: Exception, odd: bool = False) -> str:

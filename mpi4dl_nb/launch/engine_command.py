@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
+from engines.start import command
 from mpi4dl_nb.launch.environment import mpiexec
 from mpi4dl_nb.launch.library import library
 
@@ -11,7 +10,10 @@ __all__ = ["engine_command"]
 
 
 def engine_command(n: int, *arguments: str) -> list[str]:
-    """`mpiexec -n N python -m mpi4py -m engines ARGUMENTS`. Raises RankError where there is no MPI that can."""
+    """`mpiexec -n N python -m mpi4py -m engines ARGUMENTS`, whatever files of the working folder are called.
+
+    Raises RankError where there is no MPI that can.
+    """
     program = mpiexec()
     flags = library(program).flags
-    return [program, *flags, "-n", str(n), sys.executable, "-m", "mpi4py", "-m", "engines", *arguments]
+    return [program, *flags, "-n", str(n), *command("mpi4py", "-m", "engines", *arguments)]

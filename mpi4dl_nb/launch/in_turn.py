@@ -25,7 +25,7 @@ class RanksInTurn(LoopbackRanks):
 
     def __init__(self, n: int) -> None:
         self._relay, self._asked = Relay(n), SimpleQueue[tuple[Future[bytes], _Work] | None]()
-        self._hosts = [host.Host(world) for world in self._relay.worlds]
+        self._host(self._relay.worlds)
         for rank, each in enumerate(self._hosts):
             self._relay.enter(rank, partial(_put_away, each))
         self._interrupted = self._stopped = False

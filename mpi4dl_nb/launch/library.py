@@ -105,7 +105,7 @@ def _starter(mpiexec: str) -> tuple[str, str]:
 
 def _mpi4py(python: str) -> tuple[str, str, Sequence[int], str, bool]:
     """mpi4py's version; the name, version and file of its MPI; whether that can revoke a communicator."""
-    done = _run([python, "-c", _ASK_MPI4PY])
+    done = _run([python, "-P", "-c", _ASK_MPI4PY])
     if done.returncode == 0:
         return tuple(json.loads(done.stdout.splitlines()[-1]))
     said = _last(done.stderr)

@@ -7,18 +7,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import ipyparallel
 import psutil
 from ipyparallel.cluster.launcher import MPIEngineSetLauncher
 
-from engines import guard, host
+from engines import guard, host, start
 from engines.comm.container import cores
 from engines.errors import RankError
+from engines.output import Line
 from mpi4dl_nb.launch.across import Across
 from mpi4dl_nb.launch.causes import cause, excerpt
 from mpi4dl_nb.launch.ending import remove
@@ -30,6 +31,8 @@ from mpi4dl_nb.launch.loop import in_loop
 from mpi4dl_nb.launch.place import Place
 from mpi4dl_nb.launch.record import Record, sweep
 from mpi4dl_nb.launch.reports import Ended, Reports, Still
+from mpi4dl_nb.launch.spoken import Spoken
+from mpi4dl_nb.modules import Modules
 
 __all__ = ["MpiRanks"]
 
@@ -64,7 +67,7 @@ class _Launcher(MPIEngineSetLauncher):
     def __init__(self, *args: Any, mpi: Library, across: Across | None = None, **kwargs: Any) -> None:
         super().__init__(*args, mpi_cmd=[mpiexec()], mpi_args=list(mpi.flags), **kwargs)
         self.engine_args = _ENGINES
-        self.engine_cmd = [sys.executable, "-m", guard.__name__, *self.engine_cmd]
+        self.engine_cmd = start.command(guard.__name__, *start.command("ipyparallel.engine"))
         self._across = across
 
     def find_args(self) -> list[str]:
@@ -94,6 +97,8 @@ class MpiRanks:
         self._client: ipyparallel.Client | None = None
         self._launchers: list[Any] = []
         self._reports: Reports | None = None
+        self._modules = Modules()
+        self._follow = self._modules.follow
         try:
             self._start()
         except BaseException as error:
@@ -123,7 +128,7 @@ class MpiRanks:
             profile_dir=str(self._place.home), load_profile=False, cluster_file="", shutdown_atexit=False,
             send_engines_connection_env=not far, parent=None, log=_LOG,
         )  # fmt: skip
-        in_loop(cluster.start_controller(environment=environment))
+        in_loop(cluster.start_controller(environment={**environment, start.SAFE: "1"}))
         self._hold(cluster.controller)
         self._await_controller(cluster.controller)
         # Before there are ranks: the leash ends the controller with an mpiexec that refuses.
@@ -201,11 +206,24 @@ class MpiRanks:
         self._ids = sorted(places, key=places.__getitem__)
         self._began_as = list(range(self._n))  # the ranks' numbers when MPI started: guards go on to use them
         self._views = [views[number] for number in self._ids]
+        self._spoken = [Spoken() for _ in self._ids]
+
+    def pack(self, values: Sequence[Any]) -> list[bytes]:
+        """Modules that ranks would have otherwise than the notebook are sent as it has them."""
+        packed = self._modules.pack(values)
+        self._follow = self._modules.follow
+        return packed
+
+    def count(self) -> int:
+        """Fewer once some were left out."""
+        return self._n
 
     def submit(self, rank: int, common: bytes, own: bytes) -> Future[bytes]:
         """One message to one engine: only so is a failure known while others are still at work."""
         try:
-            return self._views[rank].apply_async(host.run, common, own)
+            asked = self._views[rank].apply_async(host.run, common, own, self._follow)
+            self._spoken[rank].follow(self._client.metadata, asked.msg_ids[0])
+            return asked
         except IndexError as error:  # the engine is gone, and so is its number
             gone: Future[bytes] = Future()
             gone.set_exception(error)
@@ -254,9 +272,21 @@ class MpiRanks:
         """Number the others anew, in their order, as MPI does when it shrinks a communicator."""
         kept = [rank for rank in range(self._n) if rank not in set(ranks)]
         self._n = len(kept)
-        self._ids, self._began_as, self._views = (
-            [each[rank] for rank in kept] for each in (self._ids, self._began_as, self._views)
+        self._ids, self._began_as, self._views, self._spoken = (
+            [each[rank] for rank in kept] for each in (self._ids, self._began_as, self._views, self._spoken)
         )
+
+    def listening(self) -> AbstractContextManager[None]:
+        """ipyparallel's client does so always."""
+        return nullcontext()
+
+    def said(self) -> list[tuple[int, Line]]:
+        """What has come from engines."""
+        return [(rank, line) for rank, spoken in enumerate(self._spoken) for line in spoken.new()]
+
+    def lacks(self, rank: int, lines: int) -> bool:
+        """What is printed takes another way than answers."""
+        return self._spoken[rank].lacks(lines)
 
     def stop(self) -> None:
         """Close the connection and let the leash end the processes."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO
 
 from engines.guard import MARK
@@ -74,17 +75,18 @@ class Reports:
             self._file: BinaryIO = Path(path).open("rb")  # noqa: SIM115 (read to the end of the ranks' life)
         except FileNotFoundError:
             self._file = BytesIO()
-        self._rest = b""
+        self._rest, self._lock = b"", Lock()
         self.ended: dict[int, Ended] = {}
         self.still: dict[int, Still] = {}
 
     def look(self) -> None:
         """Take in what has come since."""
-        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
-        for line in lines:
-            _, mark, told = line.partition(MARK.encode())
-            if mark:
-                self._take(told)
+        with self._lock:  # a call, and whoever counts ranks meanwhile
+            *lines, self._rest = (self._rest + (b"" if self._file.closed else self._file.read())).split(b"\n")
+            for line in lines:
+                _, mark, told = line.partition(MARK.encode())
+                if mark:
+                    self._take(told)
 
     def _take(self, told: bytes) -> None:
         try:

@@ -22,7 +22,7 @@ import torch
 from engines.comm.device import threads_per_rank
 from engines.comm.total import all_reduce
 from engines.errors import ImageError, LossError, PlanError, RankError, TraceError
-from engines.host import dumps
+from engines.packing import dumps
 from engines.whereabouts import here
 from mpi4dl_nb.cluster import Cluster
 

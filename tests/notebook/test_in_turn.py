@@ -145,7 +145,7 @@ def test_an_error_that_cannot_be_told_ends_neither_the_others_nor_the_thread(clu
 
 
 def test_what_was_asked_of_some_ranks_alone_is_released():
-    from engines.host import dumps
+    from engines.packing import dumps
 
     with Cluster(2, backend="in_turn") as two:
         asked = two._ranks.submit(0, dumps((meet, ())), dumps(()))

@@ -1,0 +1,201 @@
+"""What ranks print, warn and log: whole lines, no more of them than a page can take, and whose they are."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any, TextIO
+
+__all__ = ["Line", "Meter", "Output", "RankStream", "diverted"]
+
+_AT_ONCE, _PER_S = 20_000, 5_000  # characters that may come at once, and each second from then on
+_EACH, _LONGEST = 100, 4_000  # characters that a line counts for beside its own, and those of it that are shown
+_SAY_S = 1.0  # what was left out is said this often
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """`stream` is `stdout` or `stderr`."""
+
+    stream: str
+    text: str
+
+
+class Meter:
+    """Lets a burst of lines pass, some more each second, and counts those that it does not; `times` as many.
+
+    >>> meter = Meter(clock=lambda: 0.0)
+    >>> sum(meter.passes("0123456789") for _ in range(1_000)), meter.note()
+    (181, '... 819 lines more were left out: a page does not take as many.')
+    """
+
+    def __init__(self, times: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most, self._per_s, self._clock = float(times * _AT_ONCE), times * _PER_S, clock
+        self._room, self._at_s, self._left_out, self._is_full = self._most, clock(), 0, False
+        self._said_s = float("-inf")
+
+    def passes(self, text: str) -> bool:
+        """Whether there is room for one more line."""
+        now_s = self._clock()
+        self._room = min(self._most, self._room + (now_s - self._at_s) * self._per_s)
+        self._at_s, cost = now_s, len(text) + _EACH
+        # After a flood it waits for some room, or each second line would be a note.
+        self._is_full = cost > self._room or (self._is_full and 2 * self._room < self._most)
+        passes = not self._is_full
+        self._room -= passes * cost
+        self._left_out += not passes
+        return passes
+
+    def note(self) -> str:
+        """How many have not passed since that was last said, in words; empty where all have, or it was said just now."""
+        if self._clock() - self._said_s < _SAY_S:
+            return ""
+        count, self._left_out = self._left_out, 0
+        self._said_s = self._clock() if count else self._said_s
+        lines = "line" if count == 1 else "lines"
+        return f"... {count:,} {lines} more were left out: a page does not take as many." if count else ""
+
+
+class Output:
+    """What one rank prints. `emit` is given each line once it is whole, and what is left of one when `end` is called.
+
+    `flush` has what was emitted go on its way at once. Of what would be too much the lines are counted, and that is
+    said with the next line that passes.
+    """
+
+    def __init__(self, emit: Callable[[Line], None], flush: Callable[[], None] = lambda: None) -> None:
+        self._emit, self.flush, self._meter, self._lock = emit, flush, Meter(), RLock()
+        self._begun = {"stdout": "", "stderr": ""}
+        self.emitted = 0
+
+    def write(self, stream: str, text: str) -> None:
+        """Any part of a text. A carriage return begins its line anew, as a progress bar does."""
+        with self._lock:
+            *lines, begun = (self._begun[stream] + text).split("\n")
+            # A line without an end must not grow for ever.
+            self._begun[stream] = begun[begun.rfind("\r", 0, -1) + 1 :][-_LONGEST:]
+            for line in lines:
+                self._say(stream, line.rstrip("\r").rpartition("\r")[2])
+
+    def end(self) -> None:
+        """Emit lines that have no end."""
+        with self._lock:
+            for stream, begun in self._begun.items():
+                self._begun[stream] = ""
+                if begun.strip():
+                    self._say(stream, begun.strip("\r").rpartition("\r")[2])
+            self._count()
+
+    def _say(self, stream: str, text: str) -> None:
+        if len(text) > _LONGEST:
+            text = f"{text[:_LONGEST]} ... ({len(text) - _LONGEST:,} characters more)"
+        if self._meter.passes(text):
+            self._count()
+            self._give(Line(stream, text))
+
+    def _count(self) -> None:
+        if note := self._meter.note():
+            self._give(Line("stderr", note))
+
+    def _give(self, line: Line) -> None:
+        self.emitted += 1
+        self._emit(line)
+
+
+class RankStream(io.TextIOBase):
+    """Stands for `sys.stdout` or `sys.stderr`: what ranks write goes to their outputs, all else where it went before.
+
+    `whose()` is the output of the rank that this thread is, or None.
+    """
+
+    def __init__(self, name: str, before: TextIO, whose: Callable[[], Output | None]) -> None:
+        self._name, self._before, self._whose = name, before, whose
+
+    def write(self, text: str) -> int:
+        """A rank's part of a text, or anybody's."""
+        if (output := self._whose()) is None:
+            return self._before.write(text)
+        output.write(self._name, text)
+        return len(text)
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def flush(self) -> None:
+        """What is written goes on its way."""
+        output = self._whose()
+        (self._before if output is None else output).flush()
+
+    def isatty(self) -> bool:
+        """As the one that it stands for, but a rank's output is no terminal."""
+        return self._whose() is None and self._before.isatty()
+
+    def fileno(self) -> int:
+        """Of the one that it stands for."""
+        return self._before.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Of the one that it stands for."""
+        return self._before.encoding
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._before, name)
+
+
+class _Diversion:
+    """Of the process: as long as anybody uses it."""
+
+    def __init__(self) -> None:
+        self.lock, self.users = RLock(), 0
+        self.streams: list[tuple[str, TextIO, RankStream]] = []
+
+    def begin(self, whose: Callable[[], Output | None]) -> None:
+        with self.lock:
+            self.users += 1
+            if self.users == 1:
+                for name in ("stdout", "stderr"):
+                    before = getattr(sys, name)
+                    self.streams.append((name, before, RankStream(name, before, whose)))
+                    setattr(sys, name, self.streams[-1][2])
+                _have_logs_write((before, mine) for _, before, mine in self.streams)
+
+    def end(self) -> None:
+        with self.lock:
+            self.users -= 1
+            if not self.users:
+                for name, before, mine in self.streams:
+                    if getattr(sys, name) is mine:  # else somebody has put another one there
+                        setattr(sys, name, before)
+                _have_logs_write((mine, before) for _, before, mine in self.streams)
+                self.streams.clear()
+
+
+_diversion = _Diversion()
+
+
+@contextmanager
+def diverted(whose: Callable[[], Output | None]) -> Iterator[None]:
+    """Within it what threads that are ranks write goes to their outputs; handlers of logs that write there, too."""
+    _diversion.begin(whose)
+    try:
+        yield
+    finally:
+        _diversion.end()
+
+
+def _have_logs_write(instead: Iterable[tuple[TextIO, TextIO]]) -> None:
+    """Handlers keep the stream that there was when they were made."""
+    instead = list(instead)
+    for logger in (logging.root, *list(logging.root.manager.loggerDict.values())):
+        for handler in getattr(logger, "handlers", ()):  # a name between two loggers has none
+            for before, mine in instead:
+                if getattr(handler, "stream", None) is before:
+                    handler.stream = mine

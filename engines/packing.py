@@ -1,0 +1,79 @@
+"""Values made into bytes for ranks: functions and classes by name where ranks can import them, else as they are."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import RLock
+from types import FunctionType, ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+__all__ = ["Packed", "dumps", "pack"]
+
+_registry = RLock()  # cloudpickle has one list of modules, for all threads
+
+
+@dataclass(frozen=True)
+class Packed:
+    """`modules` are those whose functions and classes, or which themselves, are in `data`."""
+
+    data: bytes
+    modules: frozenset[str]
+
+
+class _Pickler(cloudpickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.modules: set[str] = set()
+
+    def reducer_override(self, obj: Any) -> Any:
+        # A tile that is a view takes the storage of its whole image along, to every rank: send a copy.
+        if type(obj) is Tensor and not obj.requires_grad and _is_part(obj):
+            return obj.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if isinstance(obj, FunctionType | type):
+            self.modules.add(obj.__module__)
+        elif isinstance(obj, ModuleType):
+            self.modules.add(obj.__name__)
+        return super().reducer_override(obj)
+
+
+def _is_part(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+def pack(value: Any, by_value: Collection[str] = ()) -> Packed:
+    """Pickled, functions and classes of a notebook's cells included, and those of the modules `by_value`."""
+    with io.BytesIO() as file, _sent(by_value):
+        pickler = _Pickler(file)
+        pickler.dump(value)
+        return Packed(file.getvalue(), frozenset(pickler.modules))
+
+
+def dumps(value: Any) -> bytes:
+    """The bytes of `pack`."""
+    return pack(value).data
+
+
+@contextmanager
+def _sent(by_value: Collection[str]) -> Iterator[None]:
+    """Within it cloudpickle sends what these modules hold, and not its name."""
+    if not by_value:
+        yield
+        return
+    with _registry:
+        mine = [name for name in by_value if name not in cloudpickle.list_registry_pickle_by_value()]
+        for name in mine:
+            cloudpickle.register_pickle_by_value(sys.modules[name])
+        try:
+            yield
+        finally:
+            for name in mine:
+                cloudpickle.unregister_pickle_by_value(sys.modules[name])

@@ -1,0 +1,73 @@
+"""What the engines of a cluster have printed, as ipyparallel's client takes it in."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from engines.host import SPOKEN
+from engines.output import Line
+
+__all__ = ["Spoken"]
+
+_CALLS = 3  # what a rank's threads print after a call still counts for it, and may come during the next ones
+
+
+class _Reader:
+    """The texts of one call: those that the client keeps under its number, made longer as more comes.
+
+    Once a call is over the client forgets them, and begins anew where more comes.
+    """
+
+    def __init__(self, kept: Mapping[str, Mapping[str, Any]], number: str) -> None:
+        self._kept, self._number, self.lines = kept, number, 0
+        self._begin(kept[number])
+
+    def _begin(self, texts: Mapping[str, Any]) -> None:
+        self._texts, self._read = texts, {"stdout": 0, "stderr": 0}
+
+    def new(self) -> Iterator[Line]:
+        yield from self._rest()
+        now = self._kept.get(self._number, self._texts)
+        if now is not self._texts:
+            self._begin(now)
+            yield from self._rest()
+
+    def _rest(self) -> Iterator[Line]:
+        for stream, begin in self._read.items():
+            text = self._texts[stream]
+            end = text.rfind("\n") + 1
+            if end > begin:
+                self._read[stream] = end
+                for line in text[begin : end - 1].split("\n"):  # not `splitlines`, to which the mark is an end
+                    yield from self._of(stream, line)
+
+    def _of(self, stream: str, line: str) -> Iterator[Line]:
+        """A line of the rank's Python; or one of its libraries, which write to the process's own output."""
+        before, mark, told = line.partition(SPOKEN)
+        if before.strip():
+            yield Line(stream, before)
+        if mark:
+            self.lines += 1
+            yield Line(*json.loads(told))
+
+
+class Spoken:
+    """Of one rank: what it has printed in its last calls."""
+
+    def __init__(self) -> None:
+        self._readers: deque[_Reader] = deque(maxlen=_CALLS)
+
+    def follow(self, kept: Mapping[str, Mapping[str, Any]], number: str) -> None:
+        """There is a new call: what the client has `kept` of it is under this number."""
+        self._readers.append(_Reader(kept, number))
+
+    def new(self) -> list[Line]:
+        """What has come since it was last asked."""
+        return [line for reader in self._readers for line in reader.new()]
+
+    def lacks(self, lines: int) -> bool:
+        """Whether some of so many lines of the last call have not come yet."""
+        return bool(self._readers) and self._readers[-1].lines < lines

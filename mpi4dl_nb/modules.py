@@ -1,0 +1,229 @@
+"""The user's modules: which of them ranks can import by name, and which must be sent as the notebook has them.
+
+A rank imports a module's file as it is when it first needs it, and keeps that. The notebook may have loaded the file
+before it was changed, or loaded it again since (`importlib.reload`, `%autoreload`). Where the two can differ the
+functions and classes of the module are sent by value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import pickle
+import site
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from struct import error as StructError
+from struct import unpack
+from types import FunctionType, ModuleType
+from typing import Any
+
+import psutil
+
+from engines.errors import PlanError
+from engines.following import Followed, Version
+from engines.packing import pack
+
+__all__ = ["Modules"]
+
+_OURS = ("engines", "mpi4dl_nb")
+_HASHED = 1  # a flag of a compiled file that tells no time
+
+
+@dataclass
+class _Known:
+    """A module of the user's as the notebook holds it. `spec` is another object after a reload.
+
+    `version` is of the file that it was loaded from, None: unknown. `current`: the file has not changed since.
+    """
+
+    module: ModuleType
+    spec: object
+    file: str
+    version: Version | None
+    current: bool
+    reloaded: bool = False
+
+    @classmethod
+    def of(cls, module: ModuleType, reloaded: bool = False) -> _Known:
+        file = module.__spec__.origin
+        version = _loaded_version(file)
+        return cls(module, module.__spec__, file, version, version is not None, reloaded)
+
+
+class Modules:
+    """Packs what one set of ranks is sent, and tells what they shall `follow`.
+
+    `_held` are the versions of modules that these ranks may have imported.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+        self._seen = 0
+        self._held: dict[str, Version | None] = {}
+        self._said: set[str] = set()
+        self._look()
+
+    @property
+    def follow(self) -> Followed:
+        """What ranks shall do like the notebook, as of the last `pack`."""
+        reloaded = {
+            name: known.version for name, known in self._known.items() if known.reloaded and known.version is not None
+        }
+        changed = tuple(name for name, known in self._known.items() if known.version is not None and not known.current)
+        return Followed(tuple(os.path.abspath(path) for path in sys.path), reloaded, changed)  # noqa: PTH100 (keeps links)
+
+    def pack(self, values: Iterable[Any]) -> list[bytes]:
+        """Raises PlanError where a module must be sent by value and cannot be, with its name."""
+        self._look()
+        by_value = self._by_value()
+        try:
+            packed = [pack(value, by_value) for value in values]
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            if not by_value:
+                raise
+            names = ", ".join(sorted(by_value))
+            raise PlanError(
+                f"Ranks would not have the same code as the notebook in {names} (a file has changed since), and it "
+                f"cannot be sent as it is: {error}. Reload what has changed, and restart the ranks: cluster.restart()."
+            ) from error
+        used = frozenset[str]().union(*(each.modules for each in packed))
+        self._say(used & by_value)
+        for name in used & self._known.keys() - by_value:
+            for each in (name, *self._needs(name)):
+                self._held.setdefault(each, self._known[each].version)
+        return [each.data for each in packed]
+
+    def _look(self) -> None:
+        """Take in modules that are new, and those that have been loaded again or whose files have changed."""
+        if len(sys.modules) != self._seen:
+            self._seen = len(sys.modules)
+            for name, module in list(sys.modules.items()):
+                if name not in self._known and _is_users(name, module):
+                    self._known[name] = _Known.of(module)
+        for name, known in self._known.items():
+            module, version = sys.modules.get(name, known.module), _version(known.file)
+            if getattr(module, "__spec__", known.spec) not in (known.spec, None):
+                self._known[name] = _Known.of(module, reloaded=True)
+            elif version != known.version and version is not None and _autoreloaded(name) == version[0]:
+                known.version, known.reloaded = version, True
+            else:
+                known.current = known.version is not None and known.version == version
+
+    def _by_value(self) -> set[str]:
+        """The modules that differ, or may, and those that use them."""
+        found = {
+            name
+            for name, known in self._known.items()
+            if name in sys.modules
+            and (
+                not known.current
+                or self._held.get(name, known.version) != known.version
+                or name.partition(".")[0] in sys.stdlib_module_names  # by that name ranks import Python's own
+            )
+        }
+        while more := {name for name in self._known.keys() - found if name in sys.modules and found & self._uses(name)}:
+            found |= more
+        return found
+
+    def _uses(self, name: str) -> set[str]:
+        return self._known.keys() & set(_owners(vars(self._known[name].module).values()))
+
+    def _needs(self, name: str) -> set[str]:
+        """All modules that a rank imports with this one."""
+        found, new = {name}, {name}
+        while new:
+            new = {each for some in new for each in self._uses(some)} - found
+            found |= new
+        return found - {name}
+
+    def _say(self, names: Iterable[str]) -> None:
+        for name in sorted(set(names) - self._said):
+            self._said.add(name)
+            print(
+                f"The module {name}, or one that it uses, is not the one that the ranks have or would import: they "
+                "are sent its functions and classes as this notebook has them.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _owners(values: Iterable[object]) -> Iterator[str]:
+    """The modules that things come from."""
+    for value in list(values):
+        if isinstance(value, partial):
+            value = value.func
+        if isinstance(value, ModuleType):
+            yield value.__name__
+        elif isinstance(value, FunctionType | type):
+            yield value.__module__
+        else:
+            yield type(value).__module__
+
+
+def _is_users(name: str, module: object) -> bool:
+    """Whether it was loaded from a file that is neither Python's, nor installed, nor this package's."""
+    spec = getattr(module, "__spec__", None)
+    origin = getattr(spec, "origin", None)
+    if not isinstance(module, ModuleType) or not isinstance(origin, str) or not origin.endswith(".py"):
+        return False
+    if name == "__main__" or name.partition(".")[0] in _OURS:
+        return False
+    return not any(origin.startswith(folder) for folder in _installed()) and not _is_standard(origin)
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
+    return tuple(folder + os.sep for folder in folders | set(site.getsitepackages()))
+
+
+def _is_standard(origin: str) -> bool:
+    return origin.startswith(tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")))
+
+
+def _version(file: str) -> Version | None:
+    try:
+        found = Path(file).stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def _loaded_version(file: str) -> Version | None:
+    """Of a file that has just been seen for the first time: None where it may have changed since it was loaded."""
+    version = _version(file)
+    if version is None:
+        return None
+    if version[0] < _began_s() * 1e9:
+        return version
+    with contextlib.suppress(OSError, StructError, NotImplementedError):
+        with Path(importlib.util.cache_from_source(file)).open("rb") as compiled:
+            _, flags, changed_s, length = unpack("<4sIII", compiled.read(16))
+        seconds, size = int(version[0] // 1_000_000_000) & 0xFFFFFFFF, version[1] & 0xFFFFFFFF
+        if not flags & _HASHED and (changed_s, length) == (seconds, size):
+            return version
+    return None
+
+
+def _autoreloaded(name: str) -> int | None:
+    """When the file was changed that IPython's %autoreload has put into a module last, in ns; None where it has not."""
+    if "IPython.extensions.autoreload" not in sys.modules or (shell := sys.modules["IPython"].get_ipython()) is None:
+        return None
+    reloader = getattr(shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)
+    if not getattr(reloader, "enabled", False):
+        return None
+    file, changed_s = reloader.filename_and_mtime(sys.modules.get(name))
+    if file is None or reloader.modules_mtimes.get(name) != changed_s or reloader.failed.get(file) == changed_s:
+        return None
+    return os.stat(file).st_mtime_ns  # noqa: PTH116 (as autoreload does)
+
+
+@cache
+def _began_s() -> float:
+    return psutil.Process().create_time()
