@@ -53,7 +53,7 @@ class Meter:
         return passes
 
     def note(self) -> str:
-        """How many have not passed since that was last said, in words; empty where all have, or it was said just now."""
+        """How many have not passed since that was last said, in words; empty where all have, or just after it was."""
         if self._clock() - self._said_s < _SAY_S:
             return ""
         count, self._left_out = self._left_out, 0

@@ -25,7 +25,7 @@ import pytest
 
 from engines.errors import RankError
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.launch import leash, library, mpi
+from mpi4dl_nb.launch import leash, library, mpi, starting
 
 CASES: dict[str, Case] = {}
 OPEN: list[socket.socket] = []
@@ -145,6 +145,7 @@ def port_taken(patch, folder):
 @case(r"(?s)The controller of the ranks has not come up within 2 s", within_s=6)
 def silent_controller(patch, folder):
     patch.setattr(mpi, "_CONTROLLER_S", 2.0)
+    patch.setattr(mpi, "business", lambda: 1.0)
     text = "import sys, time\nif 'ipyparallel.controller' in sys.orig_argv: time.sleep(60)\n"
     return package(patch, folder, sitecustomize=text)
 
@@ -185,10 +186,11 @@ def a_rank_ends_while_it_starts(patch, folder):
     return package(patch, folder, sitecustomize=text)
 
 
-@case(r"Of 2 ranks only 0 have reported, and no other for \d+ s", within_s=10)
+@case(r"Of 2 ranks only 0 have reported, and no other for \d+ s: their processes have done nothing for", within_s=10)
 def silent_mpiexec(patch, folder):
-    patch.setattr(mpi, "_START_S", 2.0)
-    patch.setattr(mpi, "_PATIENCE_S", 1.0)
+    patch.setattr(starting, "_IDLE_S", 2.0)
+    patch.setattr(starting, "_SAY_S", 1.0)
+    patch.setattr(starting, "business", lambda: 1.0)
     return script(patch, folder, f"{QUIET}\nexec sleep 60")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -17,7 +16,6 @@ import psutil
 from ipyparallel.cluster.launcher import MPIEngineSetLauncher
 
 from engines import guard, host, start
-from engines.comm.container import cores
 from engines.errors import RankError
 from engines.output import Line
 from mpi4dl_nb.launch.across import Across
@@ -32,14 +30,12 @@ from mpi4dl_nb.launch.place import Place
 from mpi4dl_nb.launch.record import Record, sweep
 from mpi4dl_nb.launch.reports import Ended, Reports, Still
 from mpi4dl_nb.launch.spoken import Spoken
+from mpi4dl_nb.launch.starting import Start, business, work_s
 from mpi4dl_nb.modules import Modules
 
 __all__ = ["MpiRanks"]
 
-# On a loaded machine engines come one by one; this long without another (longer, the more work waits for each core),
-# and it does not come at all.
-_START_S, _LOOK_S, _STOP_S = 45.0, 0.1, 30.0
-_CONTROLLER_S, _PATIENCE_S = 30.0, 15.0
+_LOOK_S, _STOP_S, _CONTROLLER_S = 0.1, 30.0, 30.0
 
 # Curve: who lacks the key, which is in a file of this user's, can't even connect; HMAC would sign, but let anybody
 # listen to what the ranks print.
@@ -52,7 +48,8 @@ _CONTROLLER = [
     "--HeartMonitor.period=250",
     "--HeartMonitor.max_heartmonitor_misses=120",
 ]
-_ENGINES = ["--IPEngine.max_heartbeat_misses=233"]
+# On a busy machine the hub may take long to answer an engine's first message.
+_ENGINES = ["--IPEngine.max_heartbeat_misses=233", "--IPEngine.timeout=300"]
 
 # What goes wrong is said by our errors, once, and not by the launchers on the side.
 _LOG = logging.getLogger(__name__)
@@ -132,15 +129,17 @@ class MpiRanks:
         self._hold(cluster.controller)
         self._await_controller(cluster.controller)
         # Before there are ranks: the leash ends the controller with an mpiexec that refuses.
-        self._client = in_loop(cluster.connect_client())
+        self._client = in_loop(cluster.connect_client(timeout=_CONTROLLER_S * business()))
         if far:
             info = in_loop(cluster.controller.get_connection_info())["engine"]
             far.arm(cluster.controller.connection_files["engine"], info["registration"])
         in_loop(cluster.start_engines(mpi=self._mpi, across=far, environment=environment))
         self._hold(cluster.engine_set)
         self._reports = Reports(cluster.engine_set.output_file)
+        self._starting = Start(self._n, lambda: work_s([cluster.engine_set.process]))
         self._await(lambda: len(self._client.ids), "have reported")
         self._sort()
+        self._starting.over()
 
     def _hold(self, launcher: Any) -> None:
         self._launchers.append(launcher)
@@ -149,29 +148,25 @@ class MpiRanks:
 
     def _await_controller(self, controller: Any) -> None:
         """Return when it has written where it listens. Raises RankError if it ends before, or takes too long."""
-        deadline = time.monotonic() + _CONTROLLER_S
+        within_s = _CONTROLLER_S * business()
+        deadline = time.monotonic() + within_s
         while not all(map(os.path.exists, controller.connection_files.values())):
             if controller.poll() is not None:
                 raise self._trouble("The controller, through which the notebook talks to the ranks, has ended.")
             if time.monotonic() > deadline:
-                raise self._trouble(f"The controller of the ranks has not come up within {_CONTROLLER_S:.0f} s.")
+                raise self._trouble(f"The controller of the ranks has not come up within {within_s:.0f} s.")
             time.sleep(_LOOK_S)
 
     def _await(self, count: Callable[[], int], what: str) -> None:
         """Return when `count()` is n. Raises RankError if the processes end, or no more come."""
-        best, most, since, told = 0, 0, time.monotonic(), False
+        most = 0
+        self._starting.phase()
         while (now := count()) < self._n:
-            if now > best:
-                best, since = now, time.monotonic()
             if (alive := self._alive()) < most:
                 raise self._trouble(f"The ranks did not start: of {self._n} processes {max(0, alive)} are left.")
             most = max(most, alive)
-            silent_s = time.monotonic() - since
-            if silent_s > _START_S * _business():
-                raise self._trouble(f"Of {self._n} ranks only {now} {what}, and no other for {silent_s:.0f} s.")
-            if silent_s > _PATIENCE_S and not told:
-                told = True
-                print(f"Of {self._n} ranks {now} {what}; still waiting for the others.", file=sys.stderr, flush=True)
+            if trouble := self._starting.look(now, what):
+                raise self._trouble(trouble)
             time.sleep(_LOOK_S)
 
     def _alive(self) -> int:
@@ -303,8 +298,3 @@ class MpiRanks:
             in_loop(launcher.join(timeout=_STOP_S))
         if self._reports is not None:
             self._reports.close()
-
-
-def _business() -> float:
-    """How many times as long things take because of what waits for this machine's cores, up to eight."""
-    return min(8.0, max(1.0, os.getloadavg()[0] / cores()))
