@@ -22,6 +22,8 @@ PURE = (
     "engines.plan",
     "engines.layout",
     "engines.layer.graph",
+    "engines.output",
+    "engines.start",
     "engines.spatial.tiles",
     "engines.spatial.windows",
     "engines.spatial.moves",
