@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.abc import MetaPathFinder
 from types import ModuleType
@@ -31,18 +31,20 @@ class Followed:
     changed: tuple[str, ...] = ()
 
 
-class _Refuser(MetaPathFinder):
-    """Asked first of all finders, it refuses to import what would not be the notebook's code."""
+_CHANGED = "the file of {0} has changed since the notebook imported it; reload it there (importlib.reload({0})), and call again"
 
-    changed: Collection[str] = ()
+
+class _Refuser(MetaPathFinder):
+    """Asked first of all finders, it refuses to import what would not be the notebook's code: by name, why."""
+
+    def __init__(self) -> None:
+        self.changed: Mapping[str, str] = {}
+        self.failed: dict[str, str] = {}
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        if name in self.changed and target is None:
-            raise ImportError(
-                f"the file of {name} has changed since the notebook imported it; reload it there "
-                f"(importlib.reload({name})), and call again",
-                name=name,
-            )
+        why = self.failed.get(name) or self.changed.get(name)
+        if why and target is None:  # else it is loaded again, on purpose
+            raise ImportError(why, name=name)
 
 
 _refuser = _Refuser()
@@ -51,19 +53,21 @@ _paths: list[tuple[str, ...]] = []
 
 
 def follow(told: Followed) -> None:
-    """Raises PlanError where a module cannot be loaded again, with its name."""
+    """What was told last holds from now on. What cannot be loaded again is imported no more: whoever needs it is told."""
     if _paths != [told.paths]:
         _paths[:] = [told.paths]
         sys.path[:] = standard_first(told.paths)
         importlib.invalidate_caches()
         if os.environ.get(SAFE) == "rank":  # set for the start alone, and not for the programs that users start
             del os.environ[SAFE]
-    _refuser.changed = told.changed
-    if told.changed and _refuser not in sys.meta_path:
+    if _refuser not in sys.meta_path:
         sys.meta_path.insert(0, _refuser)
+    _refuser.changed = {name: _CHANGED.format(name) for name in told.changed}
     for name, version in told.reloaded.items():
         if name in sys.modules and _known.get(name) != version:
             _load_again(name)
+        elif _known.get(name) != version:
+            _refuser.failed.pop(name, None)
         _known[name] = version
 
 
@@ -72,10 +76,8 @@ def _load_again(name: str) -> None:
         importlib.invalidate_caches()
         importlib.reload(sys.modules[name])
     except Exception as error:
-        raise PlanError(
-            f"The notebook has reloaded the module {name}, but ranks cannot: {type(error).__name__}: {error}. "
-            "Restart them: cluster.restart()."
-        ) from error
+        del sys.modules[name]
+        _refuser.failed[name] = f"the notebook has reloaded {name}, but ranks cannot: {type(error).__name__}: {error}"
 
 
 def missing(error: ImportError) -> PlanError:

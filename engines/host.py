@@ -21,7 +21,7 @@ from engines.comm.world import World
 from engines.errors import ReleasedError
 from engines.following import Followed, follow, missing
 from engines.output import Line, Output, RankStream
-from engines.packing import dumps
+from engines.packing import pack
 from engines.whereabouts import Board, working
 
 if TYPE_CHECKING:
@@ -171,9 +171,9 @@ def _unpacked(common: bytes, own: bytes) -> tuple[Callable[..., Any], tuple[Any,
 def _told(host: Host, value: Any, before: int, failure: Failure | None = None) -> bytes:
     """A pickled Answer, once all is emitted that was printed; `before` as many lines had been."""
     if (output := host.board.output) is None:
-        return dumps(Answer(value, failure))
+        return pack(Answer(value, failure))
     output.end()
-    return dumps(Answer(value, failure, output.emitted - before))
+    return pack(Answer(value, failure, output.emitted - before))
 
 
 def _failed(host: Host, error: BaseException, before: int) -> bytes:

@@ -191,7 +191,7 @@ def diverted(whose: Callable[[], Output | None]) -> Iterator[None]:
         _diversion.end()
 
 
-def _have_logs_write(instead: Iterable[tuple[TextIO, TextIO]]) -> None:
+def _have_logs_write(instead: Iterable[tuple[Any, Any]]) -> None:
     """Handlers keep the stream that there was when they were made."""
     instead = list(instead)
     for logger in (logging.root, *list(logging.root.manager.loggerDict.values())):

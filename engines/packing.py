@@ -7,7 +7,6 @@ import pickle
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import RLock
 from types import FunctionType, ModuleType
 from typing import Any
@@ -16,23 +15,15 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-__all__ = ["Packed", "dumps", "pack"]
+__all__ = ["pack"]
 
 _registry = RLock()  # cloudpickle has one list of modules, for all threads
 
 
-@dataclass(frozen=True)
-class Packed:
-    """`modules` are those whose functions and classes, or which themselves, are in `data`."""
-
-    data: bytes
-    modules: frozenset[str]
-
-
 class _Pickler(cloudpickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, modules: set[str]) -> None:
         super().__init__(file)
-        self.modules: set[str] = set()
+        self.modules = modules
 
     def reducer_override(self, obj: Any) -> Any:
         # A tile that is a view takes the storage of its whole image along, to every rank: send a copy.
@@ -49,17 +40,14 @@ def _is_part(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
-def pack(value: Any, by_value: Collection[str] = ()) -> Packed:
-    """Pickled, functions and classes of a notebook's cells included, and those of the modules `by_value`."""
+def pack(value: Any, by_value: Collection[str] = (), modules: set[str] | None = None) -> bytes:
+    """Pickled, functions and classes of a notebook's cells included, and those of the modules `by_value`.
+
+    `modules` gets the names of those whose functions and classes, or which themselves, are in it.
+    """
     with io.BytesIO() as file, _sent(by_value):
-        pickler = _Pickler(file)
-        pickler.dump(value)
-        return Packed(file.getvalue(), frozenset(pickler.modules))
-
-
-def dumps(value: Any) -> bytes:
-    """The bytes of `pack`."""
-    return pack(value).data
+        _Pickler(file, set() if modules is None else modules).dump(value)
+        return file.getvalue()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from engines.comm.device import threads_per_rank
 from engines.errors import Mpi4dlError, PlanError, RankError
 from engines.facts import facts_table
 from engines.host import Host, recover, regroup
-from engines.packing import dumps
+from engines.packing import pack
 from engines.predict.calibrate import calibrate
 from engines.predict.machine import Machine
 from engines.predict.rehearsal import Rehearsal
@@ -274,7 +274,7 @@ class Cluster:
     def _meet(self, function: Callable[..., None]) -> None:
         """A call that brings the ranks together again."""
         self._last = Call(self._ranks, self._shown.show)
-        self._last.make(dumps((function, ())), [dumps(())] * self.n, _PATIENCE_S)
+        self._last.make(pack((function, ())), [pack(())] * self.n, _PATIENCE_S)
         if not self._last.clean:
             error = self._last.error()
             self._check_alive(error)

@@ -7,7 +7,6 @@ functions and classes of the module are sent by value.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import pickle
@@ -32,7 +31,8 @@ from engines.packing import pack
 __all__ = ["Modules"]
 
 _OURS = ("engines", "mpi4dl_nb")
-_HASHED = 1  # a flag of a compiled file that tells no time
+_HASHED, _MOST = 1, 0xFFFFFFFF  # of compiled files: a flag of those that tell no time; their numbers have 32 bits
+_ANOTHER: Version = (0, 0)  # than any file has
 
 
 @dataclass
@@ -52,8 +52,8 @@ class _Known:
     @classmethod
     def of(cls, module: ModuleType, reloaded: bool = False) -> _Known:
         file = module.__spec__.origin
-        version = _loaded_version(file)
-        return cls(module, module.__spec__, file, version, version is not None, reloaded)
+        version = _loaded_version(file, reloaded)
+        return cls(module, module.__spec__, file, version, version not in (None, _ANOTHER), reloaded)
 
 
 class Modules:
@@ -64,7 +64,7 @@ class Modules:
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
-        self._seen = 0
+        self._seen: set[str] = set()
         self._held: dict[str, Version | None] = {}
         self._said: set[str] = set()
         self._look()
@@ -73,7 +73,9 @@ class Modules:
     def follow(self) -> Followed:
         """What ranks shall do like the notebook, as of the last `pack`."""
         reloaded = {
-            name: known.version for name, known in self._known.items() if known.reloaded and known.version is not None
+            name: known.version
+            for name, known in self._known.items()
+            if known.reloaded and known.version not in (None, _ANOTHER) and name in sys.modules
         }
         changed = tuple(name for name, known in self._known.items() if known.version is not None and not known.current)
         return Followed(tuple(os.path.abspath(path) for path in sys.path), reloaded, changed)  # noqa: PTH100 (keeps links)
@@ -82,33 +84,34 @@ class Modules:
         """Raises PlanError where a module must be sent by value and cannot be, with its name."""
         self._look()
         by_value = self._by_value()
+        used: set[str] = set()
         try:
-            packed = [pack(value, by_value) for value in values]
+            packed = [pack(value, by_value, used) for value in values]
         except (TypeError, AttributeError, pickle.PicklingError) as error:
-            if not by_value:
+            if not by_value & used:
                 raise
-            names = ", ".join(sorted(by_value))
+            names = ", ".join(sorted(by_value & used))
             raise PlanError(
                 f"Ranks would not have the same code as the notebook in {names} (a file has changed since), and it "
                 f"cannot be sent as it is: {error}. Reload what has changed, and restart the ranks: cluster.restart()."
             ) from error
-        used = frozenset[str]().union(*(each.modules for each in packed))
         self._say(used & by_value)
         for name in used & self._known.keys() - by_value:
             for each in (name, *self._needs(name)):
                 self._held.setdefault(each, self._known[each].version)
-        return [each.data for each in packed]
+        return packed
 
     def _look(self) -> None:
         """Take in modules that are new, and those that have been loaded again or whose files have changed."""
-        if len(sys.modules) != self._seen:
-            self._seen = len(sys.modules)
-            for name, module in list(sys.modules.items()):
-                if name not in self._known and _is_users(name, module):
-                    self._known[name] = _Known.of(module)
+        new = sys.modules.keys() - self._seen
+        self._seen |= new
+        for name in new:
+            if _is_users(name, module := sys.modules.get(name)):
+                self._known[name] = _Known.of(module)
         for name, known in self._known.items():
             module, version = sys.modules.get(name, known.module), _version(known.file)
-            if getattr(module, "__spec__", known.spec) not in (known.spec, None):
+            spec = getattr(module, "__spec__", None)
+            if spec is not None and spec is not known.spec:  # they would be equal
                 self._known[name] = _Known.of(module, reloaded=True)
             elif version != known.version and version is not None and _autoreloaded(name) == version[0]:
                 known.version, known.reloaded = version, True
@@ -195,20 +198,30 @@ def _version(file: str) -> Version | None:
     return found.st_mtime_ns, found.st_size
 
 
-def _loaded_version(file: str) -> Version | None:
-    """Of a file that has just been seen for the first time: None where it may have changed since it was loaded."""
-    version = _version(file)
+def _loaded_version(file: str, reloaded: bool) -> Version | None:
+    """Of a file that a module was loaded from before it was first looked at; None where it may have changed since.
+
+    Where no compiled file tells, one that is older than this process is taken to be the same, and so is one that was
+    loaded again, since the last look.
+    """
+    version, compiled = _version(file), _compiled_version(file)
     if version is None:
         return None
-    if version[0] < _began_s() * 1e9:
-        return version
-    with contextlib.suppress(OSError, StructError, NotImplementedError):
+    if compiled is None:
+        return version if reloaded or version[0] < _began_s() * 1e9 else None
+    return version if compiled == (version[0] // 10**9 & _MOST, version[1] & _MOST) else _ANOTHER
+
+
+def _compiled_version(file: str) -> Version | None:
+    """Of the source that Python's compiled file was made from, in seconds; None where there is none that says it."""
+    if sys.dont_write_bytecode:
+        return None
+    try:
         with Path(importlib.util.cache_from_source(file)).open("rb") as compiled:
             _, flags, changed_s, length = unpack("<4sIII", compiled.read(16))
-        seconds, size = int(version[0] // 1_000_000_000) & 0xFFFFFFFF, version[1] & 0xFFFFFFFF
-        if not flags & _HASHED and (changed_s, length) == (seconds, size):
-            return version
-    return None
+    except (OSError, StructError, NotImplementedError):
+        return None
+    return None if flags & _HASHED else (changed_s, length)
 
 
 def _autoreloaded(name: str) -> int | None:

@@ -15,7 +15,7 @@ from engines.comm.device import share_process
 from engines.comm.loopback import loopback
 from engines.comm.world import World
 from engines.output import Line, Output, diverted
-from engines.packing import dumps
+from engines.packing import pack
 from engines.whereabouts import here
 from mpi4dl_nb.launch.reports import Ended, Still
 
@@ -75,7 +75,7 @@ class LoopbackRanks:
 
     def pack(self, values: Sequence[Any]) -> list[bytes]:
         """As bytes; modules are those of this process, whatever becomes of them."""
-        return [dumps(value) for value in values]
+        return [pack(value) for value in values]
 
     def listening(self) -> AbstractContextManager[None]:
         """What is printed is kept, where a rank prints it."""

@@ -22,7 +22,7 @@ import torch
 from engines.comm.device import threads_per_rank
 from engines.comm.total import all_reduce
 from engines.errors import ImageError, LossError, PlanError, RankError, TraceError
-from engines.packing import dumps
+from engines.packing import pack
 from engines.whereabouts import here
 from mpi4dl_nb.cluster import Cluster
 
@@ -414,8 +414,8 @@ def test_the_card_says_it_in_words():
 
 def test_a_tile_travels_without_its_image():
     image = torch.zeros(64, 64)
-    assert len(dumps(image[:1])) < image.nbytes / 8
-    assert len(dumps(image)) > image.nbytes
+    assert len(pack(image[:1])) < image.nbytes / 8
+    assert len(pack(image)) > image.nbytes
 
 
 def test_the_notebook_knows_no_mpi():

@@ -145,10 +145,10 @@ def test_an_error_that_cannot_be_told_ends_neither_the_others_nor_the_thread(clu
 
 
 def test_what_was_asked_of_some_ranks_alone_is_released():
-    from engines.packing import dumps
+    from engines.packing import pack
 
     with Cluster(2, backend="in_turn") as two:
-        asked = two._ranks.submit(0, dumps((meet, ())), dumps(()))
+        asked = two._ranks.submit(0, pack((meet, ())), pack(()))
         two._ranks.interrupt()
         assert "had not begun" in str(asked.exception(timeout=5))
         two._ranks._relay.worlds[0]._mail.clear()

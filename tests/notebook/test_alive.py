@@ -1,0 +1,236 @@
+"""Ranks end with the cluster that nobody holds any more; in a notebook with the name that another cluster has taken."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+import torch
+from nbclient import NotebookClient
+
+from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.alive import alive, clusters
+from mpi4dl_nb.launch.ending import is_at_work
+from mpi4dl_nb.launch.starting import Start
+from mpi4dl_nb.replaced import THREAD, name_of
+from tests.notebook.test_orphans import within
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _none_before():
+    gc.collect()
+    assert within(10, lambda: not alive())
+
+
+def family() -> set[psutil.Process]:
+    return set(filter(is_at_work, psutil.Process().children(recursive=True)))
+
+
+def test_a_cluster_that_nobody_holds_ends():
+    cluster = Cluster(2).start()
+    assert cluster.call(lambda host: host.world.rank) == [0, 1]
+    assert len(family()) >= 6
+    assert "2 ranks of this notebook are alive" in repr(cluster)
+    assert "2 ranks of this notebook are alive" in cluster._repr_html_()
+    del cluster  # without a collection of memory: it is in no circle
+    assert within(10, lambda: not family())
+    assert alive() == 0
+
+
+def test_what_holds_a_training_holds_its_cluster():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 2, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    cluster = Cluster(1, backend="loopback").start()
+    training = Training(model, Plan(split_size=1, spatial_size=0), cluster, (2, 3, 8, 8))
+    del cluster
+    gc.collect()
+    assert alive() == 1
+    assert training.step(torch.randn(2, 3, 8, 8), torch.tensor([0, 1])) > 0
+    assert repr(training.cluster).endswith("1 rank of this notebook is alive>")
+    del training
+    gc.collect()
+    assert within(5, lambda: not alive())
+
+
+def test_the_end_of_python_does_not_hold_it():
+    cluster = Cluster(1, backend="loopback").start()
+    gone = weakref.ref(cluster)
+    del cluster
+    assert gone() is None
+
+
+def test_a_copy_of_the_process_ends_nothing():
+    """As workers of a data loader, which collect their memory, too."""
+    cluster = Cluster(1, backend="loopback").start()
+    (held,) = [each for each in gc.get_objects() if type(each).__name__ == "Held" and each.cluster() is cluster]
+    held._process = os.getppid()
+    del cluster
+    assert within(1, lambda: not clusters())
+    assert alive() == 1
+    held._process = os.getpid()
+    held.end()
+    assert alive() == 0
+
+
+def test_it_can_be_started_again_after_its_end():
+    cluster = Cluster(2, backend="loopback")
+    assert repr(cluster).endswith("not started; no ranks of this notebook are alive>")
+    for _ in range(2):
+        cluster.start()
+        assert alive() == 2
+        cluster.stop()
+        assert alive() == 0
+
+
+def test_python_ends_with_clusters_that_nobody_has_stopped():
+    code = "from mpi4dl_nb import Cluster\na, b = Cluster(1).start(), Cluster(2, backend='loopback').start()\nprint('ready')"
+    start_s = time.monotonic()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ready\n", "")
+    assert time.monotonic() - start_s < 120
+
+
+# ---- in a notebook
+
+BEGIN = """
+import json, sys, threading, time, torch
+from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.alive import alive
+def left():
+    deadline = time.monotonic() + 10
+    while alive() > 2 and time.monotonic() < deadline: time.sleep(0.05)
+    print("alive", alive())
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 2, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+"""
+START = "cluster = Cluster(2, backend='{}').start()\ncluster"
+TRAIN = "training = Training(model, Plan(split_size=2, spatial_size=0), cluster, (2, 3, 8, 8))\ntraining"
+SPEAK = "def speaks(host):\n    print('from cell', CELL)\n    time.sleep(0.5)\nCELL = {}\ncluster.call(speaks); print('done')"
+
+
+def run(*cells: str) -> list[str]:
+    """What each cell of a notebook has printed."""
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (BEGIN, *cells)])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(ROOT)
+    try:
+        NotebookClient(book, timeout=200, kernel_name="python3").execute()
+    finally:
+        os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+    texts = [[out.text for out in cell.outputs if out.output_type == "stream"] for cell in book.cells]
+    return ["".join(each) for each in texts][1:]
+
+
+@pytest.mark.parametrize("backend", ["loopback", "mpi"])
+def test_cells_that_are_run_again_leave_no_ranks_and_have_their_output(backend):
+    """Jupyter keeps every value that a cell has shown: the old cluster is in `Out`, and in `_`."""
+    start = START.format(backend)
+    printed = run(start, SPEAK.format(1), start, "left()", SPEAK.format(2), "cluster.stop()")
+    assert sorted(printed[1].splitlines()) == ["[rank 0] from cell 1", "[rank 1] from cell 1", "done"]
+    assert printed[3] == "alive 2\n"
+    assert sorted(printed[4].splitlines()) == ["[rank 0] from cell 2", "[rank 1] from cell 2", "done"]
+    assert printed[0] == printed[2] == printed[5] == ""
+
+
+def test_a_cluster_that_a_training_uses_stays_and_that_is_said():
+    start = START.format("loopback")
+    step = "print(training.step(torch.randn(2, 3, 8, 8), torch.tensor([0, 1])) > 0, alive())"
+    other = "also = Cluster(2, backend='loopback').start()"
+    printed = run(start, TRAIN, start, step, TRAIN, "left()", other, "print(cluster.state, also.state)")
+    assert "The 2 ranks of an earlier cluster stay alive: they are in use by `training`." in printed[2]
+    assert printed[3] == "True 4\n"
+    assert printed[5] == "alive 2\n"  # the old training was in `Out`, and its cluster by it
+    assert printed[7] == "ready ready\n"
+
+
+def test_a_cluster_with_a_call_under_way_stays():
+    """In another thread, which no name leads to."""
+    start = START.format("loopback")
+    begin = (
+        "threading.Thread(target=lambda c: print('came', c.call(lambda host: time.sleep(3))), args=[cluster]).start()"
+    )
+    printed = run(start, begin, start, "print(alive()); time.sleep(4)", "left()")
+    assert printed[3].startswith("4\n")
+    assert "came [None, None]" in "".join(printed)
+    assert printed[4] == "alive 2\n"
+
+
+# ---- the parts
+
+
+def test_a_name_is_found_through_what_holds_a_thing():
+    class Box:
+        def __init__(self, thing):
+            self.thing = thing
+
+    thing = Box(None)
+    names = {"_": thing, "_12": thing, "Out": {12: thing}, "hidden": [thing]}
+    assert name_of(thing, names, [names["Out"]], {"hidden"}) == ""
+    names["mine"] = {"a": [lambda: thing], "b": Box(Box(thing))}
+    assert name_of(thing, names, [names["Out"]], {"hidden"}) == "mine"
+    assert name_of(thing, {"__": thing, "_i": 1, "x": 1}) == ""
+    assert THREAD
+
+
+class Clock:
+    now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    from mpi4dl_nb.launch import starting
+
+    clock = Clock()
+    monkeypatch.setattr(starting, "time", clock)
+    monkeypatch.setattr(starting, "business", lambda: 1.0)
+    monkeypatch.setattr(starting.os, "getloadavg", lambda: (4.0 * starting.cores(), 0.0, 0.0))
+    monkeypatch.setattr(Start, "usual_s", 4.0)
+    return clock
+
+
+def test_a_slow_start_says_what_it_does_and_goes_on(clock, capsys):
+    work_s = 0.0
+    start = Start(5, lambda: work_s)
+    for _ in range(120):
+        clock.now_s += 1
+        work_s += 0.1
+        assert start.look(0, "have joined") == ""
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 3  # after 15, 30, 60 and 120 s, not more; the last of them is to come
+    assert said[0].startswith("The start takes longer than usual, and goes on: 0 of 5 ranks have joined after 15 s.")
+    # 1.5 of 20 s are done in 15 s: the other 18.5 s take ten times as many.
+    assert said[0].endswith("1 s of a processor by now, and 4.0 programs wait for each core: it may take 186 s more.")
+
+
+def test_a_start_for_which_nothing_is_done_is_given_up(clock):
+    start = Start(2, lambda: 3.0)
+    trouble = ""
+    while not trouble:
+        clock.now_s += 1
+        trouble = start.look(int(clock.now_s > 1020), "have reported")
+    assert clock.now_s == 1067  # 45 s after the last rank has come, and not a second sooner
+    assert trouble == (
+        "Of 2 ranks only 1 have reported, and no other for 46 s: their processes have done nothing for 46 s."
+    )
+
+
+def test_ranks_that_work_and_never_come_are_given_up(clock):
+    start = Start(2, lambda: 2 * (clock.now_s - 1000))
+    trouble = ""
+    while not trouble:
+        clock.now_s += 1
+        trouble = start.look(0, "have joined")
+    assert clock.now_s == 1081  # 20 times the 4 s of a processor that a rank's start takes
+    assert "in which each has taken 81 s of a processor: 4 s are usual" in trouble

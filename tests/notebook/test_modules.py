@@ -1,0 +1,282 @@
+"""Ranks run the code that the notebook has: its modules, from its paths, whatever becomes of their files meanwhile."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from engines.errors import PlanError, RankError
+from mpi4dl_nb import Cluster
+from mpi4dl_nb.modules import Modules
+
+N = 2
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Cluster(N) as made:
+        yield made
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """In the notebook's path, after the ranks have started; modules in it are forgotten in the end."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def write(folder: Path, name: str, text: str) -> None:
+    """A file that is newer than the one before, by seconds, as compiled files know it."""
+    file = folder / f"{name}.py"
+    last_s = file.stat().st_mtime if file.exists() else time.time()
+    file.write_text(textwrap.dedent(text))
+    os.utime(file, (last_s + 2, last_s + 2))
+    importlib.invalidate_caches()
+
+
+def loaded(folder: Path, name: str, text: str):
+    write(folder, name, text)
+    return importlib.import_module(name)
+
+
+def test_a_path_that_came_after_the_start_is_known(cluster, folder, capsys):
+    late = loaded(folder, "late_a", "def rate(host): return 0.1")
+    assert cluster.call(late.rate) == [0.1] * N
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reload_reaches_the_ranks_and_is_said_once(cluster, folder, capsys):
+    edited = loaded(folder, "edited_a", "def rate(host): return 0.1\ndef other(host): return rate(host)")
+    assert cluster.call(edited.rate) == [0.1] * N
+    write(folder, "edited_a", "def rate(host): return 100.0\ndef other(host): return rate(host)")
+    importlib.reload(edited)
+    assert cluster.call(edited.rate) == [100.0] * N
+    assert cluster.call(edited.other) == [100.0] * N
+    assert capsys.readouterr().err.count("The module edited_a") == 1
+
+
+def test_what_a_cells_function_imports_is_loaded_again(cluster, folder):
+    def rate(host):
+        import edited_b
+
+        return edited_b.RATE
+
+    edited = loaded(folder, "edited_b", "RATE = 0.1")
+    assert cluster.call(rate) == [0.1] * N
+    write(folder, "edited_b", "RATE = 100.0")
+    importlib.reload(edited)
+    assert cluster.call(rate) == [100.0] * N
+    write(folder, "edited_b", "RATE = 200.0")
+    importlib.reload(edited)
+    assert cluster.call(rate) == [200.0] * N
+
+
+def test_a_file_that_was_changed_and_not_loaded_again_changes_nothing(cluster, folder):
+    """As in the notebook itself. A rank that had never imported it would import the new file."""
+    edited = loaded(folder, "edited_c", "def rate(host): return 0.1")
+    write(folder, "edited_c", "def rate(host): return 100.0")
+    assert edited.rate(None) == 0.1
+    assert cluster.call(edited.rate) == [0.1] * N
+
+    def imports(host):
+        import edited_c
+
+        return edited_c.rate(host)
+
+    with pytest.raises(RankError, match=r"the file of edited_c has changed since the notebook imported it; reload it"):
+        cluster.call(imports)
+    importlib.reload(edited)
+    assert cluster.call(imports) == [100.0] * N
+
+
+def test_a_module_that_uses_one_that_was_loaded_again_follows(cluster, folder):
+    inner = loaded(folder, "inner_d", "def rate(): return 0.1")
+    outer = loaded(folder, "outer_d", "import inner_d\ndef rate(host): return inner_d.rate()")
+    assert cluster.call(outer.rate) == [0.1] * N
+    write(folder, "inner_d", "def rate(): return 100.0")
+    importlib.reload(inner)
+    assert cluster.call(outer.rate) == [100.0] * N
+
+
+def test_instances_of_a_class_that_was_loaded_again_follow(cluster, folder):
+    text = """
+        class Half:
+            def __init__(self, rate):
+                self.rate = rate
+            def __call__(self, host):
+                return {} * self.rate
+    """
+    made = loaded(folder, "classes_e", text.format(1))
+    assert cluster.call(made.Half(0.5)) == [0.5] * N
+    write(folder, "classes_e", text.format(10))
+    importlib.reload(made)
+    assert cluster.call(made.Half(0.5)) == [5.0] * N
+
+
+def test_a_module_called_like_one_of_pythons_is_the_notebooks(cluster, folder):
+    """`antigravity` is nobody's import; a rank would import Python's own."""
+    mine = loaded(folder, "antigravity", "def rate(host): return 0.1")
+    assert mine.__file__.startswith(str(folder))
+    assert cluster.call(mine.rate) == [0.1] * N
+
+
+def test_a_module_that_cannot_follow_is_named(cluster, folder):
+    text = "import threading\nlock = threading.Lock()\ndef rate(host):\n    with lock: return {}"
+    edited = loaded(folder, "locked_f", text.format(0.1))
+    assert cluster.call(edited.rate) == [0.1] * N
+    write(folder, "locked_f", text.format(100.0))
+    importlib.reload(edited)
+    with pytest.raises(PlanError, match=r"in locked_f \(a file has changed since\).*cannot pickle.*cluster.restart"):
+        cluster.call(edited.rate)
+
+
+def test_a_module_that_ranks_cannot_load_again_is_named_to_whoever_needs_it(cluster, folder):
+    def rate(host):
+        import broken_l
+
+        return broken_l.RATE
+
+    broken = loaded(folder, "broken_l", "RATE = 0.1")
+    assert cluster.call(rate) == [0.1] * N
+    write(
+        folder, "broken_l", "import sys\nRATE = 100.0\nif 'ipyparallel.engine' in sys.argv[0]: raise OSError('no card')"
+    )
+    importlib.reload(broken)
+    monkey = "import ipyparallel.engine.app, sys; sys.argv[0] = 'ipyparallel.engine'"
+    cluster.call(lambda host: exec(monkey))
+    write(
+        folder, "broken_l", "import sys\nRATE = 200.0\nif 'ipyparallel.engine' in sys.argv[0]: raise OSError('no card')"
+    )
+    importlib.reload(broken)
+    assert cluster.call(lambda host: host.world.gather(1)) == [[1, 1]] * N
+    with pytest.raises(RankError, match="the notebook has reloaded broken_l, but ranks cannot: OSError: no card"):
+        cluster.call(rate)
+    write(folder, "broken_l", "RATE = 300.0")
+    importlib.reload(broken)
+    assert cluster.call(rate) == [300.0] * N
+
+
+def test_a_module_that_ranks_do_not_find_is_named(cluster, folder):
+    gone = loaded(folder, "gone_g", "def rate(host): return 0.1")
+    path = sys.path.pop(0)
+    try:
+        with pytest.raises(PlanError, match="ranks cannot import gone_g, which they need for what they were sent"):
+            cluster.call(gone.rate)
+    finally:
+        sys.path.insert(0, path)
+
+
+def test_without_compiled_files_what_may_have_changed_is_sent_as_it_is(folder, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    mine = loaded(folder, "plain_k", "def rate(host): return 0.1")
+    modules = Modules()
+    assert b"co_" not in modules.pack([len])[0]
+    assert len(modules.pack([mine.rate])[0]) > 300  # its name alone takes less than a hundred bytes
+    importlib.reload(mine)
+    assert len(modules.pack([mine.rate])[0]) < 100
+    assert list(modules.follow.reloaded) == ["plain_k"]
+
+
+AUTORELOAD = """
+import importlib, os, sys, time
+from pathlib import Path
+from IPython.testing.globalipapp import start_ipython
+shell = start_ipython()
+folder = Path(sys.argv[1])
+sys.path.insert(0, str(folder))
+def write(rate):
+    file = folder / "auto_h.py"
+    file.write_text(f"def rate(host):\\n    return {rate}\\n")
+    os.utime(file, (1_000_000 + rate, 1_000_000 + rate))
+write(1)
+shell.run_cell("%load_ext autoreload\\n%autoreload 2")
+shell.run_cell("from auto_h import rate\\nfrom mpi4dl_nb.modules import Modules\\nmodules = Modules()")
+shell.run_cell("import pickle, auto_h\\nbefore = modules.pack([rate])[0]")
+by_name = len(shell.user_ns["before"])
+write(200)
+shell.run_cell("after = modules.pack([rate])[0]\\nnow = rate(None)\\nfollow = modules.follow")
+assert shell.user_ns["now"] == 200
+assert len(shell.user_ns["after"]) > 3 * by_name, "sent by value"
+assert list(shell.user_ns["follow"].reloaded) == ["auto_h"], shell.user_ns["follow"]
+assert not shell.user_ns["follow"].changed
+print("followed")
+"""
+
+
+def test_autoreload_is_followed(tmp_path):
+    """It changes functions where they are, and the module is not loaded again."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "IPYTHONDIR": str(tmp_path / "ipython")}
+    done = subprocess.run(
+        [sys.executable, "-c", AUTORELOAD, str(tmp_path)],
+        capture_output=True, text=True, check=False, env=environment, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1:] == ["followed"], done.stdout + done.stderr
+
+
+def test_ranks_that_start_later_import_the_file_as_it_is(folder):
+    edited = loaded(folder, "edited_i", "def rate(host): return 0.1")
+    earlier = Modules()
+    first = earlier.pack([edited.rate])[0]
+    write(folder, "edited_i", "def rate(host): return 100.0")
+    importlib.reload(edited)
+    later = Modules()
+    assert len(later.pack([edited.rate])[0]) == len(first)  # by its name
+    assert len(earlier.pack([edited.rate])[0]) > 3 * len(first)
+
+
+def test_looking_costs_little(folder):
+    loaded(folder, "edited_j", "def rate(host): return 0.1")
+    modules = Modules()
+    modules.pack([None])
+    start_s = time.perf_counter()
+    for _ in range(100):
+        modules.pack([None])
+        assert modules.follow
+    assert (time.perf_counter() - start_s) / 100 < 0.005
+
+
+START = """
+import sys
+from mpi4dl_nb import Cluster
+with Cluster(2) as cluster:
+    def draws(host):
+        import random
+        import mine
+        return random.Random(0).random(), mine.RATE, host.world.gather(1)
+    print(cluster.call(draws))
+"""
+
+
+def test_ranks_start_beside_files_called_like_pythons_modules(tmp_path):
+    """As a notebook's kernel does, the script has imported Python's own before it looks into its folder."""
+    for name in ("random", "queue", "signal", "json", "socket", "asyncio", "struct", "tempfile", "logging"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('this file of the user has been imported')")
+    (tmp_path / "mine.py").write_text("RATE = 0.1")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    lines = "import mpi4dl_nb, sys; sys.path.insert(0, '')\n" + START
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", lines], capture_output=True, text=True, check=False, env=environment, cwd=tmp_path
+    )
+    assert "0.8444218515250481, 0.1, [1, 1]" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_command_on_ranks_starts_beside_them_too(tmp_path):
+    (tmp_path / "random.py").write_text("raise RuntimeError('this file of the user has been imported')")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "mpi4dl_nb", "-n", "1", "--help"],
+        capture_output=True, text=True, check=False, env=environment, cwd=tmp_path,
+    )  # fmt: skip
+    assert not done.returncode, done.stderr
