@@ -31,7 +31,10 @@ class Followed:
     changed: tuple[str, ...] = ()
 
 
-_CHANGED = "the file of {0} has changed since the notebook imported it; reload it there (importlib.reload({0})), and call again"
+_CHANGED = (
+    "the file of {0} has changed since the notebook imported it; reload it there (importlib.reload({0})), "
+    "and call again"
+)
 
 
 class _Refuser(MetaPathFinder):
@@ -53,7 +56,7 @@ _paths: list[tuple[str, ...]] = []
 
 
 def follow(told: Followed) -> None:
-    """What was told last holds from now on. What cannot be loaded again is imported no more: whoever needs it is told."""
+    """From now on what was told last holds. A module that cannot be loaded again is refused to whoever needs it."""
     if _paths != [told.paths]:
         _paths[:] = [told.paths]
         sys.path[:] = standard_first(told.paths)

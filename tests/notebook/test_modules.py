@@ -14,6 +14,7 @@ import pytest
 
 from engines.errors import PlanError, RankError
 from mpi4dl_nb import Cluster
+from mpi4dl_nb.launch.ending import MARK
 from mpi4dl_nb.modules import Modules
 
 N = 2
@@ -150,15 +151,7 @@ def test_a_module_that_ranks_cannot_load_again_is_named_to_whoever_needs_it(clus
 
     broken = loaded(folder, "broken_l", "RATE = 0.1")
     assert cluster.call(rate) == [0.1] * N
-    write(
-        folder, "broken_l", "import sys\nRATE = 100.0\nif 'ipyparallel.engine' in sys.argv[0]: raise OSError('no card')"
-    )
-    importlib.reload(broken)
-    monkey = "import ipyparallel.engine.app, sys; sys.argv[0] = 'ipyparallel.engine'"
-    cluster.call(lambda host: exec(monkey))
-    write(
-        folder, "broken_l", "import sys\nRATE = 200.0\nif 'ipyparallel.engine' in sys.argv[0]: raise OSError('no card')"
-    )
+    write(folder, "broken_l", f"import os\nRATE = 100.0\nif {MARK!r} in os.environ: raise OSError('no card')")
     importlib.reload(broken)
     assert cluster.call(lambda host: host.world.gather(1)) == [[1, 1]] * N
     with pytest.raises(RankError, match="the notebook has reloaded broken_l, but ranks cannot: OSError: no card"):
@@ -250,6 +243,7 @@ def test_looking_costs_little(folder):
 START = """
 import sys
 from mpi4dl_nb import Cluster
+from mpi4dl_nb.launch.ending import MARK
 with Cluster(2) as cluster:
     def draws(host):
         import random
