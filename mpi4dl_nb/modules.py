@@ -1,19 +1,22 @@
 """The user's modules: which of them ranks can import by name, and which must be sent as the notebook has them.
 
 A rank imports a module's file as it is when it first needs it, and keeps that. The notebook may have loaded the file
-before it was changed, or loaded it again since (`importlib.reload`, `%autoreload`). Where the two can differ the
-functions and classes of the module are sent by value.
+before it was changed, or loaded it again since (`importlib.reload`, `%autoreload`), or set a constant of it. Where the
+two can differ the functions and classes of the module are sent by value.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import pickle
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -40,6 +43,7 @@ class _Known:
     """A module of the user's as the notebook holds it. `spec` is another object after a reload.
 
     `version` is of the file that it was loaded from, None: unknown. `current`: the file has not changed since.
+    `constants` are what the file gives names that it assigns once, at its top: the notebook may have set them since.
     """
 
     module: ModuleType
@@ -47,13 +51,23 @@ class _Known:
     file: str
     version: Version | None
     current: bool
+    constants: Mapping[str, object]
     reloaded: bool = False
 
     @classmethod
     def of(cls, module: ModuleType, reloaded: bool = False) -> _Known:
         file = module.__spec__.origin
         version = _loaded_version(file, reloaded)
-        return cls(module, module.__spec__, file, version, version not in (None, _ANOTHER), reloaded)
+        current = version not in (None, _ANOTHER)
+        return cls(module, module.__spec__, file, version, current, _constants(file) if current else {}, reloaded)
+
+    @property
+    def is_as_its_file(self) -> bool:
+        """Whether ranks that import the file have what the notebook has."""
+        now = vars(self.module)
+        return self.current and all(
+            type(now.get(name)) is type(value) and now[name] == value for name, value in self.constants.items()
+        )
 
 
 class Modules:
@@ -92,8 +106,8 @@ class Modules:
                 raise
             names = ", ".join(sorted(by_value & used))
             raise PlanError(
-                f"Ranks would not have the same code as the notebook in {names} (a file has changed since), and it "
-                f"cannot be sent as it is: {error}. Reload what has changed, and restart the ranks: cluster.restart()."
+                f"Ranks would not have the same code as the notebook in {names} (a file has changed since, or a "
+                f"constant), and it cannot be sent as it is: {error}. Reload what has changed, and restart the ranks: cluster.restart()."
             ) from error
         self._say(used & by_value)
         for name in used & self._known.keys() - by_value:
@@ -114,7 +128,7 @@ class Modules:
             if spec is not None and spec is not known.spec:  # they would be equal
                 self._known[name] = _Known.of(module, reloaded=True)
             elif version != known.version and version is not None and _autoreloaded(name) == version[0]:
-                known.version, known.reloaded = version, True
+                known.version, known.reloaded, known.constants = version, True, {}
             else:
                 known.current = known.version is not None and known.version == version
 
@@ -125,7 +139,7 @@ class Modules:
             for name, known in self._known.items()
             if name in sys.modules
             and (
-                not known.current
+                not known.is_as_its_file
                 or self._held.get(name, known.version) != known.version
                 or name.partition(".")[0] in sys.stdlib_module_names  # by that name ranks import Python's own
             )
@@ -222,6 +236,24 @@ def _compiled_version(file: str) -> Version | None:
     except (OSError, StructError, NotImplementedError):
         return None
     return None if flags & _HASHED else (changed_s, length)
+
+
+def _constants(file: str) -> dict[str, object]:
+    """Names that a file's top gives a number, a text or the like, and that nothing else in the file is seen to set."""
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, ValueError, SyntaxError):
+        return {}
+    set_at = Counter(
+        each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)
+    )
+    found: dict[str, object] = {}
+    for line in tree.body:
+        match line:
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)) if set_at[name] == 1:
+                with suppress(ValueError, TypeError):
+                    found[name] = ast.literal_eval(line.value)
+    return found
 
 
 def _autoreloaded(name: str) -> int | None:

@@ -102,6 +102,14 @@ def test_a_file_that_was_changed_and_not_loaded_again_changes_nothing(cluster, f
     assert cluster.call(imports) == [100.0] * N
 
 
+def test_a_constant_that_the_notebook_has_set_is_the_ranks(cluster, folder):
+    mine = loaded(folder, "constants_m", "FACTOR = 1.0\nNAMES = ['a']\ndef rate(host): return FACTOR, NAMES")
+    assert cluster.call(mine.rate) == [(1.0, ["a"])] * N
+    mine.FACTOR = 2.0
+    mine.NAMES.append("b")
+    assert cluster.call(mine.rate) == [(2.0, ["a", "b"])] * N
+
+
 def test_a_module_that_uses_one_that_was_loaded_again_follows(cluster, folder):
     inner = loaded(folder, "inner_d", "def rate(): return 0.1")
     outer = loaded(folder, "outer_d", "import inner_d\ndef rate(host): return inner_d.rate()")
@@ -139,7 +147,7 @@ def test_a_module_that_cannot_follow_is_named(cluster, folder):
     assert cluster.call(edited.rate) == [0.1] * N
     write(folder, "locked_f", text.format(100.0))
     importlib.reload(edited)
-    with pytest.raises(PlanError, match=r"in locked_f \(a file has changed since\).*cannot pickle.*cluster.restart"):
+    with pytest.raises(PlanError, match=r"in locked_f \(a file has changed since.*cannot pickle.*cluster.restart"):
         cluster.call(edited.rate)
 
 
