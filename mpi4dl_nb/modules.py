@@ -107,7 +107,8 @@ class Modules:
             names = ", ".join(sorted(by_value & used))
             raise PlanError(
                 f"Ranks would not have the same code as the notebook in {names} (a file has changed since, or a "
-                f"constant), and it cannot be sent as it is: {error}. Reload what has changed, and restart the ranks: cluster.restart()."
+                f"constant), and it cannot be sent as it is: {error}. Reload what has changed, and restart the ranks: "
+                "cluster.restart()."
             ) from error
         self._say(used & by_value)
         for name in used & self._known.keys() - by_value:
