@@ -22,6 +22,7 @@ from engines.images.labelled import LabelledImages
 from engines.images.own import OwnPart, Piece
 from engines.inference.forward import Prediction, RankPrediction, joined, prepare_prediction
 from engines.layer.graph import LOSS, ModelGraph, TensorSpec
+from engines.layer.kept import mixes_images
 from engines.layer.names import OWNERS, StateNames
 from engines.layer.trace import trace
 from engines.loss.classes import are_judged
@@ -120,10 +121,20 @@ class HeldOut:
 
     @cached_property
     def forward(self) -> Recipe:
-        """What ranks must know to predict under the plan; the weights they have. Raises TraceError, PlanError."""
+        """What ranks must know to predict under the plan; the weights they have.
+
+        Raises TraceError or PlanError, and ImageError where the last images would be judged beside copies of one.
+        """
         plan, images = self.recipe.plan, self.recipe.graph.inputs["images"]
         shape = (images.shape[0] * plan.parts, *images.shape[1:])
-        return replace(prepare_prediction(self.model, plan, shape, self.recipe.device), state={})
+        made = replace(prepare_prediction(self.model, plan, shape, self.recipe.device), state={})
+        step = made.step_specs["images"].shape[0]
+        if mixes_images(made.graph) and len(self.images) % step:
+            raise ImageError(
+                f"The model has a batch norm without running statistics, which normalises an image by those beside it. "
+                f"{len(self.images)} held-out images are no multiple of a step's {step}. Give a multiple of {step}."
+            )
+        return made
 
     @cached_property
     def programs(self) -> Sequence[Program]:

@@ -25,6 +25,7 @@ from engines.inference.pyramid import pyramid_of
 from engines.inference.region import region_of
 from engines.inference.sink import ArraySink, MakeSink
 from engines.inference.sweep import Ask, Sweep, Swept
+from engines.layer.kept import mixes_images
 from engines.program.compile import compile_plan
 from engines.program.worker import Inputs
 from engines.training import RankTraining, Recipe, cut_inputs
@@ -55,8 +56,14 @@ def predict_batch(training: Training, images: Any, held: Callable[[Host, str], R
     shape = (batch[0] * training.plan.parts, *images.shape[1:])
     recipe = replace(prepare_prediction(training.model, training.plan, shape, training.recipe.device), state={})
     programs = compile_plan(recipe.graph, training.plan)
-    training.cluster.call(_ready, training.name, held, recipe)
     count = shape[0] * training.plan.batches
+    if mixes_images(recipe.graph) and (len(images) != count or training.plan.micro_batches > 1):
+        raise ImageError(
+            "The model has a batch norm without running statistics, which normalises an image by those beside it: a "
+            f"prediction of {len(images)} images is exact only in one micro-batch, of {count} images here "
+            f"({training.plan.micro_batches} micro-batches). Give {count} images, or use model.eval() itself."
+        )
+    training.cluster.call(_ready, training.name, held, recipe)
     found = []
     for part in images.to(getattr(torch, training.plan.held_in)).split(count):
         filled = part[torch.arange(count) % len(part)]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from engines.errors import PlanError, TraceError
 from engines.layer.graph import ModelGraph, Node, Ref, plain_name
 
-__all__ = ["check_reads"]
+__all__ = ["check_reads", "mixes_images"]
 
 _MOVING = {"aten.batch_norm.default": "training", "aten.instance_norm.default": "use_input_stats"}
 
@@ -37,6 +37,11 @@ def check_reads(graph: ModelGraph, micro_batches: int) -> None:
                     "read it."
                 )
         behind |= own
+
+
+def mixes_images(graph: ModelGraph) -> bool:
+    """Whether what the model says of an image depends on those beside it: a batch norm without running statistics."""
+    return any(node.operator == "aten.batch_norm.default" and node.arguments["training"] for node in graph.nodes)
 
 
 def _changed(graph: ModelGraph, node: Node) -> Iterator[str]:

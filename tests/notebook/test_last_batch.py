@@ -369,3 +369,21 @@ def test_ranks_hold_the_same_weights_in_a_smaller_step():
     found = smaller(made, Traces(model, (64, 3, *SIZE), nn.CrossEntropyLoss()), 1)
     assert isinstance(found.plan.balance, tuple)
     assert found.step_specs["images"].shape[0] == 1
+
+
+# ---- predictions of fewer images than a step has
+
+
+def test_images_that_are_normed_by_their_neighbours_are_not_predicted_beside_copies(cluster):
+    """A batch norm without running statistics; the last images of a step are followed by copies, which it would see."""
+    model = nn.Sequential(
+        nn.Conv2d(3, CLASSES, 3), nn.BatchNorm2d(CLASSES, track_running_stats=False), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+    ).double()  # fmt: skip
+    found, images = training(ONE, cluster, model), torch.randn(SHAPE, dtype=torch.float64)
+    torch.testing.assert_close(found.predict(images), model.eval()(images), rtol=1e-10, atol=1e-12)
+    with pytest.raises(ImageError, match="a prediction of 3 images is exact only in one micro-batch, of 4 images"):
+        found.predict(images[:3])
+    with pytest.raises(ImageError, match="5 held-out images are no multiple of a step's 4"):
+        found.fit(loader(N), progress=False, held_out=SyntheticImages(N + 1, SIZE, CLASSES))
+    assert found.fit(loader(N), progress=False, held_out=SyntheticImages(N, SIZE, CLASSES)).epochs[0].held_out
