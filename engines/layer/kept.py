@@ -22,7 +22,7 @@ def check_reads(graph: ModelGraph, micro_batches: int) -> None:
     behind: set[str] = set()
     for node in graph.nodes:
         own = set(_changed(graph, node))
-        for name in {*node.reads} & changers.keys() - own:
+        for name in sorted({*node.reads} & changers.keys() - own):
             changer = changers[name]
             both = f"{node.operator} in {node.where} reads the buffer {plain_name(name)}, which {changer.operator} in "
             if name in behind:
