@@ -27,7 +27,7 @@ from engines.inference.sweep import Swept
 from engines.layer.graph import TensorSpec
 from engines.layout import check_fits
 from engines.loss.causes import said
-from engines.loss.words import loss_of_step, warn_of_mean
+from engines.loss.words import WHOLE_BATCH, loss_of_step, warn_of_mean
 from engines.metrics import Scores
 from engines.optimiser_trial import count_states
 from engines.partial import smaller
@@ -396,7 +396,8 @@ class Training:
     def __repr__(self) -> str:
         spec = self.recipe.step_specs["images"]
         loss = loss_of_step(self.recipe.graph, self.plan)
-        return f"Training({type(self.model).__name__}, images {spec.shape}, {self.plan.summary}; loss: {loss})"
+        other = "" if loss == WHOLE_BATCH else f"; loss: {loss}"
+        return f"Training({type(self.model).__name__}, images {spec.shape}, {self.plan.summary}{other})"
 
     def _repr_html_(self) -> str:
         return facts_table("Training", facts(self))

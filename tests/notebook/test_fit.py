@@ -287,9 +287,9 @@ def test_weights_that_only_some_ranks_have_changed_are_told(ranks):
 
 
 def test_more_classes_than_the_model_answers_for(one):
-    with pytest.raises(ImageError, match="have 5 classes, but the model answers for 3"):
+    with pytest.raises(ImageError, match="have 5 classes, but the loss takes numbers of 3"):
         training(one).fit(SyntheticImages(7, SIZE, 5))
-    with pytest.raises(ImageError, match="have 5 classes, but the model answers for 3"):
+    with pytest.raises(ImageError, match="have 5 classes, but the loss takes numbers of 3"):
         training(one).fit(images(), held_out=SyntheticImages(7, SIZE, 5))
 
 
