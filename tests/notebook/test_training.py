@@ -418,9 +418,7 @@ def test_a_loss_that_is_no_number_changes_nothing(cluster, plan: Plan, value: fl
     before = training.step(*first)
     state = training.state_dict()
     for _ in range(2):
-        with pytest.raises(
-            LossError, match=r"The loss is nan. No weight was changed. Found on rank 0: 1 value of the images"
-        ):
+        with pytest.raises(LossError, match=r"The loss is nan. No weight was changed. Found on rank 0: 1 value of"):
             training.step(spoiled, first[1])
     assert equal(training.state_dict(), state)
     assert (before, training.step(*second)) == same(alone(unet(), [first, second]).mean_losses)
