@@ -216,12 +216,7 @@ def state_of(model: nn.Module, loss: Loss | None, graph: ModelGraph) -> dict[str
         if isinstance(owner, nn.Module):
             found |= {f"{prefix}{name}": tensor.detach() for name, tensor in owner.named_parameters()}
             found |= {f"{prefix}{name}": tensor for name, tensor in owner.named_buffers()}
-    missing = [name for name in (*graph.weights, *graph.buffers) if name not in found]
-    if missing:
-        raise TraceError(
-            f"The model makes the constant tensor {missing[0]} while it runs. "
-            "Register it as a buffer in __init__ (self.register_buffer), so that every rank can hold it."
-        )
+    found |= graph.constants
     return {name: found[name] for name in (*graph.weights, *graph.buffers)}
 
 
@@ -256,9 +251,8 @@ class RankTraining:
         self.recipe, self.program, self.graph = recipe, program, recipe.graph
         self.device = choose_device(recipe.device, world.rank)
         self.threads = threads_of(recipe.plan, world.rank)
-        held_in = recipe.graph.inputs["images"].dtype
-        self.weights = {name: self._own_weight(name, held_in) for name in program.weights}
-        self.buffers = {name: own_copy(recipe.state[name], held_in, self.device) for name in program.buffers}
+        self.weights = {name: self._own_weight(name) for name in program.weights}
+        self.buffers = {name: self._own(name) for name in program.buffers}
         self.kept = {
             f"{prefix}{name}": tensor.clone()
             for owner, prefix in OWNERS.items()
@@ -324,9 +318,11 @@ class RankTraining:
         stays = [*self.weights.values(), *self.buffers.values()]
         return partial(OffloadedLane, shelf=Shelf(Store(), stays, reads_files=self.device.type == "cpu"))
 
-    def _own_weight(self, name: str, held_in: str) -> nn.Parameter:
-        own = own_copy(self.recipe.state[name], held_in, self.device)
-        return nn.Parameter(own, requires_grad=name in self.graph.trainable)
+    def _own(self, name: str) -> Tensor:
+        return own_copy(self.recipe.state[name], self.recipe.graph.specs[name], self.device)
+
+    def _own_weight(self, name: str) -> nn.Parameter:
+        return nn.Parameter(self._own(name), requires_grad=name in self.graph.trainable)
 
     def step(self, inputs: Inputs, images: int | None = None) -> StepReport:
         """One training step on this rank's parts of the inputs, of `images` images on all ranks (None: a full step).
@@ -397,11 +393,16 @@ class RankTraining:
         """All that this rank has of the model and its loss, by the graph's names: the tensors themselves."""
         return {**self.kept, **self.weights, **self.buffers}
 
+    @property
+    def own_buffers(self) -> dict[str, Tensor]:
+        """The buffers without the constants that the model makes while it runs."""
+        return {name: buffer for name, buffer in self.buffers.items() if name not in self.graph.constants}
+
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Copies of the rank's weights, gradients and buffers, and on rank 0 of what is kept, on the host."""
         grads = {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}
         groups: dict[str, Any] = {
-            "weights": self.weights, "gradients": grads, "buffers": self.buffers, "kept": self.kept,
+            "weights": self.weights, "gradients": grads, "buffers": self.own_buffers, "kept": self.kept,
         }  # fmt: skip
         return {
             group: {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
@@ -419,10 +420,9 @@ def _holds(program: Program) -> tuple[object, ...]:
     return program.weights, program.buffers, tuple(program.of_kind(SumGradients))
 
 
-def own_copy(tensor: Tensor, held_in: str, device: torch.device) -> Tensor:
-    """A copy of a weight or buffer on a rank's device, in the type and memory format that it holds them in."""
-    dtype = getattr(torch, held_in) if tensor.is_floating_point() else tensor.dtype
-    layout = memory_format(tensor.dim())
+def own_copy(tensor: Tensor, spec: TensorSpec, device: torch.device) -> Tensor:
+    """A copy of a weight or buffer on a rank's device, in the type of the graph and the memory format of ranks."""
+    dtype, layout = getattr(torch, spec.dtype), memory_format(tensor.dim())
     return tensor.detach().to(device=device, dtype=dtype, copy=True, memory_format=layout)
 
 

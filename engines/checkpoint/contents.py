@@ -49,7 +49,7 @@ class Share:
     def of(cls, training: RankTraining) -> Share:
         """Of this rank. Raises CheckpointError where something cannot be written."""
         descent = training.worker.descent
-        tensors = {**training.kept, **training.weights, **training.buffers}
+        tensors = {**training.kept, **training.weights, **training.own_buffers}
         states: dict[str, WeightState] = {}
         if descent.optimiser:
             names = {id(weight): name for name, weight in training.weights.items()}

@@ -64,11 +64,12 @@ class RankPrediction:
         self.worker.words = said(recipe.graph, recipe.plan, self.program)
 
     def _tensors(self, wanted: Sequence[str]) -> Mapping[str, Tensor]:
-        held_in = self.recipe.graph.inputs["images"].dtype
-        if self.held is None:
-            return {name: own_copy(self.recipe.state[name], held_in, self.device) for name in wanted}
-        found = fetched(self.world, self.held, wanted)
-        return {**self.held, **{name: own_copy(tensor, held_in, self.device) for name, tensor in found.items()}}
+        graph, state = self.recipe.graph, self.recipe.state
+        if self.held is not None:
+            learnt = [name for name in wanted if name not in graph.constants]
+            state = {**fetched(self.world, self.held, learnt), **graph.constants}
+        own = {n: own_copy(state[n], graph.specs[n], self.device) for n in wanted if n in state}
+        return {**(self.held or {}), **own}
 
     def cut(self, inputs: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
         """This rank's parts of the whole inputs of a step."""

@@ -114,9 +114,9 @@ class Sweep:
     def _own(self, recipe: Recipe, held: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """All weights and buffers: every rank computes all layers."""
         names = (*self.graph.weights, *self.graph.buffers)
-        there = recipe.state if held is None else {**fetched(self.world, held, names), **held}
-        held_in = self.graph.inputs["images"].dtype
-        return {name: own_copy(there[name], held_in, self.device) for name in names}
+        learnt = [name for name in names if name not in self.graph.constants]
+        there = recipe.state if held is None else {**fetched(self.world, held, learnt), **held, **self.graph.constants}
+        return {name: own_copy(there[name], self.graph.specs[name], self.device) for name in names}
 
     @property
     def rounds(self) -> int:

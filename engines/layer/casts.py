@@ -11,6 +11,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engines.layer.functional import WRITTEN
+from engines.layer.inline import AUTOCAST, MARKS
 from engines.layer.reader import is_check
 
 __all__ = ["with_casts"]
@@ -45,13 +47,18 @@ class _Run:
         return [tensor.dtype for tensor in _tensors(self.made)]
 
 
-def with_casts(module: fx.GraphModule, precision: torch.dtype, device: str) -> fx.GraphModule:
+def with_casts(module: fx.GraphModule, precision: torch.dtype | None, device: str) -> fx.GraphModule:
     """An exported graph, changed so that without autocast it computes as with it: casts are nodes.
+
+    `precision` is that of `torch.autocast` around the whole graph, None where there is none. Regions of the model's own
+    (see `engines.layer.inline`) stand over it.
 
     Which operators run in which type is PyTorch's own table: each node is run without memory under autocast of
     that `device` type, and what it casts is written down. `val` of every node is as it then is. A model that asks
     for the type of a tensor while it is traced is told float32.
     """
+    if precision is None and not any(_casts_itself(node, device) for node in module.graph.nodes):
+        return module
     with FakeTensorMode() as mode, torch.no_grad():
         caster = _Caster(module, precision, device, mode)
         for node in list(module.graph.nodes):
@@ -62,7 +69,7 @@ def with_casts(module: fx.GraphModule, precision: torch.dtype, device: str) -> f
 @dataclass
 class _Caster:
     module: fx.GraphModule
-    precision: torch.dtype
+    precision: torch.dtype | None
     device: str
     mode: FakeTensorMode
     values: dict[fx.Node, Any] = field(default_factory=dict)
@@ -99,10 +106,12 @@ class _Caster:
         arguments are cast to the widest of these types. What an operator casts by itself stays its own affair.
         """
         floating = [item for item in node.all_input_nodes if _is_floating(self.values[item])]
-        if _is_written(node):
-            kind = self.values[node.all_input_nodes[0]].dtype
+        if (written := node.meta.get(WRITTEN)) is not None:
+            kind = self.values[written].dtype
             return {item: kind for item in floating if self.values[item].dtype != kind}
-        with torch.autocast(self.device, self.precision, cache_enabled=False):
+        if (precision := self._precision(node)) is None:
+            return {}
+        with torch.autocast(self.device, precision, cache_enabled=False):
             automatic = self._run(node)
         plain = self._run_if_it_can(node)
         if plain and (plain.types, plain.casts) == (automatic.types, automatic.casts):
@@ -112,6 +121,13 @@ class _Caster:
             return known
         widest = max([*automatic.casts.values(), *automatic.types], key=lambda dtype: dtype.itemsize)
         return {item: widest for item in floating if self.values[item].dtype != widest}
+
+    def _precision(self, node: fx.Node) -> torch.dtype | None:
+        """What the operator is cast to, where it may be."""
+        if AUTOCAST in node.meta and node.meta[AUTOCAST][0] == self.device:
+            _, precision, casts = node.meta[AUTOCAST]
+            return precision if casts else None
+        return self.precision
 
     def _run(self, node: fx.Node) -> _Run:
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self._live)
@@ -135,7 +151,7 @@ class _Caster:
         """A cast right before `node`, as the same line of the same module."""
         with self.module.graph.inserting_before(node):
             cast = self.module.graph.call_function(_TO, (argument,), {"dtype": dtype})
-        cast.meta = {key: node.meta.get(key) for key in ("nn_module_stack", "stack_trace")}
+        cast.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace", *MARKS) if key in node.meta}
         self.values[cast] = cast.meta["val"] = self._run(cast).made
         return cast
 
@@ -144,10 +160,10 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _is_written(node: fx.Node) -> bool:
-    """Whether the operator writes to its first argument, whose type then stays."""
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema and schema.is_mutable)
+def _casts_itself(node: fx.Node, device: str) -> bool:
+    """Whether a node stands in the model's own region of autocast."""
+    kind, _, casts = node.meta.get(AUTOCAST, ("", None, False))
+    return bool(casts) and kind == device
 
 
 def _tensors(made: Any) -> Iterator[Tensor]:

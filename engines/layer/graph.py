@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -82,7 +82,8 @@ class Node:
 
     `arguments` are in the order of the operator's schema, defaults filled in, with `Ref`s where tensors
     go; `spec` is None where several tensors come out. `module` is the dotted path of the user's module,
-    `source` the user's line, `flops` multiply-adds counted as two.
+    `source` the user's line, `flops` multiply-adds counted as two. One that is not `graded` stands under
+    `torch.no_grad()`: no gradient leads back through it.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Node:
     module: str
     source: str
     flops: int
+    graded: bool = True
 
     @cached_property
     def reads(self) -> tuple[str, ...]:
@@ -150,7 +152,8 @@ class ModelGraph:
     """A model with its loss, or alone (`loss` is None), traced at whole-image size.
 
     `inputs` are `images` and, for a loss, `labels`; `weights` the parameters, `trainable` the names of those with a
-    gradient from the loss; `buffers` everything else that the model owns. `answers` name the tensors that the
+    gradient from the loss; `buffers` everything else that the model owns, and its `constants`: tensors that it makes or
+    finds while it runs, with their numbers. `answers` name the tensors that the
     model answers with, and `loss` the loss.
     `chains` are the modules that only run their children one after another. `share` is the same model with fewer
     images, where several ranks share those of a micro-batch. `whole` is set where a step has several micro-batches.
@@ -166,6 +169,7 @@ class ModelGraph:
     chains: frozenset[str] = frozenset()
     share: ModelGraph | None = None
     whole: WholeLoss | None = None
+    constants: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def totals(self) -> tuple[Total, ...]:
@@ -219,7 +223,7 @@ def behind(loss: str, nodes: Sequence[Node]) -> set[str]:
     reached = {loss}
     for node in reversed(nodes):
         floating = node.spec is None or node.spec.is_floating
-        if node.name in reached and floating and node.operator not in WITHOUT_GRADIENT:
+        if node.name in reached and floating and node.graded and node.operator not in WITHOUT_GRADIENT:
             reached.update(node.reads)
     return reached
 

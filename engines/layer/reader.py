@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,23 +13,17 @@ from torch import Tensor, fx, nn
 
 from engines.errors import TraceError
 from engines.layer.flops import flops
-from engines.layer.graph import MODEL, ModelGraph, Node, Ref, TensorSpec, behind, plain_name, references
+from engines.layer.graph import ModelGraph, Node, Ref, TensorSpec, behind, plain_name, references
+from engines.layer.inline import is_ungraded
+from engines.layer.origin import module_of, source_of, where
 
-__all__ = ["Reader", "is_check", "spec_of"]
+__all__ = ["Reader", "constant_name", "is_check", "spec_of"]
 
-_RENAMED = {  # in-place operators whose out-of-place form has another name
-    "bernoulli_.float": "bernoulli.p",
-    "bernoulli_.Tensor": "bernoulli.Tensor",
-    "normal_.default": "normal_functional.default",
-    "fill_.Scalar": "full_like.default",
-    "zero_.default": "zeros_like.default",
-}
 _CHECKS = ("_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
-_OURS = ("/torch/", str(Path(__file__).parent))
 
 
 class Reader:
-    """Reads an exported module into our own data, with in-place operators made plain.
+    """Reads an exported module without in-place operators into our own data.
 
     `first_names` maps every name of a weight or buffer to the first one of the same tensor. `has_loss`: the first
     output is the loss.
@@ -38,12 +31,11 @@ class Reader:
 
     def __init__(self, module: fx.GraphModule, first_names: Mapping[str, str], has_loss: bool = True) -> None:
         self.module, self.first_names, self.has_loss = module, first_names, has_loss
-        self.names: dict[str, str] = {}  # fx name -> the value that the name stands for by now
-        self.storage: dict[str, str] = {}  # value -> the first value in the same memory
-        self.spoiled: dict[str, Node] = {}  # aliases of memory that was written -> who wrote it
+        self.names: dict[str, str] = {}  # fx name -> the value that the name stands for
         self.nodes: list[Node] = []
         self.inputs: dict[str, TensorSpec] = {}
         self.owned: dict[str, Tensor] = {}
+        self.constants: dict[str, Tensor] = {}
 
     def graph(self) -> ModelGraph:
         outputs: tuple[str, ...] = ()
@@ -61,7 +53,7 @@ class Reader:
 
     def _checked(self, loss: str | None, answers: Sequence[str]) -> ModelGraph:
         specs = {name: spec_of(tensor) for name, tensor in self.owned.items()}
-        weights = {name for name, tensor in self.owned.items() if isinstance(tensor, nn.Parameter)}
+        weights = {name for name, tensor in self.owned.items() if isinstance(tensor, nn.Parameter)} - {*self.constants}
         nodes = tuple(self._named(answers))
         reached = behind(loss, nodes) if loss else set()
         graph = ModelGraph(
@@ -72,6 +64,7 @@ class Reader:
             nodes=nodes,
             answers=answers,
             loss=loss,
+            constants=self.constants,
         )
         if loss and graph.specs[loss].shape != ():
             raise TraceError(f"The loss must be one number, but its shape is {graph.specs[loss].shape}. Reduce it.")
@@ -93,9 +86,12 @@ class Reader:
                 yield from (user for user in node.users if user.target is operator.getitem)
 
     def _own(self, node: fx.Node) -> None:
-        name = self.first_names.get(str(node.target), str(node.target))
-        self.owned[name] = operator.attrgetter(str(node.target))(self.module)
-        self.names[node.name] = name
+        tensor = operator.attrgetter(str(node.target))(self.module)
+        name = self.first_names.get(str(node.target))
+        if name is None:
+            name = constant_name(tensor)
+            self.constants[name] = tensor.detach()
+        self.owned[name], self.names[node.name] = tensor, name
 
     def _refs(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -105,33 +101,40 @@ class Reader:
         return value
 
     def _call(self, node: fx.Node) -> None:
-        target, arguments = node.target, self._arguments(node)
-        written = self._written(node, arguments)
-        if written in self.owned:
+        arguments = self._arguments(node)
+        if self._is_same(node, arguments):
+            self.names[node.name] = arguments["self"].name
+            return
+        if _is_written(node):
             self._check_counter(node, arguments)
-        elif written:
-            target = _out_of_place(target, node)
-            names = (schema.name for schema in target._schema.arguments)
-            arguments = dict(zip(names, arguments.values(), strict=False))
-        made = Node(
-            name=node.name,
-            operator=_operator(target, node),
-            arguments=arguments,
-            spec=spec_of(node.meta["val"]) if isinstance(node.meta["val"], Tensor) else None,
-            module=_module_path(node),
-            source=_source(node),
-            flops=flops(node),
+        _check_shape(node)
+        self.names[node.name] = node.name
+        self.nodes.append(
+            Node(
+                name=node.name,
+                operator=_operator(node),
+                arguments=arguments,
+                spec=spec_of(node.meta["val"]) if isinstance(node.meta["val"], Tensor) else None,
+                module=module_of(node),
+                source=source_of(node),
+                flops=flops(node),
+                graded=not is_ungraded(node),
+            )
         )
-        self._check_memory(made, written)
-        self.nodes.append(made)
-        self._alias(node, made, written)
 
-    @staticmethod
-    def _check_counter(node: fx.Node, arguments: dict[str, Any]) -> None:
+    def _is_same(self, node: fx.Node, arguments: Mapping[str, Any]) -> bool:
+        """Whether a node makes nothing new: a constant's own copy in each step, which nobody writes to."""
+        name = str(node.target)
+        return name == "aten.lift_fresh_copy.default" or (
+            name == "aten.detach.default" and arguments["self"].name in self.constants
+        )
+
+    def _check_counter(self, node: fx.Node, arguments: dict[str, Any]) -> None:
         """A buffer may only count: other changes would not be those of one process in its order."""
-        if str(node.target) != "aten.add_.Tensor" or not isinstance(arguments["other"], int):
+        counts = str(node.target) == "aten.add_.Tensor" and isinstance(arguments["other"], int)
+        if not counts or arguments["self"].name not in self.owned.keys() - self.constants.keys():
             raise TraceError(
-                f"{node.target} in {_source(node)} changes the buffer {plain_name(arguments['self'].name)} "
+                f"{node.target} in {source_of(node)} changes the buffer {plain_name(arguments['self'].name)} "
                 "while the model runs. Only counting up by a whole number has a rule: keep such values outside."
             )
 
@@ -146,38 +149,6 @@ class Reader:
             for schema in node.target._schema.arguments
         }
 
-    @staticmethod
-    def _written(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        """The value that an in-place operator writes to."""
-        if not isinstance(node.target, torch._ops.OpOverload):
-            return None
-        for schema in node.target._schema.arguments:
-            if schema.alias_info and schema.alias_info.is_write and isinstance(arguments[schema.name], Ref):
-                return str(arguments[schema.name].name)
-        return None
-
-    def _alias(self, node: fx.Node, made: Node, written: str | None) -> None:
-        """From now on whoever says `written` means the result; whoever looked at its memory is wrong."""
-        self.names[node.name] = made.name
-        if written in self.owned:  # the result is the buffer itself, which is written at the update
-            self.names[node.name] = written
-            self.spoiled[written] = made
-        elif written:
-            memory = self.storage.get(written, written)
-            self.spoiled.update({name: made for name, root in self.storage.items() if root == memory})
-            self.spoiled[memory] = made
-            self.names.update({name: made.name for name, value in self.names.items() if value == written})
-        elif _is_view(node) and made.reads:
-            self.storage[made.name] = self.storage.get(made.reads[0], made.reads[0])
-
-    def _check_memory(self, node: Node, written: str | None) -> None:
-        for name in node.reads:
-            if name != written and (writer := self.spoiled.get(name)):
-                raise TraceError(
-                    f"{node.operator} in {node.where} reads memory that {writer.operator} in {writer.where} "
-                    "has changed through another view. Make that operator out-of-place."
-                )
-
 
 def is_check(node: fx.Node) -> bool:
     """Whether a node only makes sure of something."""
@@ -189,52 +160,32 @@ def spec_of(value: Tensor) -> TensorSpec:
     return TensorSpec(tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch."))
 
 
-def _out_of_place(target: Any, node: fx.Node) -> Any:
-    """`relu_` -> `relu`."""
-    if (name := str(target).removeprefix("aten.")) in _RENAMED:
-        packet, overload = _RENAMED[name].split(".")
-        return getattr(getattr(torch.ops.aten, packet), overload)
-    packet, overload = name.split(".")
-    plain = getattr(torch.ops.aten, packet.removesuffix("_"), None) if packet.endswith("_") else None
-    if plain is None or not hasattr(plain, overload):
-        raise TraceError(f"{target} in {_source(node)} writes to its input and has no out-of-place form. Replace it.")
-    return getattr(plain, overload)
+def constant_name(tensor: Tensor) -> str:
+    """The name of a tensor that the model makes or finds while it runs: the same for the same numbers."""
+    numbers = tensor.detach().cpu().contiguous()
+    told = f"{tuple(numbers.shape)} {numbers.dtype} ".encode() + numbers.view(-1).view(torch.uint8).numpy().tobytes()
+    return f"constant.{hashlib.sha256(told).hexdigest()[:16]}"
 
 
-def _operator(target: Any, node: fx.Node) -> str:
+def _check_shape(node: fx.Node) -> None:
+    """Raises TraceError where a shape is not known."""
+    made = node.meta["val"]
+    if isinstance(made, Tensor) and any(not isinstance(size, int) for size in made.shape):
+        raise TraceError(
+            f"{node.target} in {where(node)} makes a tensor whose shape follows from the values of a tensor; only "
+            "shapes are known. Choose with torch.where, or assign numbers or whole tensors (y[mask] = 0, "
+            "y[mask] = z[mask])."
+        )
+
+
+def _is_written(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _operator(node: fx.Node) -> str:
     """Its name; only operators of ATen's kind have one."""
-    if target is operator.getitem:
+    if node.target is operator.getitem:
         return "getitem"
-    if not isinstance(target, torch._ops.OpOverload):
-        raise TraceError(f"{target} in {_source(node)} computes with values of a tensor; only shapes are known.")
-    return str(target)
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether the result lies in the memory of the first input. `reshape` and `contiguous` may."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return True
-    returns = node.target._schema.returns
-    return bool(returns and returns[0].alias_info) or any(
-        name in str(node.target) for name in ("reshape", "flatten", "contiguous", "dropout", "chunk", "split")
-    )
-
-
-def _module_path(node: fx.Node) -> str:
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = str(stack[-1][0]) if stack else ""
-    return path if path.startswith("loss") else f"{path}.".removeprefix(MODEL).rstrip(".")
-
-
-def _source(node: fx.Node) -> str:
-    """File, line and text of the deepest frame that is the user's."""
-    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    frames = [
-        (head.strip(), text.strip())
-        for head, text in itertools.pairwise(lines)
-        if head.strip().startswith("File ") and not any(ours in head for ours in _OURS)
-    ]
-    if not frames:
-        return ""
-    head, text = frames[-1]
-    return f"{head.split(', in ')[0].replace('File ', '')}: {text}"
+        raise TraceError(f"{node.target} in {source_of(node)} computes with values of a tensor; only shapes are known.")
+    return str(node.target)

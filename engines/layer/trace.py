@@ -1,11 +1,10 @@
 """Trace any `nn.Module`, with a loss or without, at full image size and without memory, into a `ModelGraph`.
 
-The model is exported by `torch.export` on the meta device, never run, and never changed.
+The model is exported by `torch.export` on fake tensors, never run, and never changed.
 """
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,60 +13,59 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engines.errors import TraceError
 from engines.layer.answers import prediction_of, tensors_of
 from engines.layer.casts import with_casts
-from engines.layer.graph import LOSS, MODEL, ModelGraph, TensorSpec, plain_name
+from engines.layer.functional import functional, swept
+from engines.layer.graph import LOSS, MODEL, ModelGraph, TensorSpec, plain_name, references
+from engines.layer.inline import detached, inlined
+from engines.layer.known import Asked
+from engines.layer.quiet import StoppedError, quiet, watched
 from engines.layer.reader import Reader, spec_of
+from engines.layer.twin import empty, twin_of
 from engines.plan import HALF
 
 __all__ = ["LOSS", "MODEL", "answer", "first_names", "plain_name", "trace", "trace_alone"]
 
+_BY_VALUES = ("GuardOnDataDependent", "DataDependent", "UserError", "PendingUnbacked")
+"""Beginnings of the names of PyTorch's errors for numbers that are not known while it traces."""
+
 _ONE_AT_A_TIME = threading.Lock()  # torch.export keeps global state; ranks may be threads
 
 
-class _DataAsDetached(TorchFunctionMode):
-    """`x.data`, which torch.export cannot follow, is read as `x.detach()`."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called by torch for each of its functions."""
-        return args[0].detach() if func == _DATA else func(*args, **(kwargs or {}))
-
-
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-
-
 class _WithLoss(nn.Module):
-    def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], asked: Asked) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
+        self.asked = asked
 
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        with _DataAsDetached():
+        with watched(self, self.asked):
             prediction = prediction_of(self.model(images))
-        found = tensors_of(prediction)
-        try:
-            loss = self.loss(prediction, labels)
-        except (TypeError, AttributeError) as error:
-            if isinstance(prediction, Tensor):
-                raise
-            raise TraceError(_untaken(prediction, list(found), error)) from error
-        return loss, *found.values()
+            found = tensors_of(prediction)
+            try:
+                loss = self.loss(prediction, labels)
+            except (TypeError, AttributeError) as error:
+                if isinstance(prediction, Tensor):
+                    raise
+                raise TraceError(_untaken(prediction, list(found), error)) from error
+            return loss, *found.values()
 
 
 class _Alone(nn.Module):
     """The model in evaluation mode: no dropout, batch norm by its running statistics."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, asked: Asked) -> None:
         super().__init__()
         self.model = model
+        self.asked = asked
         self.eval()
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        with _DataAsDetached():
+        with watched(self, self.asked):
             return tuple(tensors_of(prediction_of(self.model(images))).values())
 
 
@@ -85,10 +83,11 @@ def trace(
     in the mode (train or eval) that it is in. If `precision` is a half one, the graph has the casts that
     `torch.autocast` does on that type of `device`. Raises TraceError where `torch.export` cannot follow the model.
     """
-    dtype = getattr(torch, images.dtype)
-    judge = _on_meta(loss).to(dtype) if isinstance(loss, nn.Module) else loss
-    whole = _WithLoss(_on_meta(model).to(dtype), judge)
-    return _exported(model, whole, (images, labels), precision, device, (model, loss))
+    mode, dtype = FakeTensorMode(allow_non_fake_inputs=True), getattr(torch, images.dtype)
+    with _following(model, images):
+        judge = twin_of(loss, mode, dtype) if isinstance(loss, nn.Module) else loss
+        whole = _WithLoss(twin_of(model, mode, dtype), judge, Asked(_buffers(model, loss)))
+    return _exported(model, whole, mode, (images, labels), precision, device, (model, loss))
 
 
 def trace_alone(model: nn.Module, images: TensorSpec, precision: str = "", device: str = "cpu") -> ModelGraph:
@@ -96,21 +95,57 @@ def trace_alone(model: nn.Module, images: TensorSpec, precision: str = "", devic
 
     The rest is as in `trace`; the model itself stays in the mode that it is in.
     """
-    whole = _Alone(_on_meta(model).to(getattr(torch, images.dtype)))
-    return _exported(model, whole, (images,), precision, device, (model,))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _following(model, images):
+        whole = _Alone(twin_of(model, mode, getattr(torch, images.dtype)), Asked(_buffers(model)))
+    return _exported(model, whole, mode, (images,), precision, device, (model,))
 
 
 def _exported(
-    model: nn.Module, whole: nn.Module, specs: Sequence[TensorSpec], precision: str, device: str, owners: Sequence[Any]
-) -> ModelGraph:
-    inputs = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs]
-    with _following(model, specs[0]):
+    model: nn.Module, whole: Any, mode: FakeTensorMode, specs: Sequence[TensorSpec], precision: str, device: str,
+    owners: Sequence[Any],
+) -> ModelGraph:  # fmt: skip
+    inputs = [empty(mode, spec.shape, spec.dtype) for spec in specs]
+    with _following(model, specs[0], whole.asked):
         exported = torch.export.export(whole, tuple(inputs), strict=False).module()
-        if precision in HALF:
-            with torch.device(device):
-                with_casts(exported, getattr(torch, precision), device)
-        graph = Reader(exported, first_names(*owners), has_loss=isinstance(whole, _WithLoss)).graph()
+        names = first_names(*owners)
+        plain = functional(inlined(exported), names)
+        with torch.device(device):
+            with_casts(plain, getattr(torch, precision) if precision in HALF else None, device)
+        graph = Reader(detached(swept(plain)), names, has_loss=isinstance(whole, _WithLoss)).graph()
+        _check_decided(whole.asked, graph)
     return replace(graph, chains=frozenset(_chains(model)))
+
+
+def _buffers(*owners: object) -> dict[str, Tensor]:
+    """The buffers of a model and its loss, by the names that they have while they are traced."""
+    return {
+        prefix + name: buffer
+        for prefix, owner in zip((MODEL, LOSS), owners, strict=False)
+        if isinstance(owner, nn.Module)
+        for name, buffer in owner.named_buffers(remove_duplicate=False)
+    }
+
+
+def _check_decided(asked: Asked, graph: ModelGraph) -> None:
+    """Raises TraceError where a decision was taken by the numbers of a buffer that changes from step to step."""
+    changing = set(_changing(graph))
+    for name, place in asked.decided.items():
+        if name in changing:
+            raise TraceError(
+                f"{place} asks for the numbers of the buffer {plain_name(name)}, which are others in each step: a "
+                "traced model takes its decisions once. Compute with the buffer itself."
+            )
+
+
+def _changing(graph: ModelGraph) -> Iterator[str]:
+    """The buffers that the model changes while it runs."""
+    for node in graph.nodes:
+        a = node.arguments
+        counts = node.operator == "aten.add_.Tensor"
+        learns = bool(a.get("training") or a.get("use_input_stats"))
+        found = [a["self"]] if counts else [a.get("running_mean"), a.get("running_var")] if learns else []
+        yield from references(found)
 
 
 def first_names(*owners: object) -> dict[str, str]:
@@ -127,11 +162,13 @@ def first_names(*owners: object) -> dict[str, str]:
 
 def answer(model: nn.Module, images: TensorSpec) -> TensorSpec:
     """The (first) tensor that the model answers with to images of that shape, found without running it on real ones."""
-    dtype = getattr(torch, images.dtype)
-    twin = _on_meta(model).to(dtype)
-    held = dict(twin.named_buffers())
-    with _following(model, images), torch.no_grad():
-        found = tensors_of(prediction_of(twin(torch.empty(images.shape, dtype=dtype))))
+    mode, asked = FakeTensorMode(allow_non_fake_inputs=True), Asked(_buffers(model))
+    with _following(model, images, asked):
+        twin = twin_of(model, mode, getattr(torch, images.dtype))
+        held = dict(twin.named_buffers())
+        pixels = empty(mode, images.shape, images.dtype)
+        with mode, torch.no_grad(), watched(nn.ModuleDict({"model": twin}), asked):
+            found = tensors_of(prediction_of(twin(pixels)))
     for name, buffer in twin.named_buffers():
         if buffer is not held.get(name):
             raise TraceError(f"The model replaces its buffer {name} while it runs. Keep such values outside.")
@@ -141,26 +178,21 @@ def answer(model: nn.Module, images: TensorSpec) -> TensorSpec:
 
 
 @contextmanager
-def _following(model: nn.Module, images: TensorSpec) -> Iterator[None]:
+def _following(model: nn.Module, images: TensorSpec, asked: Asked | None = None) -> Iterator[None]:
+    """Errors become TraceErrors; what PyTorch says of its own graphs is not shown."""
     try:
-        with _ONE_AT_A_TIME, torch.device("meta"):
+        # A compiled model is traced as it was written: its kernels would read memory that fake tensors do not have.
+        with _ONE_AT_A_TIME, quiet(), torch.compiler.set_stance("force_eager"):
             yield
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(_untraceable(model, images, error)) from error
-
-
-def _on_meta(module: nn.Module) -> nn.Module:
-    """A copy with the same names and no memory: tensors are replaced before they would be copied."""
-    tensors = [*module.parameters(), *module.buffers()]
-    memo: dict[int, Any] = {id(tensor): _meta_like(tensor) for tensor in tensors}
-    return copy.deepcopy(module, memo).to("meta")
-
-
-def _meta_like(tensor: Tensor) -> Tensor:
-    twin = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+        cause = error.error if isinstance(error, StoppedError) else error
+        if isinstance(cause, TraceError):
+            raise cause from None
+        if asked is not None and asked.unanswered and type(cause).__name__.startswith(_BY_VALUES):
+            raise asked.refusal() from cause
+        raise TraceError(_untraceable(model, images, cause)) from cause
 
 
 def _chains(model: nn.Module) -> Iterator[str]:

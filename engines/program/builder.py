@@ -57,6 +57,7 @@ class Builder(Holdings):
     _open: list[LocalOp] = field(default_factory=list)
     _windows: dict[tuple[Any, ...], str] = field(default_factory=dict)
     _module: str = ""
+    _graded: bool = True
     _from: Ref | None = None
     _before: tuple[int, list[LocalOp], list[int]] = field(default=(0, [], []))
 
@@ -67,7 +68,7 @@ class Builder(Holdings):
 
     def at(self, node: Node) -> None:
         """What follows belongs to this node."""
-        self._module, self._node = node.module, node.name
+        self._module, self._node, self._graded = node.module, node.name, node.graded
         self._flops[node.name] = node.flops
         self._before = self.tag, list(self._open), [len(made) for made in self._made]
 
@@ -119,11 +120,10 @@ class Builder(Holdings):
         **keywords: Any,
     ) -> Ref:
         """Run a kernel on what this rank holds; `like` is the spec of the result for the whole image."""
-        op = LocalOp(out, kernel, arguments, keywords, self._module)
+        op = LocalOp(out, kernel, arguments, keywords, self._module, self._graded)
         self._open.append(op)
-        differentiable = (
-            like.is_floating and kernel not in WITHOUT_GRADIENT and any(self._carries(name) for name in op.reads)
-        )
+        may_carry = self._graded and like.is_floating and kernel not in WITHOUT_GRADIENT
+        differentiable = may_carry and any(self._carries(name) for name in op.reads)
         self.values[out] = Value(out, like, axes, differentiable)
         self.hold_wide(out)
         return Ref(out)

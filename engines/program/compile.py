@@ -132,7 +132,7 @@ class Compiler:
     def _trained(self, item: Instruction) -> set[str]:
         """The weights that a segment reads and that are trained."""
         ops = item.ops if isinstance(item, Compute) else ()
-        return self.graph.trainable & {name for op in ops for name in op.reads}
+        return self.graph.trainable & {name for op in ops if op.graded for name in op.reads}
 
     def _way(self, roles: Sequence[Role]) -> Way:
         """What a rank does in one direction, for each of its stages."""

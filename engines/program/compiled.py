@@ -19,9 +19,9 @@ from torch import Tensor, fx, nn
 
 from engines.errors import PlanError, RankError
 from engines.layer.graph import Ref
-from engines.program.instructions import DEVICE, SEED, Compute
+from engines.program.instructions import DEVICE, SEED, Compute, LocalOp
 from engines.program.room import Room
-from engines.program.segment import Segment
+from engines.program.segment import Segment, run_of
 from engines.spatial.kernels import kernel
 
 __all__ = ["Compiled", "check_compiler"]
@@ -111,7 +111,7 @@ def _traced(segment: Compute, names: tuple[str, ...], device: torch.device) -> f
     nodes[DEVICE.name] = device
     for op in segment.ops:
         arguments = tuple(_put(list(op.arguments), nodes))
-        nodes[op.out] = graph.call_function(_function(op.kernel), arguments, _put(dict(op.keywords), nodes))
+        nodes[op.out] = graph.call_function(_function(op), arguments, _put(dict(op.keywords), nodes))
     graph.output(tuple(nodes[name] for name in segment.outputs))
     return fx.GraphModule(nn.Module(), graph)
 
@@ -128,14 +128,14 @@ def _put(value: Any, nodes: Mapping[str, Any]) -> Any:
     return value
 
 
-def _function(name: str) -> Function:
-    """A kernel as a function that has a name, as `fx` wants them."""
-    run = kernel(name)
+def _function(op: LocalOp) -> Function:
+    """An operator's kernel as a function that has a name, as `fx` wants them."""
+    run = run_of(op, op.kernel)
     if isinstance(run, torch._ops.OpOverload):
         return run
 
     def call(*arguments: Any, **keywords: Any) -> Any:
         return run(*arguments, **keywords)
 
-    call.__name__ = call.__qualname__ = name.replace(".", "_")
+    call.__name__ = call.__qualname__ = op.kernel.replace(".", "_") + "_without_gradient" * (not op.graded)
     return call

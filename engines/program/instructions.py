@@ -54,13 +54,17 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class LocalOp:
-    """One local kernel: an ATen operator (`aten.relu.default`) or one of our own (`tile.pad`)."""
+    """One local kernel: an ATen operator (`aten.relu.default`) or one of our own (`tile.pad`).
+
+    One that is not `graded` runs without recording how its gradient would be computed.
+    """
 
     out: str
     kernel: str
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any] = field(default_factory=dict)
     module: str = ""
+    graded: bool = True
 
     @cached_property
     def reads(self) -> tuple[str, ...]:

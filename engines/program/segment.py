@@ -10,11 +10,11 @@ from torch import Tensor
 
 from engines.layer.graph import Ref
 from engines.program.in_place import IN_PLACE, in_place
-from engines.program.instructions import SEED, Compute
+from engines.program.instructions import SEED, Compute, LocalOp
 from engines.program.room import Room, roomy
 from engines.spatial.kernels import kernel
 
-__all__ = ["Segment", "read_last"]
+__all__ = ["Segment", "read_last", "run_of"]
 
 Lookup = Callable[[dict[str, Any]], Any]
 
@@ -31,15 +31,15 @@ class Segment:
 
     def __init__(self, segment: Compute, owned: Mapping[str, Tensor], rooms: Mapping[str, Room] | None = None) -> None:
         self.inputs, self.outputs, self.owned = segment.inputs, segment.outputs, owned
-        read = {name for op in segment.ops for name in op.reads}
+        read = {name for op in segment.ops if op.graded for name in op.reads}
         self.trained = [owned[name] for name in sorted(read & owned.keys()) if _is_trained(owned[name])]
         self.late = self.trained if any(weight.dim() > 1 for weight in self.trained) else []
         over = in_place(segment)
-        plain = [kernel(IN_PLACE[op.kernel] if op.out in over else op.kernel) for op in segment.ops]
+        plain = [run_of(op, IN_PLACE[op.kernel] if op.out in over else op.kernel) for op in segment.ops]
         self.calls = [
             (
                 op.out,
-                roomy(segment, op, rooms or {}) or run,
+                (roomy(segment, op, rooms or {}) if op.graded else None) or run,
                 run,
                 _lookup(op.arguments),
                 _lookup(dict(op.keywords)),
@@ -63,6 +63,19 @@ class Segment:
     def back(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """From gradients of what it made, those of its inputs and weights, added to what these have already."""
         torch.autograd.backward(roots, grads)
+
+
+def run_of(op: LocalOp, name: str) -> Callable[..., Any]:
+    """The kernel of that name, as the operator runs it."""
+    run = kernel(name)
+    if op.graded:
+        return run
+
+    def without_gradient(*arguments: Any, **keywords: Any) -> Any:
+        with torch.no_grad():
+            return run(*arguments, **keywords)
+
+    return without_gradient
 
 
 def read_last(segment: Compute) -> list[list[str]]:

@@ -51,11 +51,17 @@ def of_share(whole: ModelGraph, share: ModelGraph, nodes: Iterable[Node]) -> Mod
     parted = parted_names(whole, share)
     twins = {node.name: node for node in share.nodes}
     run = {node.name: _of_share(node, twins[node.name], parted, whole, share) for node in nodes}
-    return replace(share, nodes=tuple(run.get(node.name, twins[node.name]) for node in whole.nodes))
+    return replace(
+        share,
+        nodes=tuple(run.get(node.name, twins[node.name]) for node in whole.nodes),
+        buffers={**share.buffers, **whole.buffers},
+        constants={**share.constants, **whole.constants},
+    )
 
 
 def _of_share(node: Node, twin: Node, parted: frozenset[str], whole: ModelGraph, share: ModelGraph) -> Node:
     reads = parted.intersection(node.reads)
+    _check_constants(node, twin, whole, share)
     if node.name not in parted and not reads:
         return node
     if node.name in parted:
@@ -70,6 +76,13 @@ def _of_share(node: Node, twin: Node, parted: frozenset[str], whole: ModelGraph,
         )
     shape = {name: twin.arguments[name] for name in ("size", "shape", "sizes") if name in twin.arguments}
     return replace(twin, arguments={**node.arguments, **(shape if node.operator in _SHAPED else {})})
+
+
+def _check_constants(node: Node, twin: Node, whole: ModelGraph, share: ModelGraph) -> None:
+    """Raises TraceError where a constant that the model makes has an entry for each image."""
+    for ours, theirs in zip(twin.reads, node.reads, strict=True):
+        if ours != theirs and share.specs[ours].shape != whole.specs[theirs].shape:
+            raise no_rule(node, "reads a constant with an entry for each image, which ranks share")
 
 
 def _constants(node: Node) -> dict[str, str]:

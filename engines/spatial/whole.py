@@ -8,8 +8,10 @@ from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
 from engines.spatial.places import each, places_of
 from engines.spatial.refusals import WHOLE_PX, apart
+from engines.spatial.tiles import Tile
+from engines.spatial.windows import Window
 
-__all__ = ["gathered", "own_part", "with_whole"]
+__all__ = ["gathered", "lines_of_all", "own_part", "with_whole"]
 
 
 def gathered(b: Builder, node: Node, ref: Ref) -> Ref:
@@ -38,3 +40,11 @@ def own_part(b: Builder, node: Node, whole: Ref, axes: tuple[int, int]) -> None:
     places = places_of(b, node.spec, axes)
     spans = tuple(places[axis][1:] for axis in axes)
     b.local(node.name, "tile.cut", whole, axes, spans, like=node.spec, axes=axes)
+
+
+def lines_of_all(b: Builder, node: Node, source: Ref, wanted: Tile) -> Ref:
+    """A few rows or columns of a tiled value, on every rank. Raises WholeError where they are too many pixels."""
+    if wanted.pixels > WHOLE_PX:
+        raise apart(node, f"takes {len(wanted.rows)} x {len(wanted.cols)} pixels out of {source.name}")
+    found = b.exchange(b.owned(source), dict.fromkeys(b.stage.ranks, wanted), 0.0)
+    return b.padded(Window(found.name, b.holds(found)[b.rank], wanted, 0.0))

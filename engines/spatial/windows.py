@@ -9,6 +9,7 @@ from engines.spatial.tiles import Span, Tile
 
 __all__ = [
     "Picks",
+    "Placed",
     "Reach",
     "Shift",
     "SlidingWindow",
@@ -71,6 +72,25 @@ class Shift:
 
     def __call__(self, out: Span) -> Span:
         return Span(out.start + self.by, out.stop + self.by)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Assignment of `count` inputs to outputs `step` apart from `start` on: output start + i * step reads input i."""
+
+    start: int
+    step: int
+    count: int
+
+    def __call__(self, out: Span) -> Span:
+        """Never empty: outputs to which nothing is assigned read the input that is nearest.
+
+        >>> Placed(start=2, step=1, count=3)(Span(0, 4)), Placed(start=2, step=1, count=3)(Span(7, 9))
+        (Span(start=0, stop=2), Span(start=2, stop=3))
+        """
+        first = min(max(-((self.start - out.start) // self.step), 0), self.count - 1)
+        last = min(max((out.stop - 1 - self.start) // self.step, first), self.count - 1)
+        return Span(first, last + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,11 +54,11 @@ class StreamedTraining:
         leaders = [stage.ranks[0] for stage in Layout.of(recipe.plan).stages]
         self.programs = [_passes(each, each.rank in leaders) for each in compile_plan(recipe.graph, recipe.plan)]
         self.device = choose_device(recipe.device, rank=0)
-        held_in, state = recipe.graph.inputs["images"].dtype, recipe.state
-        self.weights = {name: own_copy(state[name], held_in, self.device) for name in recipe.graph.weights}
+        specs, state = recipe.graph.specs, recipe.state
+        self.weights = {name: own_copy(state[name], specs[name], self.device) for name in recipe.graph.weights}
         for name in recipe.graph.trainable & self.weights.keys():
             self.weights[name].requires_grad_()
-        self.buffers = {name: own_copy(state[name], held_in, self.device) for name in recipe.graph.buffers}
+        self.buffers = {name: own_copy(state[name], specs[name], self.device) for name in recipe.graph.buffers}
         self.store = Store(folder)
         self._relay = Relay(len(self.programs))
         stays, reads_files = [*self.weights.values(), *self.buffers.values()], self.device.type == "cpu"

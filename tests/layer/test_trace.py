@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -122,7 +123,7 @@ def read_the_view(view: Callable[[Tensor], Tensor]) -> Forward:
         y = x * 2
         seen = view(y)
         y.mul_(3)
-        return seen + 1
+        return seen + 1 + 0 * y.sum()
 
     return forward
 
@@ -141,20 +142,48 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "unsqueeze": lambda y: y.unsqueeze(0),
     "detach": lambda y: y.detach(),
     "dropout switched off": lambda y: F.dropout(y, training=False),
+    "contiguous": lambda y: y.contiguous(),
+    "expand": lambda y: y[:, :1].expand(-1, 2, -1, -1),
     "view of a view": lambda y: y.view(-1)[3:],
+    "view of what may be a copy": lambda y: y.reshape(2, -1)[:, 2:],
+    "squeeze": lambda y: y.squeeze(0),
+    "unflatten": lambda y: y.unflatten(-1, (2, 3)),
+    "movedim": lambda y: y.movedim(1, -1),
+    "narrow": lambda y: y.narrow(2, 1, 3),
+    "diagonal": lambda y: y.diagonal(1, 2, 3),
+    "every other column": lambda y: y[..., 1::2],
+    "part of a part": lambda y: y.split(2, dim=2)[1].unbind(1)[0],
+}
+"""Views of an image (1, 2, 6, 6), or what may be a copy."""
+
+UNSURE = {"reshape", "flatten", "dropout switched off", "view of what may be a copy"}
+"""What is a view or a copy, as memory formats have it: then it is not known what reads what."""
+
+SEVERAL = {"chunk", "split", "unbind", "part of a part"}
+"""Views of which autograd itself lets nobody write one."""
+
+ERRORS = {
+    read_the_base: UNSURE | SEVERAL | {"detach", "expand"},  # autograd does not see these writes, or refuses them
+    read_the_view: UNSURE | SEVERAL,
 }
 
 
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("read", [read_the_base, read_the_view])
-def test_a_write_through_a_view_that_is_read_is_an_error(name: str, read: Callable[..., Forward]):
-    with pytest.raises(TraceError, match=r"aten\.add\.Tensor in .* reads memory that aten\.mul\.Tensor in .*"):
-        traced(read(VIEWS[name]))
+def test_a_write_and_a_view_are_those_of_one_process_or_an_error(name: str, read: Callable[..., Forward]):
+    """Run by our own worker on one rank, against PyTorch that did write in place."""
+    forward = read(VIEWS[name])
+    if name in ERRORS[read]:
+        with pytest.raises(TraceError, match=r"reads memory that aten\.mul\.Tensor in .* has changed through another"):
+            traced(forward)
+    else:
+        after_a_layer = nn.Sequential(Calls(lambda x: x * 1), Calls(forward))
+        assert_exact(after_a_layer, whole_numbers(1, 2, 6, 6), tiled("1x1"))
 
 
 def test_that_error_names_both_lines():
     with pytest.raises(TraceError) as caught:
-        traced(read_the_base(VIEWS["view"]))
+        traced(read_the_base(VIEWS["reshape"]))
     told = str(caught.value)
     assert "return y + 1" in told
     assert "view(y).mul_(3)" in told
@@ -356,7 +385,9 @@ def asks_for_an_item(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("forward", [branches_on_a_value, asks_for_an_item])
 def test_a_model_that_decides_by_values_is_told_so(forward: Forward):
-    with pytest.raises(TraceError, match="its forward takes no decision from the values of a tensor"):
+    line = forward.__code__.co_firstlineno + 1
+    expected = rf"{re.escape(__file__)}\", line {line}: return x .* asks for the numbers \((bool|item)\) of a .*"
+    with pytest.raises(TraceError, match=expected + "may take no decision from the values of a tensor"):
         traced(forward)
 
 

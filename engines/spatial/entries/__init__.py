@@ -1,6 +1,7 @@
 """The entries of the operator table, by kind. Importing this package fills the table."""
 
 from engines.spatial.entries import (
+    assignment,
     axes,
     convolution,
     counted,
@@ -8,6 +9,7 @@ from engines.spatial.entries import (
     normalisation,
     norms,
     partial,
+    picking,
     pooling,
     products,
     random,
@@ -19,6 +21,7 @@ from engines.spatial.entries import (
 )
 
 __all__ = [
+    "assignment",
     "axes",
     "convolution",
     "counted",
@@ -26,6 +29,7 @@ __all__ = [
     "normalisation",
     "norms",
     "partial",
+    "picking",
     "pooling",
     "products",
     "random",

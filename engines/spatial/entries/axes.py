@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -13,11 +12,11 @@ from engines.spatial.entries.reshaping import join
 from engines.spatial.entries.sampling import copies, resampled
 from engines.spatial.kernels import operator_of
 from engines.spatial.ops import entry
-from engines.spatial.places import axes_without, lined_up, spec_of, whole_axes
+from engines.spatial.places import axes_without, lined_up, whole_axes
 from engines.spatial.plain import as_it_is, split_arguments
 from engines.spatial.refusals import apart
 
-__all__ = ["check_along_other_axes"]
+__all__ = ["check_along_other_axes", "only_first_is_tiled"]
 
 
 def check_along_other_axes(b: Builder, node: Node, ref: Ref, dims: Sequence[int] | int | None) -> list[int]:
@@ -33,7 +32,8 @@ def check_along_other_axes(b: Builder, node: Node, ref: Ref, dims: Sequence[int]
     return found
 
 
-def _only_first_is_tiled(b: Builder, node: Node) -> Ref:
+def only_first_is_tiled(b: Builder, node: Node) -> Ref:
+    """The first argument. Raises WholeError where another one is tiled, or that one is not."""
     first, *others = node.arguments.values()
     if not b.is_tiled(first) or any(b.is_tiled(other) for other in others):
         raise apart(node, "reads pixels in an argument for which there is no rule")
@@ -45,13 +45,13 @@ def _only_first_is_tiled(b: Builder, node: Node) -> Ref:
         f"aten.{name}"
         for name in (
             "cumsum.default", "cumprod.default", "glu.default", "sort.default", "topk.default",
-            "index_select.default", "narrow.default",
+            "narrow.default",
         )
     )
 )  # fmt: skip
 def along(b: Builder, node: Node) -> None:
     """Values of one pixel, in an order or a number of their own."""
-    source = _only_first_is_tiled(b, node)
+    source = only_first_is_tiled(b, node)
     dims = node.arguments.get("dim", node.arguments.get("dims"))
     check_along_other_axes(b, node, source, dims)
     as_it_is(b, node, b.value(source).axes)
@@ -60,7 +60,7 @@ def along(b: Builder, node: Node) -> None:
 @entry("aten.flip.default", "aten.roll.default", "aten.repeat_interleave.self_int")
 def reordered(b: Builder, node: Node) -> None:
     """The same values in another order, or again and again: of rows and columns each output reads one."""
-    source = _only_first_is_tiled(b, node)
+    source = only_first_is_tiled(b, node)
     rows, cols, count = whole_axes(b, source)
     dims = node.arguments.get("dim", node.arguments.get("dims"))
     found = [dim % count for dim in ([dims] if isinstance(dims, int) else dims or ())]
@@ -95,7 +95,7 @@ def _order(node: Node, dims: Sequence[int], axis: int, size_px: int) -> list[int
 )  # fmt: skip
 def reduced(b: Builder, node: Node) -> None:
     """One value for all channels of a pixel."""
-    source = _only_first_is_tiled(b, node)
+    source = only_first_is_tiled(b, node)
     reduce_other_axes(b, node, source)
 
 
@@ -103,13 +103,6 @@ def reduce_other_axes(b: Builder, node: Node, source: Ref) -> None:
     """Run the node's own reduction along axes that are not spatial."""
     dims = check_along_other_axes(b, node, source, node.arguments.get("dim"))
     as_it_is(b, node, axes_without(b, source, [] if node.arguments.get("keepdim") else dims))
-
-
-@entry("aten.select.int")
-def select(b: Builder, node: Node) -> None:
-    """One channel of each pixel."""
-    dims = check_along_other_axes(b, node, node.arguments["self"], node.arguments["dim"])
-    as_it_is(b, node, axes_without(b, node.arguments["self"], dims))
 
 
 @entry("aten.gather.default", "aten.cosine_similarity.default")
@@ -164,22 +157,6 @@ def reorder(b: Builder, node: Node) -> None:
     positional, keywords = split_arguments(node, {"self": torch.empty(tuple(range(1, count + 1)), device="meta")})
     order = [size - 1 for size in operator_of(node.operator)(*positional, **keywords).shape]
     as_it_is(b, node, (order.index(rows) - count, order.index(cols) - count))
-
-
-@entry("aten.index.Tensor")
-def pick_channels(b: Builder, node: Node) -> None:
-    """Some channels, by a list of their numbers."""
-    source, indices = node.arguments["self"], node.arguments["indices"]
-    picked = [dim for dim, index in enumerate(indices) if index is not None]
-    check_along_other_axes(b, node, source, picked)
-    if len(picked) != 1 or not _is_list(b, indices[picked[0]]):
-        raise apart(node, "picks by something other than one list of channels")
-    as_it_is(b, node, b.value(source).axes)
-
-
-def _is_list(b: Builder, ref: Any) -> bool:
-    spec = spec_of(b, ref.name)
-    return not b.is_tiled(ref) and len(spec.shape) == 1 and spec.dtype != "bool"
 
 
 @entry("aten.avg_pool3d.default", images=("self",))

@@ -9,6 +9,8 @@ from engines.spatial.ops import entry
 from engines.spatial.places import axes_without, spec_of, whole_axes
 from engines.spatial.plain import as_it_is, pointwise
 from engines.spatial.refusals import apart
+from engines.spatial.tiles import Span, Tile
+from engines.spatial.whole import lines_of_all
 from engines.spatial.windows import Shift, SlidingWindow
 
 __all__: list[str] = []
@@ -38,12 +40,16 @@ def crop(b: Builder, node: Node) -> None:
     if axis not in (rows, cols):
         as_it_is(b, node, b.value(a["self"]).axes)
         return
-    if b.value(a["self"]).axes != (-2, -1):
-        raise apart(node, "slices rows or columns that are not the last two axes")
-    size = b.value(a["self"]).spec.shape[axis]
-    start = min(max((a["start"] or 0) + (size if (a["start"] or 0) < 0 else 0), 0), size)
-    stay, move = Shift(0), SlidingWindow(kernel=1, stride=a["step"], padding=-start)
+    start, stop, step = slice(a["start"], a["end"], a["step"]).indices(b.value(a["self"]).spec.shape[axis])
+    stay, move = Shift(0), SlidingWindow(kernel=1, stride=step, padding=-start)
     out_px = (node.spec.shape[rows], node.spec.shape[cols])
+    if not b.fits(out_px) and start < stop:
+        height, width = b.value(a["self"]).size_px
+        lines = Span(start, stop)
+        wanted = Tile(lines, Span(0, width)) if axis == rows else Tile(Span(0, height), lines)
+        few = lines_of_all(b, node, a["self"], wanted)
+        b.local(node.name, "aten.slice.Tensor", few, axis, 0, None, step, like=node.spec)
+        return
     window = b.window(a["self"], out_px, move if axis == rows else stay, move if axis == cols else stay)
     as_it_is(b, node, b.value(a["self"]).axes, self=b.padded(window), start=0, end=None)
 

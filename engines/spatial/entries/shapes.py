@@ -77,7 +77,7 @@ def repeat(b: Builder, node: Node) -> None:
         resampled(b, node, source, *(copies([*range(size)] * again) for size, again in sizes))
 
 
-@entry("aten.new_empty.default", "aten.new_zeros.default", "aten.new_ones.default", "aten.new_full.default")
+@entry("aten.new_empty.default")
 def new(b: Builder, node: Node) -> None:
     """A constant that only takes its type from an image: every rank makes all of it."""
     as_it_is(b, node, None)

@@ -1,0 +1,57 @@
+"""Assignments where a mask says so: `y[y < 0] = 0` becomes a choice between two values at each place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from engines.layer.views import Make
+
+__all__ = ["chosen"]
+
+_ATEN = torch.ops.aten
+
+
+def chosen(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | None:
+    """What `value` becomes by an `index_put_` with one boolean mask; None where that is no choice place by place.
+
+    It is one where all masked places get the same number, the same vector along the axes behind the mask, or the
+    values of another tensor at the same places (`y[mask] = z[mask]`).
+    """
+    if node.target is not _ATEN.index_put_.default or _accumulates(node):
+        return None
+    indices, new = node.args[1], node.args[2]
+    given = [(place, index) for place, index in enumerate(indices) if index is not None]  # type: ignore[arg-type]
+    if len(given) != 1 or given[0][1].meta["val"].dtype != torch.bool:
+        return None
+    place, mask = given[0]
+    behind = value.meta["val"].dim() - place - mask.meta["val"].dim()
+    picked = _same_places(new, indices, value) or _everywhere(make, new, behind)  # type: ignore[arg-type]
+    if picked is None:
+        return None
+    if behind:
+        mask = make(_ATEN.reshape.default, mask, [*mask.meta["val"].shape, *[1] * behind])
+    return make(_ATEN.where.self, mask, picked, value)
+
+
+def _accumulates(node: fx.Node) -> bool:
+    return bool(node.kwargs.get("accumulate", node.args[3] if len(node.args) > 3 else False))
+
+
+def _same_places(new: fx.Node, indices: object, value: fx.Node) -> fx.Node | None:
+    """The tensor of which `new` is the masked part, if the mask is the same."""
+    if new.target is not _ATEN.index.Tensor or list(new.args[1]) != list(indices):  # type: ignore[arg-type, call-overload]
+        return None
+    source = new.args[0]
+    alike = isinstance(source, fx.Node) and source.meta["val"].shape == value.meta["val"].shape
+    return source if alike else None  # type: ignore[return-value]
+
+
+def _everywhere(make: Make, new: fx.Node, behind: int) -> fx.Node | None:
+    """`new`, where it is the same for all places that the mask has."""
+    found = new.meta["val"]
+    if not isinstance(found, Tensor) or any(not isinstance(size, int) for size in found.shape):
+        return None
+    if found.dim() <= behind:
+        return new
+    return make(_ATEN.reshape.default, new, []) if found.numel() == 1 else None

@@ -1,0 +1,35 @@
+"""A module's twin without memory: the same names, shapes and classes, its tensors fake ones on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+__all__ = ["empty", "twin_of"]
+
+
+def twin_of(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
+    """A copy whose weights and buffers have no memory; those of floating type have `dtype`.
+
+    They are replaced before they would be copied. Other tensors that the module keeps are copied with their numbers.
+    """
+    memo: dict[int, Any] = {}
+    with mode:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            memo[id(tensor)] = _like(tensor, dtype if tensor.is_floating_point() else tensor.dtype)
+    return copy.deepcopy(module, memo)
+
+
+def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    twin = torch.empty_like(tensor.detach(), dtype=dtype, device="cpu")
+    return nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+
+
+def empty(mode: FakeTensorMode, shape: tuple[int, ...], dtype: str) -> Tensor:
+    """A tensor without memory."""
+    with mode:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
