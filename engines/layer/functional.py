@@ -175,12 +175,13 @@ class _Functional:
         self.graph.erase_node(node)
 
     def _count(self, node: fx.Node, alias: _Alias) -> None:
-        """A change of what outlives a step: of a buffer itself it is left to the reader to judge."""
+        """A buffer may only count: other changes would not be those of one process in its order."""
         base, target = alias.base, str(alias.base.view.target)
-        if alias.parent is not None or target not in self.owned:
+        counts = node.target is _ATEN.add_.Tensor and isinstance(node.args[1], int)
+        if not counts or alias.parent is not None or target not in self.owned:
             what = f"the buffer {plain_name(target)}" if target in self.owned else "a tensor that it has not made"
             raise TraceError(
-                f"{node.target} in {source_of(node)} changes {what} while the model runs. Only counting up a buffer "
+                f"{node.target} in {where(node)} changes {what} while the model runs. Only counting up a buffer "
                 "by a whole number has a rule: keep such values outside."
             )
         base.memory.version, base.memory.writer = base.memory.version + 1, node

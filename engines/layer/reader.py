@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from engines.errors import TraceError
 from engines.layer.flops import flops
-from engines.layer.graph import ModelGraph, Node, Ref, TensorSpec, behind, plain_name, references
+from engines.layer.graph import ModelGraph, Node, Ref, TensorSpec, behind, references
 from engines.layer.inline import is_ungraded
 from engines.layer.origin import module_of, source_of, where
 
@@ -105,10 +105,8 @@ class Reader:
         if self._is_same(node, arguments):
             self.names[node.name] = arguments["self"].name
             return
-        if _is_written(node):
-            self._check_counter(node, arguments)
         _check_shape(node)
-        self.names[node.name] = node.name
+        self.names[node.name] = arguments["self"].name if _counts(node) else node.name
         self.nodes.append(
             Node(
                 name=node.name,
@@ -128,15 +126,6 @@ class Reader:
         return name == "aten.lift_fresh_copy.default" or (
             name == "aten.detach.default" and arguments["self"].name in self.constants
         )
-
-    def _check_counter(self, node: fx.Node, arguments: dict[str, Any]) -> None:
-        """A buffer may only count: other changes would not be those of one process in its order."""
-        counts = str(node.target) == "aten.add_.Tensor" and isinstance(arguments["other"], int)
-        if not counts or arguments["self"].name not in self.owned.keys() - self.constants.keys():
-            raise TraceError(
-                f"{node.target} in {source_of(node)} changes the buffer {plain_name(arguments['self'].name)} "
-                "while the model runs. Only counting up by a whole number has a rule: keep such values outside."
-            )
 
     def _arguments(self, node: fx.Node) -> dict[str, Any]:
         """By name, in the schema's order, with defaults filled in."""
@@ -178,7 +167,8 @@ def _check_shape(node: fx.Node) -> None:
         )
 
 
-def _is_written(node: fx.Node) -> bool:
+def _counts(node: fx.Node) -> bool:
+    """Whether an operator counts up a buffer, which it answers with."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 

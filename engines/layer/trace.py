@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from engines.errors import TraceError
 from engines.layer.answers import prediction_of, tensors_of
@@ -162,7 +163,8 @@ def first_names(*owners: object) -> dict[str, str]:
 
 def answer(model: nn.Module, images: TensorSpec) -> TensorSpec:
     """The (first) tensor that the model answers with to images of that shape, found without running it on real ones."""
-    mode, asked = FakeTensorMode(allow_non_fake_inputs=True), Asked(_buffers(model))
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    asked = Asked(_buffers(model))
     with _following(model, images, asked):
         twin = twin_of(model, mode, getattr(torch, images.dtype))
         held = dict(twin.named_buffers())

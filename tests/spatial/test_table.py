@@ -24,6 +24,9 @@ HELD = {
         split.Tensor split_with_sizes.default unbind.int permute.default mean.default mean.dim sum.default
         sum.dim_IntList softmax.int log_softmax.int cross_entropy_loss.default mse_loss.default l1_loss.default
         binary_cross_entropy_with_logits.default batch_norm.default add_.Tensor prelu.default""",
+    "test_assignment": """
+        slice_scatter.default select_scatter.default index_put.default scatter.value scatter.src scatter_add.default
+        index_fill.int_Scalar zeros.default ones.default full.default""",
     "test_sampling": """
         upsample_nearest2d.vec _upsample_nearest_exact2d.vec upsample_bilinear2d.vec upsample_bicubic2d.vec
         _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec pixel_shuffle.default pixel_unshuffle.default""",

@@ -178,11 +178,11 @@ def scatter(b: Builder, node: Node) -> None:
     as_it_is(b, node, b.value(tiled).axes, **lined_up(b, node))
 
 
-@entry("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
+@entry("aten.index_fill.int_Scalar")
 def fill(b: Builder, node: Node) -> None:
     """Some channels of each pixel get one number."""
     a = node.arguments
-    if not b.is_tiled(a["self"]) or b.is_tiled(a["index"]) or b.is_tiled(a["value"]):
+    if not b.is_tiled(a["self"]) or b.is_tiled(a["index"]):
         raise apart(node, "reads pixels in an argument for which there is no rule")
     check_along_other_axes(b, node, a["self"], a["dim"])
     as_it_is(b, node, b.value(a["self"]).axes)
