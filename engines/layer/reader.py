@@ -19,6 +19,10 @@ from engines.layer.origin import module_of, source_of, where
 
 __all__ = ["Reader", "constant_name", "is_check", "spec_of"]
 
+_BY_VALUE = (
+    "{} a tensor whose shape follows from the values of a tensor; only shapes are known. Choose with torch.where, or "
+    "assign numbers or whole tensors (y[mask] = 0, y[mask] = z[mask])."
+)
 _CHECKS = ("_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
 
 
@@ -145,7 +149,9 @@ def is_check(node: fx.Node) -> bool:
 
 
 def spec_of(value: Tensor) -> TensorSpec:
-    """Shape and type of a tensor."""
+    """Shape and type of a tensor. Raises TraceError where the shape follows from values."""
+    if any(not isinstance(size, int) for size in value.shape):
+        raise TraceError(_BY_VALUE.format("The answer is"))
     return TensorSpec(tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch."))
 
 
@@ -160,11 +166,7 @@ def _check_shape(node: fx.Node) -> None:
     """Raises TraceError where a shape is not known."""
     made = node.meta["val"]
     if isinstance(made, Tensor) and any(not isinstance(size, int) for size in made.shape):
-        raise TraceError(
-            f"{node.target} in {where(node)} makes a tensor whose shape follows from the values of a tensor; only "
-            "shapes are known. Choose with torch.where, or assign numbers or whole tensors (y[mask] = 0, "
-            "y[mask] = z[mask])."
-        )
+        raise TraceError(_BY_VALUE.format(f"{node.target} in {where(node)} makes"))
 
 
 def _counts(node: fx.Node) -> bool:
