@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MORE", "STOCK", "Stock"]
+__all__ = ["AS_WRITTEN", "LOSSES", "MORE", "STOCK", "Stock"]
 
 Arguments = Mapping[str, Any]
 
@@ -96,6 +96,26 @@ STOCK: dict[str, Stock] = {
     ),
 }
 """Those of VERIFIED.md's table."""
+
+_WRITTEN = {"size": "100x132", "small": "36x44", "per_pixel": True, "grid": "2x2"}
+
+AS_WRITTEN: dict[str, Stock] = {
+    "a frozen backbone under no_grad": Stock("tests.zoo:FrozenBackbone", {}, {}, **_WRITTEN),
+    "torch.tensor in forward": Stock("tests.zoo:Constants", {}, {}, **_WRITTEN),
+    "shifted windows by roll and slice assignment": Stock("tests.zoo:ShiftedWindows", {}, {}, **_WRITTEN),
+}
+"""Models of our own, written as people write them (`tests/zoo.py`)."""
+
+_CLASSES = {"to_onehot_y": True, "softmax": True}
+
+LOSSES: dict[str, Arguments] = {
+    "DiceLoss": _CLASSES,
+    "DiceCELoss": _CLASSES,
+    "GeneralizedDiceLoss": _CLASSES,
+    "TverskyLoss": _CLASSES,
+    "FocalLoss": {"to_onehot_y": True, "use_softmax": True},
+}
+"""Those of `monai.losses`, of labels (N, 1, H, W), with their arguments. The focal one computes in float32."""
 
 MORE: dict[str, Stock] = {
     "MONAI BasicUNet": _segmenter("BasicUNet", {}, narrow={"features": [8, 8, 16, 24, 32, 8]}, small="48x80"),

@@ -14,7 +14,7 @@ from engines import options
 from engines.bench.gpu_check import launch
 from engines.program.compile import compile_plan
 from engines.program.traffic import traffic
-from tests.stock import STOCK
+from tests.stock import AS_WRITTEN, LOSSES, STOCK, Stock
 
 PAGE = Path(__file__).parents[1] / "VERIFIED.md"
 SIZES = ("128", "100x132")
@@ -72,9 +72,13 @@ def stock_rows() -> Iterator[str]:
     """One model in each row, one plan in each column."""
     heads = [f"{grid}, {split} stage{'s' if split > 1 else ''}" for split, grid in STOCK_PLANS]
     yield f"| largest gradient error seen | image | {' | '.join(heads)} |\n|{'---|' * (2 + len(heads))}\n"
-    for name, stock in STOCK.items():
+    for name, stock in (STOCK | AS_WRITTEN).items():
         cells = [gradient_error(stock.flags(*plan)) for plan in STOCK_PLANS]
         yield f"| {name} | {stock.size} | {' | '.join(cells)} |\n"
+    for loss in LOSSES:
+        segmenter = Stock("tests.zoo:Segmenter", {}, {}, per_pixel=True)
+        cells = [gradient_error([*segmenter.flags(*plan), "--dtype=float64"], loss) for plan in STOCK_PLANS]
+        yield f"| U-Net with MONAI {loss} | {segmenter.size} | {' | '.join(cells)} |\n"
 
 
 def combined_rows() -> Iterator[str]:
@@ -105,10 +109,10 @@ def halo_messages(flags: Sequence[str]) -> int:
     return sum(found["halo"].messages for found in map(traffic, programs) if "halo" in found)
 
 
-def gradient_error(flags: Sequence[str]) -> str:
-    """Of one run of `verify`; where that finds anything wrong, it says so."""
+def gradient_error(flags: Sequence[str], loss: str = "") -> str:
+    """Of one run of `verify`, with a loss of MONAI's if one is named; where that finds anything wrong, it says so."""
     ranks = _ranks(flags)
-    done = launch(ranks, ["-m", "engines", "verify", *flags])
+    done = launch(ranks, ["-m", "tests.judged", loss, *flags] if loss else ["-m", "engines", "verify", *flags])
     line = json.loads(done.stdout.splitlines()[-1]) if done.stdout.strip() else {"ok": False}
     print(ranks, shlex.join(flags), json.dumps(line), "" if line["ok"] else done.stderr[-300:], flush=True)
     return f"{line['grad_rel']:.0e}" if line["ok"] else WRONG

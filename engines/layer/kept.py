@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from engines.errors import PlanError, TraceError
 from engines.layer.graph import ModelGraph, Node, Ref, plain_name
 
-__all__ = ["check_reads", "mixes_images"]
+__all__ = ["changed", "check_reads", "mixes_images"]
 
 _MOVING = {"aten.batch_norm.default": "training", "aten.instance_norm.default": "use_input_stats"}
 
@@ -18,10 +18,10 @@ def check_reads(graph: ModelGraph, micro_batches: int) -> None:
     What reads it behind the change would have the value before (TraceError); what reads it before the change has it
     right, but where a step has several micro-batches: from the second on it would be that of the first (PlanError).
     """
-    changers = {name: node for node in graph.nodes for name in _changed(graph, node)}
+    changers = {name: node for node in graph.nodes for name in changed(graph, node)}
     behind: set[str] = set()
     for node in graph.nodes:
-        own = set(_changed(graph, node))
+        own = set(changed(graph, node))
         for name in sorted({*node.reads} & changers.keys() - own):
             changer = changers[name]
             both = f"{node.operator} in {node.where} reads the buffer {plain_name(name)}, which {changer.operator} in "
@@ -44,7 +44,7 @@ def mixes_images(graph: ModelGraph) -> bool:
     return any(node.operator == "aten.batch_norm.default" and node.arguments["training"] for node in graph.nodes)
 
 
-def _changed(graph: ModelGraph, node: Node) -> Iterator[str]:
+def changed(graph: ModelGraph, node: Node) -> Iterator[str]:
     """The buffers that a node changes."""
     arguments = node.arguments
     if node.operator == "aten.add_.Tensor" and arguments["self"].name in graph.buffers:

@@ -20,8 +20,9 @@ from engines.errors import TraceError
 from engines.layer.answers import prediction_of, tensors_of
 from engines.layer.casts import with_casts
 from engines.layer.functional import functional, swept
-from engines.layer.graph import LOSS, MODEL, ModelGraph, TensorSpec, plain_name, references
+from engines.layer.graph import LOSS, MODEL, ModelGraph, TensorSpec, plain_name
 from engines.layer.inline import detached, inlined
+from engines.layer.kept import changed
 from engines.layer.known import Asked
 from engines.layer.quiet import StoppedError, quiet, watched
 from engines.layer.reader import Reader, spec_of
@@ -130,23 +131,13 @@ def _buffers(*owners: object) -> dict[str, Tensor]:
 
 def _check_decided(asked: Asked, graph: ModelGraph) -> None:
     """Raises TraceError where a decision was taken by the numbers of a buffer that changes from step to step."""
-    changing = set(_changing(graph))
+    changing = {name for node in graph.nodes for name in changed(graph, node)}
     for name, place in asked.decided.items():
         if name in changing:
             raise TraceError(
                 f"{place} asks for the numbers of the buffer {plain_name(name)}, which are others in each step: a "
                 "traced model takes its decisions once. Compute with the buffer itself."
             )
-
-
-def _changing(graph: ModelGraph) -> Iterator[str]:
-    """The buffers that the model changes while it runs."""
-    for node in graph.nodes:
-        a = node.arguments
-        counts = node.operator == "aten.add_.Tensor"
-        learns = bool(a.get("training") or a.get("use_input_stats"))
-        found = [a["self"]] if counts else [a.get("running_mean"), a.get("running_var")] if learns else []
-        yield from references(found)
 
 
 def first_names(*owners: object) -> dict[str, str]:

@@ -8,13 +8,14 @@ from torch import nn
 from engines import options
 from engines.bench.verify import verify
 from engines.comm.loopback import run_ranks
-from tests.stock import MORE, STOCK
+from tests.judged import judged
+from tests.stock import AS_WRITTEN, LOSSES, MORE, STOCK, Stock
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those packages' own
 
-MODELS = STOCK | MORE
+MODELS = STOCK | MORE | AS_WRITTEN
 
-CASES = [*((name, 1, stock.grid) for name, stock in MODELS.items()), *((name, 2, "2x1") for name in STOCK)]
+CASES = [*((name, 1, stock.grid) for name, stock in MODELS.items()), *((name, 2, "2x1") for name in STOCK | AS_WRITTEN)]
 
 
 @pytest.mark.parametrize(("name", "split", "grid"), CASES)
@@ -26,4 +27,13 @@ def test_three_steps_are_those_of_one_process(name: str, split: int, grid: str):
     ranks = options.plan(chosen).ranks
     model, recipe = options.recipe(chosen, ranks)
     line, *_ = run_ranks(ranks, lambda world: verify(world, recipe, model, nn.CrossEntropyLoss(), chosen.seed))
+    assert line["ok"], line
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_monai_on_tiles(name: str):
+    pytest.importorskip("monai")
+    segmenter = Stock("tests.zoo:Segmenter", {}, {}, small="36x44", per_pixel=True)
+    model, loss, recipe = judged(name, [*segmenter.flags(2, "2x1", narrow=True), "--dtype=float64", "--device=cpu"])
+    line, *_ = run_ranks(recipe.plan.ranks, lambda world: verify(world, recipe, model, loss, 0))
     assert line["ok"], line

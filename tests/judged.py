@@ -1,0 +1,47 @@
+"""`mpiexec -n N python -m mpi4py -m tests.judged LOSS FLAGS`: the command `verify`, with a loss of `monai.losses`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+
+from torch import nn
+
+from engines import options
+from engines.bench.verify import verify
+from engines.comm.mpi import MpiWorld
+from engines.layer.graph import TensorSpec
+from engines.model_options import build_model
+from engines.training import Recipe, prepare
+from tests.stock import LOSSES
+
+__all__ = ["judged"]
+
+
+def judged(name: str, flags: Sequence[str]) -> tuple[nn.Module, nn.Module, Recipe]:
+    """The model, the loss, and what every rank has to know."""
+    from monai import losses
+
+    chosen = options.parser("").parse_args(flags)
+    model, loss = build_model(chosen), getattr(losses, name)(**LOSSES[name])
+    shape = (chosen.batch_size, 3, *options.image_size(chosen.image_size))
+    labels = TensorSpec((shape[0], 1, *shape[2:]), "int64")
+    plan, moves = options.plan(chosen), options.optimiser(chosen)
+    return model, loss, prepare(model, plan, shape, loss, moves, labels=labels, device=chosen.device)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """One line of JSON, as `verify` writes it."""
+    warnings.simplefilter("ignore")
+    model, loss, recipe = judged(*arguments[:1], arguments[1:])
+    world = MpiWorld()
+    line = verify(world, recipe, model, loss, seed=0)
+    if world.rank == 0:
+        print(json.dumps(line))
+    return int(not line["ok"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
