@@ -1,60 +1,128 @@
-"""Floating-point operations of one traced operator, multiply and add counted as two."""
+"""Floating-point operations of one operator, multiply and add counted as two.
+
+PyTorch itself is the table: the operator runs once without memory, and what reaches ATen is counted by the formulas of
+`torch.utils.flop_counter`, which know convolutions, matrix products and attention. Whoever registers a formula there
+for an operator of his own has it counted here, too.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
 
-__all__ = ["flops", "operator_flops"]
+__all__ = ["FlopCount", "flops", "flops_or_elements"]
+
+_KNOWN: dict[str, int] = {}
+
+
+class FlopCount(TorchDispatchMode):
+    """Adds up in `total` the FLOPs of all that runs in it, on tensors of any device; 0 where no formula is known.
+
+    >>> with FlopCount() as count:
+    ...     product = torch.empty(8, 64, 64, device="meta") @ torch.empty(8, 64, 64, device="meta")
+    >>> count.total
+    4194304
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for each of ATen's operators."""
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        packet = getattr(func, "_overloadpacket", func)
+        if packet in flop_registry:
+            self.total += int(flop_registry[packet](*args, **kwargs, out_val=made))
+        elif packet in _OURS:
+            self.total += _OURS[packet](*args)
+        return made
 
 
 def flops(node: fx.Node) -> int:
-    """Forward FLOPs, from the shapes alone: one per output element unless the table knows better."""
+    """Forward FLOPs of a traced operator, from the shapes alone: one per output element where there is no formula."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return 0
-    shapes = [arg.meta["val"].shape for arg in node.args if isinstance(arg, fx.Node) and _is_tensor(arg)]
-    return operator_flops(str(node.target), shapes, value.shape)
+    arguments = tree_map(_look_of, (list(node.args), dict(node.kwargs)))
+    key = f"{node.target}{arguments}"
+    if key not in _KNOWN:
+        _KNOWN[key] = flops_or_elements(str(node.target), _counted(node.target, *arguments), value.shape)
+    return _KNOWN[key]
 
 
-def operator_flops(operator: str, shapes: list, out: tuple[int, ...]) -> int:
-    """The same of an operator or kernel by name (`aten.conv2d.default`), from the shapes of its tensors.
-
-    >>> operator_flops("aten.conv2d.default", [(1, 3, 8, 8), (16, 3, 3, 3)], (1, 16, 8, 8))
-    55296
-    """
-    rule = _RULES.get(operator.split(".")[1] if "." in operator else operator)
-    return int(rule(shapes, out) if rule else math.prod(out))
+def flops_or_elements(operator: str, counted: int, out: Sequence[int]) -> int:
+    """What was `counted` of an operator or kernel; where nothing was, one for each output element, and 0 for a cast."""
+    return counted or (0 if "_to_copy" in operator else math.prod(out))
 
 
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor)
+class _Look:
+    """The shape and type of a tensor, told by its text."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tuple(map(int, tensor.shape)), tensor.dtype
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{self.shape}"
+
+    def twin(self) -> Tensor:
+        """Such a tensor without memory."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
-def _convolution(shapes: list, out: tuple[int, ...]) -> int:
-    """Each output element is a dot product with one filter (C / groups, kh, kw)."""
-    return 2 * math.prod(out) * math.prod(shapes[1][1:])
+def _look_of(item: Any) -> Any:
+    """The arguments of a node with what tensors look like in their place; nothing is made but on the meta device."""
+    if isinstance(item, fx.Node):
+        return tree_map(lambda part: _Look(part) if isinstance(part, Tensor) else part, item.meta.get("val"))
+    return torch.device("meta") if isinstance(item, torch.device) else item
 
 
-def _transposed(shapes: list, out: tuple[int, ...]) -> int:
-    """Each input element is spread by one filter (C' / groups, kh, kw)."""
-    return 2 * math.prod(shapes[0]) * math.prod(shapes[1][1:])
+def _counted(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """0 for what reads no tensor, and for what cannot run without memory."""
+    if not any(isinstance(item, _Look) for item in tree_leaves((args, kwargs))):
+        return 0
+    args, kwargs = tree_map(lambda item: item.twin() if isinstance(item, _Look) else item, (args, kwargs))
+    try:
+        with torch.no_grad(), FlopCount() as count:
+            target(*args, **kwargs)
+    except Exception:  # whatever an operator misses there, a count is no reason to refuse it
+        return 0
+    return count.total
 
 
-def _product(shapes: list, out: tuple[int, ...]) -> int:
-    return 2 * math.prod(out) * shapes[0][-1]
+def _matrix_by_vector(matrix: Tensor, vector: Tensor) -> int:
+    return 2 * matrix.numel()
 
 
-_RULES: dict[str, Callable[[list, tuple[int, ...]], int]] = {
-    "conv1d": _convolution,
-    "conv2d": _convolution,
-    "conv_transpose2d": _transposed,
-    "conv_transpose": _transposed,
-    "linear": _product,
-    "matmul": _product,
-    "mm": _product,
-    "_to_copy": lambda shapes, out: 0,
-    "addmm": lambda shapes, out: 2 * math.prod(out) * shapes[1][-1],
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
+    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _trilinear(one: Tensor, two: Tensor, three: Tensor, *expanded_and_summed: Sequence[int]) -> int:
+    """Two products and a sum for each element of the three, laid over each other."""
+    shapes = []
+    for tensor, new_axes in zip((one, two, three), expanded_and_summed, strict=False):
+        for axis in new_axes:
+            tensor = tensor.unsqueeze(axis)
+        shapes.append(tensor.shape)
+    return 3 * math.prod(torch.broadcast_shapes(*shapes))
+
+
+_OURS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten.mv: _matrix_by_vector,
+    torch.ops.aten.dot: _matrix_by_vector,
+    torch.ops.aten.vdot: _matrix_by_vector,
+    torch.ops.aten.addmv: lambda added, matrix, vector: _matrix_by_vector(matrix, vector),
+    torch.ops.aten.addbmm: lambda added, one, other: 2 * one.numel() * other.shape[-1],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._trilinear: _trilinear,
 }
+"""Products of which PyTorch's registry knows nothing."""

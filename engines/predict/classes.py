@@ -19,7 +19,7 @@ BY_ARITHMETIC = ("convolution", "transposed", "product")
 
 _BEGINNINGS = {
     "conv_transpose": "transposed", "conv": "convolution", "linear": "product", "matmul": "product", "mm": "product",
-    "addmm": "product", "bmm": "product", "einsum": "product", "moments": "moments", "batch_norm": "norm",
+    "addmm": "product", "bmm": "product", "moments": "moments", "batch_norm": "norm",
     "whole_batch_norm": "whole_norm", "instance_norm": "whole_norm", "group_norm": "whole_norm",
     "layer_norm": "whole_norm", "max_pool": "pool", "avg_pool": "pool", "average_pool": "pool", "adaptive": "pool",
     "upsample": "pool", "pad": "pad", "cat": "copy", "pixel_": "copy", "clone": "copy", "_to_copy": "copy",
@@ -31,14 +31,17 @@ _BEGINNINGS = {
 }  # fmt: skip
 
 
-def class_of(kernel: str) -> str:
-    """The class of a kernel by its name; what is not known is taken for pointwise.
+def class_of(kernel: str, flops: int = 0) -> str:
+    """The class of a kernel by its name; what is not known is a product if it has counted `flops`, else pointwise.
 
     >>> class_of("aten.conv2d.default"), class_of("aten.gelu_.default"), class_of("aten.hardtanh.default")
     ('convolution', 'transcendental', 'pointwise')
+    >>> class_of("aten.scaled_dot_product_attention.default", flops=1 << 20)
+    'product'
     """
     name = kernel.split(".")[1] if "." in kernel else kernel
-    return next((kind for start, kind in _BEGINNINGS.items() if name.startswith(start)), "pointwise")
+    unknown = "product" if flops else "pointwise"
+    return next((kind for start, kind in _BEGINNINGS.items() if name.startswith(start)), unknown)
 
 
 def shape_of(kernel: str, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ import engines.spatial.draws  # noqa: F401  (gives the kernels of random numbers
 from engines.bench.live import LiveBytes
 from engines.comm.device import memory_format
 from engines.errors import TraceError
+from engines.layer.flops import FlopCount
 from engines.layer.graph import Ref, TensorSpec
 from engines.program.instructions import DEVICE, SEED
 from engines.spatial.kernels import kernel
@@ -64,7 +65,7 @@ class Effect:
     `made` are the results (`several`: a tuple of them), `saves` the numbers of the arguments kept for backward,
     `saves_made` those of the results, and `saves_bytes` what is kept beside them. `passes` are the arguments whose
     gradient is that of the result itself, rather than memory of its own. `back_bytes` are in use for a while in
-    backward, beside the gradients that it gives.
+    backward, beside the gradients that it gives. `flops` are those that PyTorch has a formula for, going forward.
     """
 
     made: tuple[Made, ...]
@@ -74,6 +75,7 @@ class Effect:
     saves_bytes: int
     passes: frozenset[int]
     back_bytes: int = 0
+    flops: int = 0
 
 
 _KNOWN: dict[str, Effect] = {}
@@ -116,7 +118,8 @@ def _run(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], devic
 
     args, kwargs = _mapped(list(arguments), live), _mapped(dict(keywords), live)
     saved: list[Tensor] = []
-    with _WithoutMemory(), torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x)
+    with _WithoutMemory(), FlopCount() as count, hooks:
         result = kernel(name)(*args, **kwargs)
     several = isinstance(result, list | tuple)
     results = [item for item in (result if several else [result]) if isinstance(item, Tensor)]
@@ -132,7 +135,7 @@ def _run(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], devic
         saves=frozenset(places[memory] for memory in kept if memory in places),
         saves_made=frozenset(own[memory] for memory in kept if memory in own and memory not in places),
         saves_bytes=sum(size for memory, size in kept.items() if memory not in places and memory not in own),
-        passes=passes, back_bytes=back_bytes,
+        passes=passes, back_bytes=back_bytes, flops=count.total,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from engines.layer.flops import operator_flops
+from engines.layer.flops import flops_or_elements
 from engines.layer.graph import ModelGraph, Ref, TensorSpec
 from engines.predict.classes import BY_ARITHMETIC, class_of, shape_of
 from engines.predict.effects import Effect, Local, effect_of, locals_of
@@ -72,6 +72,11 @@ class _Call:
     def leads_back(self) -> bool:
         """Whether backward comes through it."""
         return any(made.local.needs_gradient for made in self.effect.made)
+
+    @property
+    def is_arithmetic(self) -> bool:
+        """Whether arithmetic bounds it, rather than memory."""
+        return class_of(self.op.kernel, self.effect.flops) in BY_ARITHMETIC
 
 
 @dataclass
@@ -221,7 +226,11 @@ class SegmentCount:
                         passes = index in call.effect.passes
                         grads.give(name, local.spec.bytes, call.makes if passes else ())
                         grads.parts.update({name} if passes and local.spec.bytes < whole else ())
-                copied = whole if class_of(call.op.kernel) in BY_ARITHMETIC and call.makes[0] in grads.parts else 0
+                copied = (
+                    whole
+                    if class_of(call.op.kernel, call.effect.flops) in BY_ARITHMETIC and call.makes[0] in grads.parts
+                    else 0
+                )
                 ledger.for_a_while(back=call.effect.back_bytes + copied)
                 grads.forget(call.makes)
                 for key in self._saved(call):
@@ -239,15 +248,16 @@ def _counted(kernel: str, effect: Effect, locals_: Sequence[Local]) -> OpTally:
     shapes = [local.spec.shape for local in locals_]
     made = [each.local.spec for each in effect.made]
     views = not made or effect.made[0].shares is not None
-    matrices = class_of(kernel) in BY_ARITHMETIC
+    kind = class_of(kernel, effect.flops)
+    matrices = kind in BY_ARITHMETIC
     gradients = sum(
         local.needs_gradient and index not in effect.passes and (len(local.spec.shape) > 1 or not matrices)
         for index, local in enumerate(locals_)
     )
     return OpTally(
         kernel,
-        class_of(kernel),
-        0 if views else operator_flops(kernel, shapes, made[0].shape),
+        kind,
+        0 if views else flops_or_elements(kernel, effect.flops, made[0].shape),
         0 if views else sum(spec.bytes for spec in (*(local.spec for local in locals_), *made)),
         shape_of(kernel, shapes),
         gradients if any(each.local.needs_gradient for each in effect.made) else 0,

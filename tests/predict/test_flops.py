@@ -1,0 +1,214 @@
+"""FLOPs of every operator of the table, held against PyTorch's own counter on real tensors; what a product costs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+import engines.spatial.entries  # noqa: F401  (fills the operator table)
+from engines.layer.flops import FlopCount, flops
+from engines.layer.graph import TensorSpec
+from engines.layer.trace import trace_alone
+from engines.predict.classes import BY_ARITHMETIC
+from engines.predict.effects import Local
+from engines.predict.segments import counted
+from engines.spatial.additions import is_own
+from engines.spatial.kernels import operator_of
+from engines.spatial.ops import rules
+
+OPERATORS = sorted(
+    name.removeprefix("aten.") for name, (rule, *_) in rules().items() if name != "getitem" and not is_own(rule)
+)
+X = (1, 2, 4, 4)
+
+
+def values(*shape: int) -> Tensor:
+    return torch.rand(shape)
+
+
+def places(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+EXAMPLES: dict[str, tuple[Any, ...]] = {
+    "_upsample_bicubic2d_aa.vec": (values(*X), [8, 8], False, None),
+    "_upsample_bilinear2d_aa.vec": (values(*X), [8, 8], False, None),
+    "_upsample_nearest_exact2d.vec": (values(*X), [8, 8], None),
+    "avg_pool3d.default": (values(*X), [1, 1, 1]),
+    "batch_norm.default": (values(*X), None, None, None, None, True, 0.1, 1e-5, False),
+    "bmm.default": (values(2, 3, 4), values(2, 4, 5)),
+    "broadcast_to.default": (values(*X), [3, 2, 4, 4]),
+    "conv2d.default": (values(*X), values(3, 2, 3, 3)),
+    "conv2d.padding": (values(*X), values(4, 1, 3, 3), None, [1, 1], "same", [1, 1], 2),
+    "conv_transpose2d.input": (values(*X), values(2, 3, 2, 2), values(3), [2, 2]),
+    "einsum.default": ("nchw,dc->ndhw", [values(*X), values(3, 2)]),
+    "expand.default": (values(*X), [3, 2, 4, 4]),
+    "flip.default": (values(*X), [2]),
+    "gather.default": (values(*X), 1, places(*X)),
+    "grid_sampler.default": (values(*X), values(1, 3, 3, 2), 0, 0, False),
+    "index.Tensor": (values(*X), [places(1)]),
+    "index_select.default": (values(*X), 1, places(1)),
+    "instance_norm.default": (values(*X), None, None, None, None, True, 0.1, 1e-5, False),
+    "layer_norm.default": (values(*X), [4, 4]),
+    "linear.default": (values(*X), values(3, 4), values(3)),
+    "logsumexp.default": (values(*X), [1]),
+    "matmul.default": (values(*X), values(4, 5)),
+    "max_unpool2d.default": (values(1, 2, 2, 2), places(1, 2, 2, 2), [4, 4]),
+    "movedim.intlist": (values(*X), [1], [2]),
+    "nll_loss_nd.default": (values(*X), places(1, 4, 4)),
+    "one_hot.default": (places(4), 3),
+    "permute.default": (values(*X), [0, 2, 3, 1]),
+    "prelu.default": (values(*X), values(2)),
+    "randint.low": (1, 5, [4]),
+    "repeat.default": (values(*X), [2, 1, 1, 1]),
+    "reshape.default": (values(*X), [2, 16]),
+    "rms_norm.default": (values(*X), [4, 4]),
+    "roll.default": (values(*X), [1], [2]),
+    "split_with_sizes.default": (values(*X), [1, 1], 1),
+    "squeeze.dims": (values(*X), [0]),
+    "unflatten.int": (values(*X), 1, [1, 2]),
+    "upsample_bicubic2d.vec": (values(*X), [8, 8], False, None),
+    "upsample_bilinear2d.vec": (values(*X), [8, 8], False, None),
+    "upsample_nearest2d.vec": (values(*X), [8, 8], None),
+    "view.default": (values(*X), [2, 16]),
+}
+"""Where `guess` would not do, or would say less."""
+
+
+def guess(argument: Any) -> Any:
+    """A value for an argument that has no default, by its type."""
+    return {
+        "Tensor": values(*X), "List[Tensor]": [values(*X), values(*X)], "int": 1, "List[int]": [1, 1], "float": 0.5,
+        "number": 2, "bool": False, "str": "",
+    }.get(str(argument.type))  # fmt: skip
+
+
+def example(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with which an operator runs, on real tensors."""
+    needed = [each for each in operator_of(f"aten.{name}")._schema.arguments if not each.has_default_value()]
+    args = EXAMPLES.get(name) or tuple(guess(each) for each in needed if not each.kwarg_only)
+    return args, {each.name: guess(each) for each in needed if each.kwarg_only}
+
+
+def pytorch_counts(name: str) -> tuple[int, Any]:
+    """FLOPs that PyTorch has a formula for, and what the operator makes."""
+    args, kwargs = example(name)
+    with FlopCounterMode(display=False) as counter:
+        made = operator_of(f"aten.{name}")(*args, **kwargs)
+    return counter.get_total_flops(), made
+
+
+def node_of(name: str) -> fx.Node:
+    """The operator as a trace has it, tensors being nodes with what they look like."""
+    graph = fx.Graph()
+
+    def enter(item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        node = graph.placeholder(f"x{len(graph.nodes)}")
+        node.meta["val"] = item.to("meta")
+        return node
+
+    args, kwargs = tree_map(enter, example(name))
+    node = graph.call_function(operator_of(f"aten.{name}"), args, kwargs)
+    node.meta["val"] = pytorch_counts(name)[1]
+    return node
+
+
+def as_locals(item: Any) -> Any:
+    if not isinstance(item, Tensor):
+        return item
+    return Local(TensorSpec(tuple(item.shape), str(item.dtype).removeprefix("torch.")), item.stride(), False)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_traced_operator_has_the_flops_of_pytorchs_counter(name: str):
+    """Where that knows none, one for each element of the result, and none for several results."""
+    known, made = pytorch_counts(name)
+    elements = made.numel() if isinstance(made, Tensor) else 0
+    assert flops(node_of(name)) == (known or elements)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_rank_is_priced_by_the_flops_of_pytorchs_counter(name: str):
+    known, _ = pytorch_counts(name)
+    tally = counted(f"aten.{name}", *tree_map(as_locals, example(name)))
+    assert (tally.kind in BY_ARITHMETIC) == (known > 0)
+    assert known in (tally.flops, 0)
+
+
+def test_the_table_has_products_and_convolutions():
+    """So that the two above hold more than zeros."""
+    known = {name: pytorch_counts(name)[0] for name in OPERATORS}
+    assert {name: count for name, count in known.items() if count} == {
+        "bmm.default": 2 * 2 * 3 * 4 * 5,
+        "conv2d.default": 2 * 3 * 2 * 2 * 2 * 9,
+        "conv2d.padding": 2 * 4 * 4 * 4 * 9,
+        "conv_transpose2d.input": 2 * 2 * 4 * 4 * 3 * 2 * 2,
+        "einsum.default": 2 * 3 * 2 * 4 * 4,
+        "linear.default": 2 * 2 * 4 * 4 * 3,
+        "matmul.default": 2 * 2 * 4 * 4 * 5,
+    }
+
+
+class Attends(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(2)
+        return F.scaled_dot_product_attention(tokens, tokens, tokens)
+
+
+class Products(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        """x is (8, 64, 64)."""
+        one = torch.bmm(x, x)
+        two = torch.baddbmm(one, one, x)
+        return torch.einsum("bij,bjk->bik", two, x)
+
+
+def test_products_and_attention_in_a_model():
+    graph = trace_alone(Products(), TensorSpec((8, 64, 64), "float32"))
+    assert [node.flops for node in graph.nodes] == [2 * 8 * 64**3] * 3
+    attention = trace_alone(Attends(), TensorSpec((2, 3, 8, 8), "float32")).nodes[-1]
+    assert attention.flops == 2 * (2 * 2 * 3 * 3 * 64)
+
+
+VECTORS = {
+    "mv": (torch.mv, (values(4, 5), values(5)), 2 * 4 * 5),
+    "a stack by a vector": (torch.matmul, (values(3, 4, 5), values(5)), 2 * 3 * 4 * 5),
+    "dot": (torch.dot, (values(5), values(5)), 2 * 5),
+    "addmv": (torch.addmv, (values(4), values(4, 5), values(5)), 2 * 4 * 5),
+    "addbmm": (torch.addbmm, (values(3, 5), values(2, 3, 4), values(2, 4, 5)), 2 * 2 * 3 * 4 * 5),
+    "bilinear": (F.bilinear, (values(2, 3), values(2, 4), values(5, 3, 4)), 3 * 2 * 5 * 3 * 4),
+    "attention on a CPU": (F.scaled_dot_product_attention, (values(1, 2, 6, 4),) * 3, 2 * 2 * 2 * 6 * 6 * 4),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_products_that_pytorchs_registry_leaves_out(name: str):
+    function, args, expected = VECTORS[name]
+    with FlopCount() as count:
+        function(*args)
+    assert count.total == expected
+
+
+def test_a_formula_that_a_user_has_registered_counts():
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    @torch.library.custom_op("flops_test::blend", mutates_args=())
+    def blend(x: Tensor) -> Tensor:
+        return x.clone()
+
+    blend.register_fake(torch.empty_like)
+    packet = torch.ops.flops_test.blend
+    try:
+        register_flop_formula(packet)(lambda shape, *, out_shape=None: 7 * math.prod(shape))
+        assert counted("flops_test.blend.default", (as_locals(values(*X)),)).flops == 7 * math.prod(X)
+    finally:
+        flop_registry.pop(packet, None)
