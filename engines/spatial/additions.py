@@ -13,8 +13,9 @@ __all__ = ["Additions", "is_own"]
 
 
 def is_own(function: Callable[..., Any]) -> bool:
-    """Whether a function is a user's, and not of this package."""
-    home = getattr(function, "__module__", None) or "__main__"
+    """Whether a function is a user's, and not of this package. A class method is whose its class is."""
+    owner = getattr(function, "__self__", None)
+    home = getattr(owner if isinstance(owner, type) else function, "__module__", None) or "__main__"
     return home != "builtins" and not home.startswith(("engines.", "torch."))
 
 

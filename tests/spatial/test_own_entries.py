@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from engines.errors import TraceError
 from engines.plan import Plan
 from engines.spatial import kernels, ops
-from engines.spatial.additions import Additions
-from engines.spatial.kernels import local_kernel
+from engines.spatial.additions import Additions, is_own
+from engines.spatial.kernels import kernel, local_kernel
 from engines.spatial.ops import entry
 from engines.spatial.windows import SlidingWindow
 from mpi4dl_nb import Cluster, Training
@@ -79,6 +79,15 @@ def test_the_table_knows_what_is_its_own():
     add_blur()
     found = Additions.now()
     assert [name for name, *_ in found.rules] == [name for name, _ in found.kernels] == ["cell.blur.default"]
+
+
+def test_a_function_with_a_gradient_of_its_own_is_whose_its_class_is():
+    """Its `apply` is torch's, and from 2.14 on no Python function at all."""
+
+    class Mine(torch.autograd.Function): ...
+
+    assert is_own(Mine.apply)
+    assert not is_own(kernel("tile.moments"))
 
 
 @pytest.mark.parametrize("backend", ["loopback", "mpi"])
