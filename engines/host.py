@@ -25,6 +25,7 @@ from engines.packing import pack
 from engines.whereabouts import Board, working
 
 if TYPE_CHECKING:
+    from engines.predict.calibrate import Calibration
     from engines.train import RankCourse
     from engines.training import RankTraining
     from engines.walk import RankWalk
@@ -51,6 +52,7 @@ class Host:
         self.trainings: dict[str, RankTraining] = {}
         self.courses: dict[str, RankCourse] = {}
         self.predictions: dict[str, Any] = {}
+        self.calibration: Calibration | None = None
         self.walk: RankWalk | None = None
 
     def leave(self) -> None:

@@ -15,12 +15,11 @@ from engines.comm.container import cores
 from engines.comm.device import threads_per_rank
 from engines.errors import Mpi4dlError, PlanError, RankError
 from engines.facts import facts_table
-from engines.host import Host, recover, regroup
+from engines.host import recover, regroup
 from engines.packing import pack
-from engines.predict.calibrate import calibrate
 from engines.predict.machine import Machine
-from engines.predict.rehearsal import Rehearsal
 from mpi4dl_nb.alive import Held, alive, clusters
+from mpi4dl_nb.calibrating import calibrated
 from mpi4dl_nb.calls import Call, Ranks
 from mpi4dl_nb.known_machine import KnownMachine
 from mpi4dl_nb.launch.across import CutOff
@@ -232,15 +231,26 @@ class Cluster:
         thread, is_late = self._hurry
         return thread == get_ident() and is_late()
 
-    def calibrate(self, store: str | PathLike[str] | None = None, again: bool = False) -> Machine:
+    def calibrate(
+        self,
+        store: str | PathLike[str] | None = None,
+        again: bool = False,
+        quick: bool | None = None,
+        accept_noise: bool = False,
+        progress: bool = True,
+    ) -> Machine:
         """How fast these ranks compute and send: measured once, in about a minute, and remembered (`again`: anew).
 
         It is their processors that are measured, in processor time, and not GPUs.
 
         `store` is a file: what was stored there for as many ranks is read, otherwise it is written. Without one it is
-        remembered for other notebooks all the same. Measure `again` where something else took the
-        cores meanwhile. Raises RankError, and PlanError where the file holds something else, or ranks take turns: how
-        they would work at once is unknown.
+        remembered for other notebooks all the same. `quick` measures in a quarter of the time, for a first look, where
+        nothing better is known; False asks for more than such a look, and None takes one that is there.
+        Where other programs take the cores meanwhile, or repetitions differ by much (`Machine.noise`), it is measured
+        a second time; if that is no better, a warning says so and the machine serves this cluster, but is not
+        remembered, or it is refused where forecasts would mislead. `accept_noise` takes the first one as it is, without
+        a word. It can be interrupted. Raises RankError, and PlanError where it is refused, the file holds something
+        else, or ranks take turns: how they would work at once is unknown.
         """
         if self.backend == "in_turn":
             raise PlanError(
@@ -248,16 +258,17 @@ class Cluster:
                 "with backend='mpi', or name a machine: mpi4dl_nb.forecast(model, plan, image_shape, 'Summit')."
             )
         kept = KnownMachine(Path(store)) if store else KnownMachine.of(self.n, self.backend, str(self.hosts or ""))
-        if not again and (store or not self._is_calibrated):
+        if not again and (store or not self._is_calibrated(quick)):
             self.machine = kept.read() or self.machine
-        if again or not self._is_calibrated:
-            self.machine = self.call(_calibrated, Rehearsal.of(self.n))[0]
+        if again or not self._is_calibrated(quick):
+            self.machine = calibrated(self, bool(quick), accept_noise, progress)
             kept.keep(self.machine)
         return self.machine
 
-    @property
-    def _is_calibrated(self) -> bool:
-        return self.machine is not None and self.machine.ranks == self.n
+    def _is_calibrated(self, quick: bool | None) -> bool:
+        """Whether it is for so many ranks, and not by a quick look where more is asked for."""
+        known = self.machine is not None and self.machine.ranks == self.n
+        return known and not (quick is False and self.machine.quick)
 
     def _gather(self) -> None:
         """Be ready for a call; after a failure, bring the ranks together again. Raises RankError."""
@@ -326,7 +337,3 @@ def _alive() -> str:
 def _check_count(n: int) -> None:
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise PlanError(f"n={n!r} must be a whole number of ranks, 1 or more.")
-
-
-def _calibrated(host: Host, rehearsal: Rehearsal) -> Machine:
-    return calibrate(host.world, rehearsal=rehearsal)

@@ -133,5 +133,5 @@ def plan_for(training: Training, ranks: int) -> Plan:
             f"this training has. Use on_failure='heal', or make a new Training for {ranks} ranks and load a checkpoint."
         )
     states = count_states(training.recipe.optimiser, training.recipe.parameters)
-    machine = training.cluster.calibrate()
+    machine = training.cluster.calibrate(accept_noise=True)
     return search(ranks, batch, training.traces.graph, machine, optimiser_states=states, asked=asked).fitting[0].plan

@@ -21,7 +21,7 @@ from engines.predict.machine import Machine
 
 __all__ = ["KnownMachine"]
 
-_READ_AS = 2  # counted up when what was measured is read in another way, so that it is measured again
+_READ_AS = 3  # counted up when what was measured is read in another way, so that it is measured again
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ class KnownMachine:
             return None
 
     def keep(self, machine: Machine) -> None:
-        """Store it in place of what is there."""
+        """Store it in place of what is there. A quick or noisy one is not stored: it would be believed from then on."""
+        if machine.quick or not machine.noise.is_good:
+            return
         with suppress(*(OSError,) * self.usual):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             part = self.path.with_name(f"{self.path.name}.{os.getpid()}")

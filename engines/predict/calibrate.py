@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -17,15 +20,17 @@ from engines.comm.device import ranks_here, use_threads
 from engines.comm.world import Message, World
 from engines.layer.graph import Ref
 from engines.predict.machine import Machine
-from engines.predict.rehearsal import Rehearsal, explained, rehearsed
+from engines.predict.noise import Noise, Spin, spread_of, taken_elsewhere
+from engines.predict.rehearsal import TURNS as REHEARSALS
+from engines.predict.rehearsal import Rehearsal, Rehearsing, explained
 from engines.predict.sampled import Size
-from engines.predict.samples import Timed, each_seconds, median_seconds, speeds, timed
+from engines.predict.samples import TURNS, Samples, Timed, each_seconds, median_seconds, speeds
 from engines.program.instructions import Compute, LocalOp, Phase, RunningStatistics, Update
 from engines.program.program import Feed, Program, Step, Way
 from engines.program.update import update_buffers
 from engines.program.worker import Worker
 
-__all__ = ["calibrate", "overheads"]
+__all__ = ["Calibration", "calibrate", "overheads"]
 
 SIZES = (
     Size(16, 16), Size(16, 32), Size(32, 48), Size(16, 96), Size(16, 256), Size(64, 16), Size(64, 64), Size(64, 192),
@@ -34,37 +39,106 @@ SIZES = (
 _SEGMENTS = 40
 _ROUNDS = 15
 _SLICES_S, _GAP_S = 0.2, 5e-4
+_QUICK_TURNS, _QUICK_REHEARSALS = 3, 1
 _LARGE_BYTES, _BLOCKS = 1 << 22, 24
 
 
-def calibrate(world: World, name: str = "this machine", rehearsal: Rehearsal | None = None) -> Machine:
+def calibrate(
+    world: World, name: str = "this machine", rehearsal: Rehearsal | None = None, quick: bool = False
+) -> Machine:
     """The machine as these ranks see it, the same on all of them; collective. It takes about a minute.
 
     Kernels are timed on rank 0 while the others sleep, and on all ranks at once; then these train a small network
-    together: `rehearsal` is `Rehearsal.of(world.size)`, where it was traced elsewhere.
+    together: `rehearsal` is `Rehearsal.of(world.size)`, where it was traced elsewhere. `quick`: with few repetitions,
+    in a quarter of the time. How far it can be believed, its `noise` says.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        samples, spread, alone = world.gather(_one_by_one(world, _alone))[0]
-        crowded = world.gather(timed(SIZES, late=world.rank / world.size)) if world.size > 1 else []
-        known = speeds(samples, spread, crowded, alone["call_s"], alone["back_call_s"], alone["cores"])
+    calibration = Calibration(world, name, rehearsal, quick)
+    while calibration.machine is None:
+        calibration.part()
+    return calibration.machine
+
+
+class Calibration:
+    """`calibrate`, a part at a time: between two of them it can be given up, and whoever waits is told how far it is.
+
+    After the last of its `parts` it has the `machine`.
+    """
+
+    def __init__(
+        self, world: World, name: str = "this machine", rehearsal: Rehearsal | None = None, quick: bool = False
+    ) -> None:
+        self.world, self.name, self.quick = world, name, quick
+        self.rehearsal = rehearsal or Rehearsal.of(world.size)
+        self.turns, self.rehearsals = (_QUICK_TURNS, _QUICK_REHEARSALS) if quick else (TURNS, REHEARSALS)
+        self.machine: Machine | None = None
+        self._spins: list[float] = []
+        self._rest = self._run()
+
+    @staticmethod
+    def parts(ranks: int, quick: bool = False) -> int:
+        """How many there are."""
+        turns, rehearsals = (_QUICK_TURNS, _QUICK_REHEARSALS) if quick else (TURNS, REHEARSALS)
+        return turns * (3 if ranks > 1 else 2) + rehearsals + 3
+
+    def part(self) -> Machine | None:
+        """The next one; collective. The machine, if it was the last."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            next(self._rest, None)
+        finally:
+            torch.set_num_threads(before)
+        return self.machine
+
+    def _run(self) -> Iterator[None]:
+        world = self.world
+        self._spin()
+        alone = yield from self._first_rank(time.thread_time, lambda work: work())
+        spread = yield from self._first_rank(time.perf_counter, _on_all_cores)
+        alone, spread, facts = world.gather((alone, spread, _one_by_one(world, _facts)))[0]
+        yield
+        crowded = Samples(SIZES, late=world.rank / world.size)
+        for _ in range(self.turns if world.size > 1 else 0):
+            crowded.turn()
+            yield
+        of_all = world.gather(crowded.timed) if world.size > 1 else []
+        known = speeds(alone, spread, of_all, facts["call_s"], facts["back_call_s"], facts["cores"])
         latency_s, bytes_per_s = _messages(world)
         on_host = max(world.gather(ranks_here(world.size)))
         machine = Machine(
-            name=name, source=f"measured on {world.size} ranks", latency_s=latency_s, bytes_per_s=bytes_per_s,
-            speeds=known, slice_s=_slice_seconds(world), ranks=world.size,
-            node_ranks=on_host if on_host < world.size else None, **alone,
+            name=self.name, source=f"measured on {world.size} ranks", latency_s=latency_s, bytes_per_s=bytes_per_s,
+            speeds=known, slice_s=self._spin(), ranks=world.size, node_ranks=on_host if on_host < world.size else None,
+            quick=self.quick, **facts,
         )  # fmt: skip
-        return _together(world, machine, rehearsal or Rehearsal.of(world.size))
-    finally:
-        torch.set_num_threads(before)
+        yield
+        rehearsing = Rehearsing(world, self.rehearsal)
+        for _ in range(self.rehearsals):
+            rehearsing.turn()
+            yield
+        seen = rehearsing.seen()
+        self._spin()
+        spread_s = spread_of([times for each in alone for times in (each.forward, each.backward)])
+        noise = Noise(statistics.median(self._spins), max(spread_s, *(each.spread for each in seen)))
+        found = explained(replace(machine, noise=noise), self.rehearsal, seen) if world.rank == 0 else None
+        self.machine = world.gather(found)[0]
+        yield
 
+    def _first_rank(
+        self, clock: Callable[[], float], how: Callable[[Callable[[], None]], None]
+    ) -> Generator[None, None, list[Timed]]:
+        """The samples of rank 0, timed while all others sleep."""
+        samples = Samples(SIZES, clock=clock) if self.world.rank == 0 else None
+        for _ in range(self.turns):
+            _one_by_one(self.world, lambda: how(samples.turn))
+            yield
+        return samples.timed if samples else []
 
-def _together(world: World, machine: Machine, rehearsal: Rehearsal) -> Machine:
-    """With what only ranks show that work at once, and wait for each other."""
-    seen = rehearsed(world, rehearsal)
-    return world.gather(explained(machine, rehearsal, seen) if world.rank == 0 else None)[0]
+    def _spin(self) -> float:
+        """How long a rank computes at a time, if others want its core too; and what other programs take is noted."""
+        spin, slices = _spun(self.world)
+        self._spins.append(taken_elsewhere(self.world.gather(spin), cores()))
+        found = [length_s for own in self.world.gather(slices) for length_s in own]
+        return statistics.median(found) if len(found) > self.world.size else _SLICES_S
 
 
 def _one_by_one(world: World, work: Callable[[], Any]) -> Any:
@@ -75,26 +149,23 @@ def _one_by_one(world: World, work: Callable[[], Any]) -> Any:
     return found
 
 
-def _alone() -> tuple[list[Timed], list[Timed], dict[str, Any]]:
-    return (
-        timed(SIZES),
-        _on_all_cores(),
-        {
-            **overheads(),
-            "weight_s": _weight_seconds(),
-            "statistic_s": _statistic_seconds(),
-            "copy_per_s": _copied_per_second(),
-            "cores": cores(),
-            "memory_bytes": memory_bytes(),
-        },
-    )
+def _facts() -> dict[str, Any]:
+    """What a rank tells of itself alone, by the names that a machine has for it."""
+    return {
+        **overheads(),
+        "weight_s": _weight_seconds(),
+        "statistic_s": _statistic_seconds(),
+        "copy_per_s": _copied_per_second(),
+        "cores": cores(),
+        "memory_bytes": memory_bytes(),
+    }
 
 
-def _on_all_cores() -> list[Timed]:
-    """The samples again, each kernel shared out among all cores."""
+def _on_all_cores(work: Callable[[], None]) -> None:
+    """Each kernel shared out among all cores."""
     use_threads(cores())
     try:
-        return timed(SIZES, clock=time.perf_counter)
+        work()
     finally:
         use_threads(1)
 
@@ -105,9 +176,10 @@ def _copied_per_second() -> float:
     return blocks.nbytes / median_seconds(lambda: [block.clone() for block in blocks])
 
 
-def _slice_seconds(world: World) -> float:
-    """How long a rank computes at a time, if others want its core too."""
+def _spun(world: World) -> tuple[Spin, list[float]]:
+    """What this rank was given of a core while all ranks asked for one, and for how long at a time."""
     world.rest()
+    spent_s = time.thread_time()
     start_s = now_s = began_s = time.perf_counter()
     slices = []
     while now_s - start_s < _SLICES_S:
@@ -115,8 +187,7 @@ def _slice_seconds(world: World) -> float:
         if now_s - before_s > _GAP_S:
             slices.append(before_s - began_s)
             began_s = now_s
-    found = [length_s for own in world.gather(slices) for length_s in own]
-    return statistics.median(found) if len(found) > world.size else _SLICES_S
+    return Spin(socket.gethostname(), os.getpid(), now_s - start_s, time.thread_time() - spent_s), slices
 
 
 def overheads() -> dict[str, float]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from engines.errors import PlanError
 from engines.predict.between import between
+from engines.predict.noise import Noise
 
 __all__ = ["SUMS", "Link", "Machine", "Speed"]
 
@@ -80,7 +81,7 @@ class Machine:
     out, and to end together. Work is longer or shorter at random: of its time the share `jitter` is drawn each time by
     an exponential law, so that those who wait for several ranks wait for the slowest.
     `memory_bytes` are a node's where ranks share its cores, else a device's. `ranks`: how many there were when it was
-    measured.
+    measured, with how much `noise`, and whether by few repetitions (`quick`).
     """
 
     name: str
@@ -111,6 +112,8 @@ class Machine:
     between: Link | None = None
     sums: str = "direct"
     message_s: float = 0.0
+    noise: Noise = field(default_factory=Noise)
+    quick: bool = False
 
     def node(self, rank: int) -> int:
         """On which node a rank is."""
@@ -219,7 +222,12 @@ class Machine:
         rates += [rate for each in speeds for rate in (each.per_s, each.back_per_s, each.crowded)]
         rates += [part for each in speeds for part in (each.inputs, each.weights)]
         counts = [count for count in (self.cores, self.memory_bytes, self.ranks, self.node_ranks) if count is not None]
-        shares = [self.cold_copies, *(share for each in speeds for share in (each.crowded, each.spread))]
+        shares = [
+            self.noise.elsewhere,
+            self.noise.spread,
+            self.cold_copies,
+            *(share for each in speeds for share in (each.crowded, each.spread)),
+        ]
         if not all(0 <= time < math.inf for time in (*times, *shares)) or not all(n > 0 for n in (*rates, *counts)):
             raise ValueError("a number is negative, zero or none at all")
         if self.jitter > 1:
@@ -240,6 +248,7 @@ class Machine:
             }
             if fields.get("between"):
                 fields["between"] = Link(**fields["between"])
+            fields["noise"] = Noise(**fields.get("noise", {}))
             machine = cls(**fields)
             machine._check()
             return machine

@@ -20,17 +20,19 @@ from engines.predict.actions import Work
 from engines.predict.cost import Prices, priced
 from engines.predict.count import tally
 from engines.predict.machine import Machine
+from engines.predict.noise import spread_of
 from engines.predict.simulate import simulate
 from engines.program.compile import compile_plan
 from engines.training import RankTraining, Recipe, prepare
 
-__all__ = ["Programs", "Rehearsal", "Rehearsed", "explained", "rehearsed"]
+__all__ = ["TURNS", "Programs", "Rehearsal", "Rehearsed", "Rehearsing", "explained"]
 
 _WIDTHS, _DEPTH = (16, 32, 64), 4
 _STRIP_PX, _WIDTH_PX = 128, 128
 _LARGEST_PX, _SMALL_PX = 320, 32
 _MOST_STAGES = 8
-_TURNS, _WARM_UP, _STEPS = 5, 1, 5
+TURNS = 5
+_WARM_UP, _STEPS = 1, 5
 _OVERHEADS = {"compute": "instruction_s", "halo": "exchange_s", "all-reduce": "sum_s"}
 
 
@@ -79,24 +81,32 @@ class Rehearsed:
     """Medians over steps: seconds of a step (of the slowest rank), and of each rank the processor's time from one of
     its instructions to the next, without looking for messages that had not come.
 
-    `jitter`: by which part of it that time is another one in the next step.
+    `jitter`: by which part of it that time is another one in the next step. `spread`: as `Noise` has it, of steps.
     """
 
     step_s: float
     spent_s: tuple[tuple[float, ...], ...]
     jitter: float = 0.0
+    spread: float = 0.0
 
 
 _UNSEEN = Rehearsed(0.0, ())
 
 
-def rehearsed(world: World, rehearsal: Rehearsal) -> list[Rehearsed]:
-    """Some steps of each, in turns; collective. The same on all ranks."""
-    acts = [_Act(world, *each) for each in rehearsal.acts]
-    for _ in range(_TURNS):
-        for act in acts:
+class Rehearsing:
+    """Some steps of each, a `turn` at a time; collective."""
+
+    def __init__(self, world: World, rehearsal: Rehearsal) -> None:
+        self._acts = [_Act(world, *each) for each in rehearsal.acts]
+
+    def turn(self) -> None:
+        """Some steps more."""
+        for act in self._acts:
             act.play()
-    return [act.seen() for act in acts]
+
+    def seen(self) -> list[Rehearsed]:
+        """What was found, the same on all ranks."""
+        return [act.seen() for act in self._acts]
 
 
 class _Act:
@@ -127,9 +137,11 @@ class _Act:
 
     def seen(self) -> Rehearsed:
         """By all ranks; collective."""
-        own = statistics.median(self.steps), _medians(self.spent), statistics.median(self.apart)
-        steps_s, spent_s, apart = zip(*self.world.gather(own), strict=True)
-        return Rehearsed(max(steps_s), spent_s, statistics.fmean(apart))
+        own = (
+            statistics.median(self.steps), _medians(self.spent), statistics.median(self.apart), spread_of([self.steps])
+        )  # fmt: skip
+        steps_s, spent_s, apart, spreads = zip(*self.world.gather(own), strict=True)
+        return Rehearsed(max(steps_s), spent_s, statistics.fmean(apart), statistics.fmean(spreads))
 
 
 def _spent_s(training: RankTraining) -> Iterator[float]:

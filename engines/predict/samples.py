@@ -32,9 +32,9 @@ from engines.predict.tallies import OpTally
 from engines.spatial.kernels import kernel
 from engines.whereabouts import here
 
-__all__ = ["Timed", "each_seconds", "median_seconds", "speeds", "timed"]
+__all__ = ["TURNS", "Samples", "Timed", "each_seconds", "median_seconds", "speeds"]
 
-_TURNS = 9  # at moments seconds apart: a shared machine is now faster, now slower
+TURNS = 9  # at moments seconds apart: a shared machine is now faster, now slower
 
 
 @dataclass
@@ -59,16 +59,28 @@ class Timed:
         return statistics.median(self.backward)
 
 
-def timed(sizes: tuple[Size, ...], late: float = 0.0, clock: Callable[[], float] = time.thread_time) -> list[Timed]:
-    """Samples of all classes, of one thread or as many as are set; the first ones, this share of all, come last.
+class Samples:
+    """Samples of all classes, timed with one thread or as many as are set, a `turn` at a time.
 
-    By the clock of one thread, which knows nothing of others that work for it, or another one.
+    By the clock of one thread, which knows nothing of others that work for it, or another one. The first ones, the
+    share `late` of all, come last.
     """
-    samples = [_Sample(call, clock) for call in calls(sizes)]
-    middle = int(late * len(samples))
-    for _ in range(_TURNS):
-        _run([*samples[middle:], *samples[:middle]])
-    return [each.timed for each in samples]
+
+    def __init__(
+        self, sizes: tuple[Size, ...], late: float = 0.0, clock: Callable[[], float] = time.thread_time
+    ) -> None:
+        self._samples = [_Sample(call, clock) for call in calls(sizes)]
+        middle = int(late * len(self._samples))
+        self._order = [*self._samples[middle:], *self._samples[:middle]]
+
+    def turn(self) -> None:
+        """Time each of them once more."""
+        _run(self._order)
+
+    @property
+    def timed(self) -> list[Timed]:
+        """What was found so far."""
+        return [each.timed for each in self._samples]
 
 
 def speeds(

@@ -17,7 +17,7 @@ from engines.predict.cost import priced, segment_work
 from engines.predict.count import tally
 from engines.predict.machine import Machine, Speed
 from engines.predict.sampled import Size
-from engines.predict.samples import Timed, speeds, timed
+from engines.predict.samples import Samples, Timed, speeds
 from engines.predict.tallies import OpTally, SegmentTally
 from engines.program.compile import compile_plan
 from engines.program.instructions import Phase
@@ -121,6 +121,12 @@ def test_gradients_apart_take_what_samples_say():
     assert found == [[18, 12, 7], [7, 0, 7]]
     assert segment_work(replace(late, late=False), machine, 1, Phase.INPUTS).seconds == 18
     assert segment_work(replace(late, late=False), machine, 1, Phase.WEIGHTS).seconds == 0
+
+
+def timed(sizes: tuple[Size, ...], late: float = 0.0) -> list[Timed]:
+    found = Samples(sizes, late)
+    found.turn()
+    return found.timed
 
 
 def test_samples_are_of_all_classes_whichever_comes_first():

@@ -59,10 +59,9 @@ def test_what_ranks_would_measure_leads_back_to_their_machine(rehearsal):
         assert getattr(found, name) == pytest.approx(getattr(REAL, name), rel=0.1), name
 
 
-def test_ranks_measure_themselves_and_agree(monkeypatch):
-    monkeypatch.setattr("engines.predict.rehearsal._TURNS", 1)
+def test_ranks_measure_themselves_and_agree():
     few = Rehearsal.of(2)
-    machines = run_ranks(2, lambda world: calibrate(world, rehearsal=few))
+    machines = run_ranks(2, lambda world: calibrate(world, rehearsal=few, quick=True))
     assert machines[0] == machines[1] == Machine.from_json(machines[0].to_json())
     machine = machines[0]
     assert set(machine.speeds) == set(CLASSES)
@@ -71,8 +70,7 @@ def test_ranks_measure_themselves_and_agree(monkeypatch):
     assert 0 <= machine.resume_s < 0.1
 
 
-def test_a_rank_alone_waits_for_nobody(monkeypatch):
-    monkeypatch.setattr("engines.predict.rehearsal._TURNS", 1)
-    (machine,) = run_ranks(1, calibrate)
+def test_a_rank_alone_waits_for_nobody():
+    (machine,) = run_ranks(1, lambda world: calibrate(world, quick=True))
     assert machine.resume_s == 0
     assert machine.cold_copies == 0

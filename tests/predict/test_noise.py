@@ -1,0 +1,264 @@
+"""A calibration that others disturbed is not believed: by made-up measurements, and a clock of our own."""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.comm.loopback import run_ranks
+from engines.errors import PlanError
+from engines.predict import calibrate as calibrating
+from engines.predict.machine import Machine
+from engines.predict.noise import MOST_ELSEWHERE, MOST_SPREAD, Noise, Spin, spread_of, taken_elsewhere
+from engines.predict.rehearsal import Rehearsed
+from mpi4dl_nb import Cluster
+from mpi4dl_nb import calibrating as from_notebook
+from mpi4dl_nb.known_machine import KnownMachine
+from tests.predict.test_simulate import FLAT
+
+QUIET, BUSY, HOPELESS = Noise(0.02, 0.05), Noise(0.35, 0.3), Noise(0.8, 1.5)
+
+
+def spins(shares: list[float], host: str = "here", wall_s: float = 0.2) -> list[Spin]:
+    """Ranks of processes of their own that were given these shares of a core."""
+    return [Spin(host, process, wall_s, share * wall_s) for process, share in enumerate(shares)]
+
+
+@pytest.mark.parametrize(
+    ("shares", "cores", "expected"),
+    [
+        ([1.0], 8, 0.0),  # one rank asks for one core
+        ([1.0, 1.0], 2, 0.0),
+        ([0.4] * 5, 2, 0.0),  # they share two cores among each other
+        ([0.5, 0.5], 2, 0.5),
+        ([0.2] * 5, 2, 0.5),
+        ([0.3], 8, 0.7),
+        ([1.02, 1.0], 2, 0.0),  # clocks are not exact
+    ],
+)
+def test_what_ranks_are_not_given_others_have(shares: list[float], cores: int, expected: float):
+    assert taken_elsewhere(spins(shares), cores) == pytest.approx(expected)
+
+
+def test_the_busiest_host_counts_and_threads_of_one_process_want_one_core():
+    assert taken_elsewhere([*spins([1.0, 1.0], "one"), *spins([0.6, 0.6], "other")], 2) == pytest.approx(0.4)
+    assert taken_elsewhere([Spin("here", 7, 0.2, 0.05)] * 4, 2) == pytest.approx(0.0)
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=3, max_size=30))
+def test_the_spread_is_that_of_the_middle_half(times: list[float]):
+    """Against quartiles by sorting, whatever the unit."""
+    ordered = sorted(times)
+
+    def at(share: float) -> float:
+        place = share * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+    expected = (at(0.75) - at(0.25)) / statistics.median(times)
+    assert spread_of([times]) == pytest.approx(expected)
+    assert spread_of([[1000 * each for each in times]]) == pytest.approx(expected)
+
+
+def test_one_disturbed_repetition_of_nine_is_no_noise_and_half_of_them_are():
+    assert spread_of([[1.0] * 8 + [23.0]] * 5) == 0
+    assert Noise(spread=spread_of([[1.0, 23.0] * 5] * 5)).is_useless
+
+
+def test_what_is_good_and_what_is_useless():
+    assert Noise(MOST_ELSEWHERE, MOST_SPREAD).is_good
+    assert QUIET.is_good
+    assert not BUSY.is_good
+    assert not BUSY.is_useless
+    assert HOPELESS.is_useless
+    assert "35% of the cores" in str(BUSY)
+    assert "30%" in str(BUSY)
+
+
+# ---- a clock of our own
+
+
+class Clock:
+    """Time that passes when it is asked for; this thread is given a `share` of it."""
+
+    def __init__(self, share: float) -> None:
+        self.share, self.now_s = share, 0.0
+
+    def perf_counter(self) -> float:
+        self.now_s += 1e-4
+        return self.now_s
+
+    def thread_time(self) -> float:
+        return self.share * self.now_s
+
+
+class Alone:
+    rank, size = 0, 1
+
+    def rest(self) -> None: ...
+
+    def gather(self, value: object) -> list[object]:
+        return [value]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6, 0.1])
+def test_a_rank_notes_how_much_of_a_core_it_was_given(share: float, monkeypatch):
+    monkeypatch.setattr(calibrating, "time", Clock(share))
+    spin, _ = calibrating._spun(Alone())
+    assert taken_elsewhere([spin], cores=1) == pytest.approx(1 - share, abs=0.01)
+
+
+# ---- what the notebook does with it
+
+
+def measures(monkeypatch, *noises: Noise) -> list[bool]:
+    """Calibrations that come out with these noises, in turn; whether each was quick."""
+    left: Iterator[Noise] = iter(noises)
+    asked: list[bool] = []
+
+    def measured(cluster: Cluster, rehearsal: object, quick: bool, progress: bool) -> Machine:
+        asked.append(quick)
+        return replace(FLAT, ranks=cluster.n, noise=next(left), quick=quick)
+
+    monkeypatch.setattr(from_notebook, "_measured", measured)
+    monkeypatch.setattr(from_notebook, "Rehearsal", _NoRehearsal)
+    return asked
+
+
+class _NoRehearsal:
+    @classmethod
+    def of(cls, ranks: int) -> None: ...
+
+
+@pytest.fixture
+def remembered(monkeypatch, tmp_path) -> Callable[[], Machine | None]:
+    monkeypatch.setenv("MPI4DL_NB_MACHINES", str(tmp_path))
+    return lambda: KnownMachine.of(2, "loopback").read()
+
+
+def test_a_good_one_is_remembered(monkeypatch, remembered):
+    asked = measures(monkeypatch, QUIET)
+    machine = Cluster(2, backend="loopback").calibrate()
+    assert asked == [False]
+    assert machine.noise == QUIET
+    assert remembered() == machine == Machine.from_json(machine.to_json())
+
+
+def test_a_noisy_one_is_measured_again_and_the_better_one_counts(monkeypatch, remembered):
+    asked = measures(monkeypatch, HOPELESS, QUIET)
+    assert Cluster(2, backend="loopback").calibrate().noise == QUIET
+    assert len(asked) == 2
+    assert remembered().noise == QUIET
+
+
+def test_two_noisy_ones_serve_with_a_warning_and_are_not_remembered(monkeypatch, remembered, tmp_path):
+    measures(monkeypatch, BUSY, HOPELESS)
+    cluster = Cluster(2, backend="loopback")
+    with pytest.warns(UserWarning, match=r"other programs took 35% of the cores .* is not remembered"):
+        assert cluster.calibrate(tmp_path / "asked.json").noise == BUSY
+    assert cluster.calibrate() is cluster.machine
+    assert remembered() is None
+    assert not (tmp_path / "asked.json").exists()
+
+
+def test_a_useless_one_is_refused_unless_it_is_asked_for(monkeypatch, remembered):
+    measures(monkeypatch, HOPELESS, HOPELESS, HOPELESS)
+    cluster = Cluster(2, backend="loopback")
+    with pytest.raises(PlanError, match=r"too busy to be measured: other programs took 80% .*accept_noise=True"):
+        cluster.calibrate()
+    assert cluster.machine is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cluster.calibrate(accept_noise=True).noise == HOPELESS
+    assert remembered() is None
+
+
+def test_a_quick_look_serves_until_more_is_asked_for(monkeypatch, remembered):
+    asked = measures(monkeypatch, QUIET, QUIET)
+    cluster = Cluster(2, backend="loopback")
+    quick = cluster.calibrate(quick=True)
+    assert cluster.calibrate() is quick
+    assert remembered() is None
+    assert not cluster.calibrate(quick=False).quick
+    assert cluster.calibrate(quick=True).quick is False
+    assert asked == [True, False]
+    assert remembered() is not None
+
+
+class ThreeParts:
+    """A calibration that measures nothing."""
+
+    begun = 0
+
+    def __init__(self, world: object, rehearsal: object, quick: bool) -> None:
+        ThreeParts.begun += 1
+        self.done = 0
+
+    @staticmethod
+    def parts(ranks: int, quick: bool) -> int:
+        return 3
+
+    def part(self) -> Machine | None:
+        self.done += 1
+        return replace(FLAT, ranks=2) if self.done == self.parts(2, True) else None
+
+
+def test_it_goes_part_by_part_and_can_be_stopped(monkeypatch, remembered):
+    """An interrupt in the middle: the next calibration begins anew, on the same ranks."""
+    calls = []
+
+    def shown(parts, **_):
+        for part in parts:
+            calls.append(part)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            yield part
+
+    monkeypatch.setattr(from_notebook, "Calibration", ThreeParts)
+    monkeypatch.setattr(from_notebook, "Rehearsal", _NoRehearsal)
+    monkeypatch.setattr(from_notebook, "tqdm", shown)
+    with Cluster(2, backend="loopback") as cluster:
+        with pytest.raises(KeyboardInterrupt):
+            cluster.calibrate()
+        assert cluster.state == "ready"
+        assert remembered() is None
+        assert cluster.calibrate() == remembered()
+    assert calls == [0, 1, 0, 1, 2]
+    assert ThreeParts.begun == 4  # on two ranks, twice
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_as_many_parts_as_were_announced(ranks: int, quick: bool, monkeypatch):
+    """With next to nothing in each of them."""
+
+    class Nothing:
+        timed: tuple[()] = ()
+
+        def __init__(self, *_: object, **__: object) -> None: ...
+        def turn(self) -> None: ...
+        def seen(self) -> list[Rehearsed]:
+            return [Rehearsed(0.0, (), spread=0.25)]
+
+    for name in ("Samples", "Rehearsing"):
+        monkeypatch.setattr(calibrating, name, Nothing)
+    monkeypatch.setattr(calibrating, "explained", lambda machine, *_: machine)
+
+    def count(world: object) -> tuple[int, Machine]:
+        calibration = calibrating.Calibration(world, rehearsal=object(), quick=quick)
+        parts = 0
+        while calibration.part() is None:
+            parts += 1
+        return parts + 1, calibration.machine
+
+    for parts, machine in run_ranks(ranks, count):
+        assert parts == calibrating.Calibration.parts(ranks, quick)
+        assert machine.quick is quick
+        assert machine.noise.spread == 0.25
