@@ -18,6 +18,7 @@ from engines.comm.device import autocast_type
 from engines.comm.world import World
 from engines.errors import ImageError
 from engines.images.feed import said
+from engines.images.ignored import ignored_label
 from engines.images.labelled import LabelledImages
 from engines.images.own import OwnPart, Piece
 from engines.inference.forward import Prediction, RankPrediction, joined, prepare_prediction
@@ -73,7 +74,8 @@ class RankEvaluation:
     ) -> None:
         self.world, self.training, self.recipe, self.images = world, training, recipe, images
         self.specs = {**recipe.step_specs, "labels": labels}
-        self.labels = None if world.rank else OwnPart(_Labels(), images, self.specs)
+        ignored = ignored_label(training.graph)
+        self.labels = None if world.rank else OwnPart(_Labels(), images, self.specs, ignored)
 
     def begin(self) -> None:
         """Follow the training: what it has now is what predicts."""

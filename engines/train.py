@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engines.comm.world import World
 from engines.images.feed import Feed, Feeding, Unready
+from engines.images.ignored import ignored_label
 from engines.images.labelled import LabelledImages
 from engines.images.own import OwnPart
 from engines.layer.graph import TensorSpec
@@ -69,7 +70,8 @@ class RankCourse:
     ) -> None:
         self.world, self.training, self.images = world, training, specs["images"].shape[0]
         unit, sizes = smallest_step(training.recipe.plan), training.sizes
-        self.feed = Feed(world, OwnPart(training, images, specs), self.images, feeding, unit, sizes.__contains__)
+        own = OwnPart(training, images, specs, ignored_label(training.graph))
+        self.feed = Feed(world, own, self.images, feeding, unit, sizes.__contains__)
         self.report: StepReport | None = None
 
     def step(self) -> Heard | Unready | None:

@@ -70,6 +70,10 @@ def _add_image_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--fit", choices=FITS, default="scale", help="bring medical images to the size, or crop or pad")
     flags.add_argument("--mask-threshold", type=int, help="the number of a mask above which a pixel is of class 1")
     flags.add_argument(
+        "--mask-ignore", type=_numbers, default=(), metavar="N[,N]",
+        help="numbers of a mask that are no class, such as 255 for void: the loss leaves their pixels out",
+    )  # fmt: skip
+    flags.add_argument(
         "--augment",
         type=_augmentations,
         default=(),
@@ -82,6 +86,13 @@ def _augmentations(text: str) -> tuple[str, ...]:
     if unknown := [kind for kind in kinds if kind not in (*KINDS, _CROP)]:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join((*KINDS, _CROP))}")
     return kinds
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not whole numbers between commas, such as 255") from None
 
 
 def resumed(chosen: argparse.Namespace) -> Path | None:
@@ -150,7 +161,9 @@ def _medical(chosen: argparse.Namespace, size: Size, images_per_step: int) -> La
     if chosen.datapath.suffix.lower() == ".csv":
         classes = None if chosen.mask_threshold is not None else chosen.num_classes
         threshold, within = chosen.mask_threshold, chosen.within
-        return table_images(chosen.datapath, wanted, chosen.fit, chosen.names, classes, threshold, check, within)
+        return table_images(
+            chosen.datapath, wanted, chosen.fit, chosen.names, classes, threshold, check, within, chosen.mask_ignore
+        )
     images = folder_images(chosen.datapath, wanted, chosen.fit, chosen.names)
     if check:
         images.check()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from engines.errors import ImageError, PlanError, RankError
 from engines.images.feed import Feeding, Unready
+from engines.images.ignored import check_ignored, ignored_label
 from engines.images.labelled import LabelledImages
 from engines.layer.graph import ModelGraph, TensorSpec
 from engines.loss.classes import class_numbers
@@ -218,6 +219,7 @@ class ImageCourse:
 
 def check_classes(images: LabelledImages, graph: ModelGraph) -> None:
     """Raises ImageError where the loss takes the labels for class numbers, and there are more classes than it knows."""
+    check_ignored(images, ignored_label(graph))
     few = min((numbers.classes for numbers in class_numbers(graph)), default=images.classes)
     if few < images.classes:
         raise ImageError(

@@ -83,6 +83,11 @@ class Augmented:
         """How many classes there are."""
         return self.images.classes
 
+    @property
+    def ignore(self) -> Sequence[int]:
+        """The numbers of masks that are no class."""
+        return getattr(self.images, "ignore", ())
+
     def __len__(self) -> int:
         return len(self.images)
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from engines.errors import ImageError
 from engines.images.example import Example
+from engines.images.ignored import IGNORED
 from engines.images.labelled import OneClass, network_input
-from engines.images.masks import IGNORED, Classes, Mask
+from engines.images.masks import Classes, Ignore, Mask, ignored_numbers
 from engines.images.picture import Pixels
 from engines.images.scaling import middles, scaled
 from engines.images.some import Some, parted
@@ -29,7 +30,7 @@ class ExampleImages(OneClass):
     """Examples whose classes have these names, brought to `size` = (height, width) as `fit` says (see `FITS`).
 
     Each is read when it is asked for, and of it only the pixels that are. Without a `size` each image has its own,
-    for crops. `mask_classes` and `threshold` are those of the masks (see `Mask`), where there are any.
+    for crops. `mask_classes`, `threshold` and `ignore` are those of the masks (see `Mask`), where there are any.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class ExampleImages(OneClass):
         fit: str = "scale",
         mask_classes: int | None = None,
         threshold: int | None = None,
+        ignore: Ignore = None,
     ) -> None:
         if fit not in FITS:
             raise ImageError(f"fit={fit!r} is unknown. Choose one of {', '.join(FITS)}.")
         self.examples, self.names, self.size = tuple(examples), tuple(names), size
         self.fit, self.mask_classes, self.threshold = fit, mask_classes, threshold
+        self.ignore = ignored_numbers(ignore)
 
     @property
     def classes(self) -> int:
@@ -90,7 +93,7 @@ class ExampleImages(OneClass):
         return label
 
     def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """(h, w), int64: of its mask, or its class everywhere. `IGNORED` outside of the mask.
+        """(h, w), int64: of its mask, or its class everywhere. `IGNORED` outside of the mask, and of ignored numbers.
 
         Raises ImageError, which names the file, where the mask cannot be read, has another size or no classes.
         """
@@ -98,7 +101,7 @@ class ExampleImages(OneClass):
         if example.mask is None:
             return super().mask(index, tile, draw)
         source = example.shape
-        mask = Mask(example.mask, self.classes, self.threshold)
+        mask = Mask(example.mask, self.classes, self.threshold, self.ignore)
         spans = zip(
             source, self.size or source, (tile.rows, tile.cols), self._margins(source),
             example.origin(mask.shape, source), strict=True,

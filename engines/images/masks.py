@@ -11,19 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.errors import ImageError
+from engines.images.ignored import IGNORED
 from engines.images.opened import Opened
 from engines.images.stored import Stored, stored
 from engines.spatial.tiles import Tile
 
-__all__ = ["IGNORED", "Classes", "Ignore", "Mask", "ignored_numbers", "mask_shape"]
+__all__ = ["Classes", "Ignore", "Mask", "ignored_numbers", "mask_shape"]
 
 Classes = NDArray[np.int64]
 
 Ignore = int | Iterable[int] | None
 """The numbers of a mask that are no class, such as 255 for void: one, several or none."""
-
-IGNORED = -100
-"""The label of pixels outside of a mask or of an ignored number; `torch.nn.CrossEntropyLoss` leaves it out."""
 
 _NEARLY_GREY = 16  # by so much may the channels of a grey mask differ, where it was saved as a coloured JPEG
 

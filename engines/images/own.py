@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engines.errors import ImageError
+from engines.images.ignored import IGNORED, NOT_LEFT_OUT, check_ignored
 from engines.images.labelled import LabelledImages
 from engines.images.order import Drawn
 from engines.layer.graph import TensorSpec
@@ -70,13 +71,22 @@ class OwnPart:
     Which images and pixels that is, is asked of the training itself: places are cut as pixels are, so that there is
     one rule for who gets what. Where the model answers for each pixel, its labels are the masks of the images, of
     which a rank reads its own part too. Where it answers for fewer pixels than an image has, each answer is for the
-    pixel in its middle.
+    pixel in its middle. Pixels without a class get the label `ignored`, which the loss leaves out (None: it has none).
+    Raises ImageError where masks have ignored numbers and the loss has no such label.
     """
 
-    def __init__(self, training: Cuts, images: LabelledImages, specs: Mapping[str, TensorSpec]) -> None:
+    def __init__(
+        self,
+        training: Cuts,
+        images: LabelledImages,
+        specs: Mapping[str, TensorSpec],
+        ignored: int | None = IGNORED,
+    ) -> None:
+        check_ignored(images, ignored)
         self.training, self.images, self.specs = training, images, specs
         self.size = specs["images"].shape[2:]
         self.dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}
+        self.ignored = ignored if ignored is not None and _holds(self.dtypes["labels"], ignored) else None
         self._parts: dict[int, dict[int, dict[str, _Part]]] = {}
         self.parts_of(specs["images"].shape[0])
 
@@ -113,8 +123,18 @@ class OwnPart:
                 f"{self.images.name(piece.index)} has {shape[0]} x {shape[1]} pixels, but the training was made for "
                 f"{self.size[0]} x {self.size[1]}. Have the images scaled or cut to that size (size=)."
             )
-        read = self.images.part if piece.name == "images" else self.images.mask
-        return read(piece.index, piece.tile, piece.draw)
+        if piece.name == "images":
+            return self.images.part(piece.index, piece.tile, piece.draw)
+        return self._with_ignored(self.images.mask(piece.index, piece.tile, piece.draw), piece.index)
+
+    def _with_ignored(self, labels: Tensor, index: int) -> Tensor:
+        """The labels of pixels, with that of the loss for those that have no class."""
+        without = labels == IGNORED
+        if self.ignored == IGNORED or not without.any():
+            return labels
+        if self.ignored is None:
+            raise ImageError(f"{self.images.name(index)} has pixels without a class. {NOT_LEFT_OUT}")
+        return labels.masked_fill(without, self.ignored)
 
     def joined(self, step: Sequence[Drawn], read: Callable[[Piece], Tensor]) -> Inputs:
         """The parts of a step, whose pieces are what `read` says."""
@@ -133,6 +153,11 @@ class OwnPart:
 def _of_images(spec: TensorSpec, count: int, full: int) -> TensorSpec:
     """The spec of a step of `full` images, for `count` of them."""
     return replace(spec, shape=(spec.shape[0] * count // full, *spec.shape[1:])) if spec.shape else spec
+
+
+def _holds(dtype: torch.dtype, label: int) -> bool:
+    """Whether labels of a type can be this one: uint8 would make 156 of -100."""
+    return dtype.is_floating_point or torch.iinfo(dtype).min <= label <= torch.iinfo(dtype).max
 
 
 def _spread(found: Tensor, part: _Part) -> Tensor:

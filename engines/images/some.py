@@ -26,6 +26,11 @@ class Some:
             raise ImageError(f"There is no image {wrong[0]} among {len(images)}: they go from 0 to {len(images) - 1}.")
         self.images, self.numbers, self.classes = images, tuple(numbers), images.classes
 
+    @property
+    def ignore(self) -> Sequence[int]:
+        """The numbers of masks that are no class."""
+        return getattr(self.images, "ignore", ())
+
     def __len__(self) -> int:
         return len(self.numbers)
 

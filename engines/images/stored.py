@@ -77,7 +77,8 @@ def stored(path: Path) -> Stored:
 class _InArray:
     """An (H, W) array in a `.npy` file, mapped into memory."""
 
-    alpha, is_indexed = None, False
+    alpha: int | None = None
+    is_indexed = False
 
     def __init__(self, path: Path) -> None:
         with reasons(path):

@@ -12,6 +12,7 @@ from pathlib import Path
 from engines.errors import ImageError
 from engines.images.example import Example
 from engines.images.examples import ExampleImages
+from engines.images.masks import Ignore
 from engines.spatial.tiles import Span, Tile
 
 __all__ = ["COLUMNS", "table_images", "write_table"]
@@ -32,12 +33,14 @@ def table_images(
     threshold: int | None = None,
     check: bool = True,
     within: str | PathLike[str] | None = None,
+    ignore: Ignore = None,
 ) -> ExampleImages:
     """The images of a table: a CSV file with a line for each, and these columns, in any order.
 
     - `path`: the picture's file, from the table's folder on. This one is needed, and `label` or `mask` or both.
     - `label`: the image's class, a name or a whole number from 0.
-    - `mask`: a file of class numbers by pixel (grey PNG, TIFF, `.npy`), as large as the region or as the whole level.
+    - `mask`: a file of class numbers by pixel (grey or palette PNG, TIFF, `.npy`), as large as the region or as the
+      whole level. Its numbers are taken as the file stores them.
     - `region`: `y0 x0 height width` in pixels of the level; none is the whole. What sticks out of the picture is white.
     - `level`: of the pyramid; 0, where nothing is said, is the finest.
     - `slide`: what images that resemble each other have in common, such as the patient: `split` keeps it on one side.
@@ -47,7 +50,9 @@ def table_images(
 
     Labels that are all whole numbers from 0 are the classes. Otherwise they are names, and the classes are `names`,
     such as those of the table that a model was trained on, or else the names in their order. Masks have as many
-    `classes` as is said, or two with a `threshold`.
+    `classes` as is said, or two with a `threshold`. Pixels of a number in `ignore`, such as 255 for void, have no
+    class: their label is the `ignore_index` of the loss (PyTorch's default is -100), so that it leaves them out. A loss
+    that leaves no label out is refused.
     A table may come from anybody: its files must lie `within` a folder, links followed, which is its own unless given.
     Raises ImageError, which names the table, its lines and what is wrong with them, where a file is missing or a line
     cannot be understood; and unless `check` is off, so that bad images can be left out later, where a file is no
@@ -85,7 +90,7 @@ def table_images(
             _check(draft, troubles)
     troubles.end()
     examples = [replace(draft.example, label=labels.get(draft.label)) for draft in drafts]
-    return ExampleImages(examples, names, size, fit, masks, threshold)
+    return ExampleImages(examples, names, size, fit, masks, threshold, ignore if masks else None)
 
 
 def write_table(

@@ -10,7 +10,7 @@ from torch import Tensor
 from engines.layer.graph import ModelGraph, Node, Ref
 from engines.loss.analysis import CLASS_LOSSES
 
-__all__ = ["ClassNumbers", "are_judged", "class_numbers", "classes_drawn"]
+__all__ = ["ClassNumbers", "are_judged", "class_numbers", "classes_drawn", "unchanged_labels"]
 
 _PASSING = (
     "view", "reshape", "_unsafe_view", "flatten", "squeeze", "unsqueeze", "select", "slice", "permute", "transpose",
@@ -45,7 +45,7 @@ def class_numbers(graph: ModelGraph) -> tuple[ClassNumbers, ...]:
 
 
 def _found(graph: ModelGraph) -> Iterator[ClassNumbers]:
-    direct = _direct(graph)
+    direct = unchanged_labels(graph)
     for node in graph.nodes:
         name, a = _name(node), node.arguments
         if name in CLASS_LOSSES and _read(node, "target") in direct:
@@ -56,7 +56,7 @@ def _found(graph: ModelGraph) -> Iterator[ClassNumbers]:
             yield ClassNumbers(a["num_classes"])
 
 
-def _direct(graph: ModelGraph) -> set[str]:
+def unchanged_labels(graph: ModelGraph) -> set[str]:
     """The labels, and all that is the same numbers in another shape or type."""
     found = {"labels"}
     for node in graph.nodes:

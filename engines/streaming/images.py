@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engines.images.ignored import ignored_label
 from engines.images.labelled import LabelledImages
 from engines.images.own import OwnPart
 from engines.program.program import Program
@@ -35,8 +36,8 @@ def tile_by_tile(
 
     Pixels are read when it asks; ImageError is raised then, where they cannot be.
     """
-    specs = training.recipe.step_specs
-    parts = [OwnPart(_Tile(program), images, specs) for program in training.programs]
+    specs, ignored = training.recipe.step_specs, ignored_label(training.recipe.graph)
+    parts = [OwnPart(_Tile(program), images, specs, ignored) for program in training.programs]
 
     def of_step(numbers: Sequence[int], draws: Sequence[int] | None = None) -> Callable[[int], Inputs]:
         return lambda tile: parts[tile].read(numbers, draws)

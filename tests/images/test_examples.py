@@ -16,7 +16,7 @@ from engines.errors import ImageError
 from engines.images.example import Example
 from engines.images.examples import ExampleImages
 from engines.images.folder import folder_images
-from engines.images.masks import IGNORED
+from engines.images.ignored import IGNORED
 from engines.images.opened import shape_of
 from engines.images.picture import open_image
 from engines.images.some import parted
