@@ -19,9 +19,13 @@ __all__ = ["boxes_table", "masks_table"]
 def masks_table(images: Path, masks: Path, table: Path) -> int:
     """Write a table of the pictures in a folder, whose masks have the same names in another folder.
 
-    Gives back how many there are. Raises ImageError where there is none, or one has no mask.
+    Gives back how many there are. Raises ImageError where there is none, or one has no mask or several.
     """
-    found = {path.stem: path for path in _pictures(masks)}
+    of_masks = _pictures(masks)
+    found = {path.stem: path for path in of_masks}
+    times = Counter(path.stem for path in of_masks)
+    if twice := [path.name for path in of_masks if times[path.stem] > 1]:
+        raise ImageError(f"{masks} has several masks of one name: {', '.join(twice[:5])}. Keep one of each.")
     there = _pictures(images)
     missing = [path.name for path in there if path.stem not in found]
     if missing:

@@ -103,3 +103,72 @@ def test_without_the_extra_its_name_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(reader, "find_spec", lambda name: None)
     with pytest.raises(ImageError, match=r"a\.zarr is a Zarr store: pip install 'mpi4dl_nb\[zarr\]'"):
         open_image(path)
+
+
+def ome(path: Path, data: np.ndarray, axes: object, version: str = "0.4") -> Path:
+    group = zarr.open_group(path, mode="w", zarr_format=3 if version == "0.5" else 2)
+    group.create_array("0", data=data, chunks=tuple(min(64, side) for side in data.shape))
+    scales = {"version": version, "datasets": [{"path": "0"}]} | ({"axes": axes} if axes else {})
+    group.attrs.update({"ome": {"multiscales": [scales]}} if version == "0.5" else {"multiscales": [scales]})
+    return path
+
+
+FIRST = PIXELS.transpose(2, 0, 1)
+FIVE = FIRST[None, :, None]
+TYPED = [{"name": "when", "type": "time"}, {"name": "stain", "type": "channel"}, *({"name": axis} for axis in "zyx")]
+
+
+@pytest.mark.parametrize(
+    ("data", "axes", "version"),
+    [
+        (FIVE, [{"name": axis} for axis in "tczyx"], "0.4"),
+        (FIVE, [{"name": axis} for axis in "tczyx"], "0.5"),
+        (FIVE, TYPED, "0.4"),
+        (FIVE, list("tczyx"), "0.3"),
+        (FIVE, None, "0.1"),
+        (FIRST[None], [{"name": axis} for axis in "zcyx"], "0.4"),
+        (FIRST[:, None], [{"name": axis} for axis in "czyx"], "0.4"),
+        (PIXELS[None, :, None], [{"name": axis} for axis in "tyzxc"], "0.4"),
+        (FIRST.transpose(0, 2, 1), [{"name": axis} for axis in "cxy"], "0.4"),
+    ],
+    ids=["0.4", "0.5", "types", "0.3", "0.1", "depth first", "depth in the middle", "odd order", "columns first"],
+)
+def test_axes_are_known_by_their_names(tmp_path, data, axes, version):
+    opened = open_image(ome(tmp_path / "a.zarr", data, axes, version))
+    assert np.array_equal(opened.read(*BOX), CUT)
+
+
+FOUR = np.concatenate([FIRST, FIRST[:1]])
+
+
+@pytest.mark.parametrize(
+    ("data", "axes", "reason"),
+    [
+        (FIVE.repeat(3, 2), "tczyx", "holds a stack, t: 1, c: 3, z: 3"),
+        (FIVE.repeat(2, 0), "tczyx", "holds a stack, t: 2"),
+        (FIRST, "zyx", "holds a stack, z: 3"),
+        (FOUR, "cyx", r"has 4 channels \(axes cyx.*cannot say that one is transparency"),
+        (FIRST[:2], "cyx", "has 2 channels"),
+        (FIRST, "cay", r"axes c\?y, but a picture is"),
+    ],
+    ids=str,
+)
+def test_other_axes_are_refused(tmp_path, data, axes, reason):
+    with pytest.raises(ImageError, match=rf"a\.zarr .*{reason}"):
+        open_image(ome(tmp_path / "a.zarr", data, [{"name": axis} for axis in axes]))
+
+
+@pytest.mark.parametrize("shape", ["first", "last"])
+def test_four_channels_of_an_array_are_four_channels(tmp_path, shape):
+    """The fourth is no transparency: nothing says so."""
+    path = saved(tmp_path / "a.zarr", FOUR if shape == "first" else FOUR.transpose(1, 2, 0))
+    with pytest.raises(ImageError, match="has 4 channels"):
+        open_image(path)
+
+
+def test_an_array_may_name_its_axes(tmp_path):
+    zarr.create_array(tmp_path / "a", data=FIRST, chunks=(1, 64, 64), dimension_names=("z", "y", "x"))
+    with pytest.raises(ImageError, match="holds a stack, z: 3"):
+        open_image(tmp_path / "a")
+    saved(tmp_path / "b", FIVE, attributes={"_ARRAY_DIMENSIONS": ["time", "C", "z", "Y", "X"]})
+    assert np.array_equal(open_image(tmp_path / "b").read(*BOX), CUT)
