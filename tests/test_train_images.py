@@ -100,6 +100,14 @@ def test_a_table_is_taken_where_a_folder_is(table: Path):
         medical(table)[0].mask(3, Tile.whole(*SIZE))
 
 
+def test_ignored_numbers_of_masks_are_told_by_a_flag(table: Path):
+    whole = Tile.whole(*SIZE)
+    images, others = medical(table, "--mask-ignore", 255, "--held-out", 0.25, "--augment", "flip")
+    assert images.mask(3, whole).unique().tolist() == others.mask(0, whole).unique().tolist() == [-100, 0]
+    with pytest.raises(SystemExit):
+        chosen("--mask-ignore", "void")
+
+
 def test_images_fit_as_they_are_told_to(table: Path):
     scaled, cropped = (medical(table, "--mask-threshold", 127, "--fit", fit)[0] for fit in ("scale", "crop"))
     pixels = np.asarray(Image.open(table.parent / "3.png"))[8:32, 3:27]

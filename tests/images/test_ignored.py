@@ -59,7 +59,7 @@ def plain_losses(table: Path, loss: Loss, void: int) -> list[float]:
         labels = np.array(Image.open(table.parent / f"m{number}.png")).astype(np.int64)
         labels[labels == VOID] = void
         scores = plain(torch.from_numpy(pixels / 127.5 - 1).permute(2, 0, 1)[None])
-        found.append(float(loss(scores, torch.from_numpy(labels)[None])))
+        found.append(loss(scores, torch.from_numpy(labels)[None]).item())
     return found
 
 

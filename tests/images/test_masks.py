@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -94,11 +95,14 @@ def test_masks_that_cannot_be_read(tmp_path: Path, files):
         Mask(tmp_path / "none.png", 3)
 
 
-@pytest.mark.parametrize("ending", ["png", "jpg", "tiff", "npy", "palette.png", "wide.png"])
+@pytest.mark.parametrize("ending", ["png", "jpg", "tiff", "npy", "palette.png", "wide.png", "bool.tif", "floats.tif"])
 def test_a_spoiled_mask_is_read_or_refused(ending: str, tmp_path: Path):
     sound, random = tmp_path / f"sound.{ending}", np.random.default_rng(0)
     if ending == "npy":
         np.save(sound, CLASSES.astype(np.float32))
+    elif ending.endswith(".tif"):
+        values = CLASSES > 0 if ending == "bool.tif" else CLASSES.astype(np.float32)
+        tifffile.imwrite(sound, values, tile=(32, 32), compression="deflate", predictor=ending == "floats.tif")
     else:
         image = Image.fromarray(CLASSES.astype(np.uint16) if ending == "wide.png" else CLASSES)
         (image.convert("P") if ending == "palette.png" else image).save(sound)
