@@ -104,7 +104,7 @@ def test_ignored_numbers_of_masks_are_told_by_a_flag(table: Path):
     whole = Tile.whole(*SIZE)
     images, others = medical(table, "--mask-ignore", 255, "--held-out", 0.25, "--augment", "flip")
     assert images.mask(3, whole).unique().tolist() == others.mask(0, whole).unique().tolist() == [-100, 0]
-    with pytest.raises(SystemExit):
+    with pytest.raises(PlanError, match="--mask-ignore: 'void' is not whole numbers between commas"):
         chosen("--mask-ignore", "void")
 
 
