@@ -14,6 +14,7 @@ __all__ = ["IGNORED", "check_ignored", "ignored_label"]
 IGNORED = -100
 """The label of a pixel outside of a mask, or of an ignored number, until it meets a loss: PyTorch's `ignore_index`."""
 
+
 def ignored_label(graph: ModelGraph) -> int | None:
     """The label that a traced loss leaves out; None where there is none, or where there are several.
 
