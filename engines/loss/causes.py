@@ -73,7 +73,7 @@ def _of_totals(counting: Counting) -> Iterator[Cause]:
 def _of_labels(graph: ModelGraph, worker: Worker, sharers: int, micro_batch: int | None) -> Iterator[Cause]:
     """A mean over none of the labels of a micro-batch, of which `sharers` ranks have a part each."""
     for number, lane in worker.lanes.items():
-        if "labels" not in lane.inputs or micro_batch not in (None, number):
+        if lane.inputs.get("labels") is None or micro_batch not in (None, number):
             continue
         labels = lane.at_hand(lane.inputs["labels"])
         for numbers in class_numbers(graph):
@@ -89,7 +89,8 @@ def _of_labels(graph: ModelGraph, worker: Worker, sharers: int, micro_batch: int
 def _of_inputs(worker: Worker, micro_batch: int | None) -> Iterator[Cause]:
     for number, lane in worker.lanes.items():
         for name, tensor in lane.inputs.items():
-            bad = _not_finite(lane.at_hand(tensor)) if micro_batch in (None, number) else 0
+            gone = tensor is None  # tiles in turn give up what they need no more
+            bad = 0 if gone or micro_batch not in (None, number) else _not_finite(lane.at_hand(tensor))
             if bad:
                 where = LABELS if name == "labels" else IMAGES
                 what = "1 value" if bad == 1 else f"{bad} values"
