@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from engines.errors import TraceError
 from engines.layer.origin import line_now
 
-__all__ = ["Asked"]
+__all__ = ["Asked", "really"]
 
 LIMIT = 1 << 16
 """Numbers of a tensor that is computed on the side."""
@@ -84,7 +84,7 @@ class Asked(TorchFunctionMode):
         for name, twin in twins.items():
             real = self.held.get(name)
             if real is not None and not real.is_meta and real.numel() <= LIMIT:
-                with _really():
+                with really():
                     numbers = real.detach().to("cpu", twin.dtype, copy=True)
                 self._known[twin] = _Known(numbers, frozenset({name}))
 
@@ -142,7 +142,7 @@ class Asked(TorchFunctionMode):
     def _of(self, tensor: Tensor) -> _Known | None:
         found = self._known.get(tensor)
         if found is None and not isinstance(tensor, FakeTensor) and not _is_strange(tensor):
-            with _really():
+            with really():
                 found = self._known[tensor] = _Known(tensor.detach().clone())
         return found  # type: ignore[no-any-return]
 
@@ -187,7 +187,7 @@ class Asked(TorchFunctionMode):
 
     def _on_the_side(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The function of the known numbers; of a tensor whose shape alone counts, of zeros."""
-        with _really():
+        with really():
             given, named = _each((args, {**kwargs}), self._numbers)
             if "device" in named:
                 named["device"] = "cpu"
@@ -199,7 +199,7 @@ class Asked(TorchFunctionMode):
 
 
 @contextmanager
-def _really() -> Iterator[None]:
+def really() -> Iterator[None]:
     """While it lasts torch computes with numbers, and nothing is traced."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         yield

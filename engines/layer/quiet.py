@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from engines.layer.custom import functions_checked
 from engines.layer.known import Asked
 
 __all__ = ["StoppedError", "quiet", "watched"]
@@ -33,7 +34,7 @@ def watched(module: nn.Module, asked: Asked) -> Iterator[None]:
     """While a module's forward runs: `asked` answers what it asks of tensors. Its errors come as StoppedError."""
     asked.begin(dict(module.named_buffers(remove_duplicate=False)))
     try:
-        with asked:
+        with asked, functions_checked():
             yield
     except Exception as error:
         raise StoppedError(error) from error

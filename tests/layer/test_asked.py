@@ -1,0 +1,252 @@
+"""What a model asks of tensors while it is traced, and what it does to gradients: right, or refused with the line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engines.errors import TraceError
+from engines.layer.graph import TensorSpec
+from engines.layer.trace import trace
+from tests.exact import assert_exact, tiled, whole_numbers
+from tests.layer.test_trace import Calls, traced
+
+Forward = Callable[[Tensor], Tensor]
+
+KNOWN: dict[str, Forward] = {
+    "axes": lambda x: x.sum(torch.arange(2, x.dim()).tolist(), keepdim=True) * x,
+    "a number": lambda x: x * torch.tensor([2.0, 3.0]).prod().item(),
+    "a decision": lambda x: x * 2 if torch.zeros_like(x).sum() == 0 else x,
+    "a size": lambda x: x[:, :, : int(torch.linspace(0, x.shape[2], 3)[1])] * 2,
+    "an index": lambda x: x * range(5)[torch.tensor(3)],
+    "of another tensor's shape": lambda x: x * float(x.new_full((2, 3), 0.5).sum()),
+    "written before": lambda x: x * counted(x).tolist()[1],
+    "numpy": lambda x: x * float(torch.arange(4).numpy().sum()),
+    "contains": lambda x: x * 3 if 2 in torch.arange(4) else x,
+}
+
+
+def counted(x: Tensor) -> Tensor:
+    counts = torch.zeros(3)
+    counts[1:] += torch.arange(2) + x.shape[1]
+    return counts
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_numbers_that_follow_from_shapes_are_known(name: str):
+    assert_exact(Calls(KNOWN[name]), whole_numbers(1, 2, 6, 6), tiled("2x1"))
+
+
+def by_written(x: Tensor) -> Tensor:
+    counts = torch.zeros(3)
+    counts[1:] = x[0, 0, 0, :2]
+    return x * counts.tolist()[1]
+
+
+def by_drawn(x: Tensor) -> Tensor:
+    return x * torch.rand(1).item() if torch.rand(1).item() > 0.5 else x
+
+
+def by_sum(x: Tensor) -> Tensor:
+    return x if bool(x.sum() > 0) else -x
+
+
+@pytest.mark.parametrize("forward", [by_written, by_drawn, by_sum])
+def test_what_is_not_known_names_file_line_and_tensor(forward: Forward, capfd: pytest.CaptureFixture[str]):
+    lines = forward.__code__
+    with pytest.raises(TraceError, match=r"asks for the numbers \((tolist|item|bool)\) of a \w+ tensor \(") as caught:
+        traced(forward)
+    (line,) = re.findall(rf'"{re.escape(__file__)}", line (\d+)', str(caught.value))
+    assert lines.co_firstlineno < int(line) < lines.co_firstlineno + 5
+    assert capfd.readouterr() == ("", "")  # nothing of PyTorch's graphs
+
+
+def test_a_number_that_is_only_looked_at_is_none_of_ours():
+    class Logs(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            str(y.mean().item())
+            return y
+
+    assert_exact(Logs(), whole_numbers(1, 2, 4, 6), tiled("1x2"))
+
+
+class Scaled(nn.Module):
+    """A decision by the numbers of a buffer."""
+
+    def __init__(self, moves: bool) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(3))
+        self.moves = moves
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale > 2:
+            x = x * 5
+        if self.moves:
+            self.scale += 1
+        return x
+
+
+def test_a_buffer_that_stays_may_decide():
+    assert_exact(Scaled(moves=False), whole_numbers(1, 2, 4, 6), tiled("1x2"))
+
+
+def test_a_buffer_that_counts_may_not():
+    with pytest.raises(TraceError, match=r"numbers of the buffer scale, which are others in each step"):
+        traced(Scaled(moves=True))
+
+
+# ---- gradients
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Efficient(torch.autograd.Function):
+    """Swish, as MONAI has it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        share = torch.sigmoid(x)
+        return grad * (share * (1 + x * (1 - share)))
+
+
+def test_a_backward_that_is_not_that_of_forward_is_refused():
+    with pytest.raises(TraceError, match=r"Straight.apply\(x\).* calls Straight, .* it is another one"):
+        traced(lambda x: Straight.apply(x) * 2)
+
+
+def test_a_backward_that_is_that_of_forward_is_run():
+    graph = traced(lambda x: Efficient.apply(x) * 2)
+    assert [node.operator for node in graph.nodes[:3]] == ["aten.sigmoid.default", "aten.mul.Tensor", "aten.mul.Tensor"]
+
+
+def test_functions_are_as_they_were_behind_a_trace():
+    before = torch.autograd.Function.__dict__.get("apply")
+    traced(lambda x: x * 2)
+    assert torch.autograd.Function.__dict__.get("apply") is before
+    x = torch.ones(2, requires_grad=True)
+    Straight.apply(x).sum().backward()
+    assert x.grad.tolist() == [1, 1]
+
+
+def hooked(x: Tensor) -> Tensor:
+    y = x * 2
+    y.register_hook(lambda grad: grad * 2)
+    return y
+
+
+def test_a_hook_of_a_gradient_is_refused():
+    with pytest.raises(TraceError, match=r"calls Tensor\.register_hook"):
+        traced(Graded(hooked))
+
+
+class Graded(nn.Module):
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.weight, self.run = nn.Parameter(torch.ones(())), forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x * self.weight)
+
+
+def under_inference_mode(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        y = x * 2
+    return x + y
+
+
+def test_inference_mode_is_refused():
+    with pytest.raises(TraceError, match=r"stands under torch.inference_mode\(\).* Use torch.no_grad"):
+        traced(under_inference_mode)
+
+
+def written_without_gradient(x: Tensor) -> Tensor:
+    y = x * 2
+    with torch.no_grad():
+        y[:, :1] = 0
+    return y
+
+
+def test_a_write_without_gradient_to_what_has_one_is_refused():
+    """Autograd would pass the gradient on as if nothing had been written."""
+    with pytest.raises(TraceError, match=r"changes, under torch.no_grad\(\), a tensor that has a gradient"):
+        traced(Graded(written_without_gradient))
+
+
+KEPT = torch.tensor([1.0, 2.0])
+
+
+def writes_to_its_own(x: Tensor) -> Tensor:
+    KEPT[0] = 5
+    return x * KEPT.view(2, 1, 1)
+
+
+def test_a_tensor_that_outlives_the_step_may_not_be_written():
+    with pytest.raises(TraceError, match="changes a tensor that it has not made"):
+        traced(writes_to_its_own)
+    assert KEPT.tolist() == [1, 2]
+
+
+# ---- constants
+
+
+def test_the_same_numbers_are_one_constant_whose_type_stays():
+    def forward(x: Tensor) -> Tensor:
+        halves = torch.tensor([0.5, 0.25]).view(2, 1, 1)
+        return x * halves + torch.tensor([0.5, 0.25]).view(2, 1, 1) + x[:, [1, 0]]
+
+    graph = traced(forward)
+    types = {graph.buffers[name].dtype: tensor.tolist() for name, tensor in graph.constants.items()}
+    assert types == {"float32": [0.5, 0.25], "int64": [1, 0]}
+    assert_exact(Calls(forward), whole_numbers(1, 2, 4, 6), tiled("1x2"))
+
+
+def test_regions_without_gradients_train_nothing():
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.first(x)
+            return self.second(x)
+
+    graph = traced(Half())
+    assert graph.trainable == {"model.second.weight", "model.second.bias"}
+    assert [node.graded for node in graph.nodes[:3]] == [False, False, True]
+
+
+def test_local_autocast_is_as_in_one_process():
+    class Regions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                x = self.a(x.float())
+            return self.b(x)
+
+    images, labels = TensorSpec((1, 2, 6, 6), "float32"), TensorSpec((1,), "float32")
+    graph = trace(Regions(), lambda o, y: o.float().sum() + 0 * y.sum(), images, labels, "bfloat16")
+    made = [node.spec.dtype for node in graph.nodes if node.operator == "aten.conv2d.default"]
+    assert made == ["float32", "bfloat16"]
