@@ -48,6 +48,7 @@ PURE = (
     "engines.predict.links",
     "engines.predict.machine",
     "engines.predict.machines",
+    "engines.predict.noise",
     "engines.predict.processors",
     "engines.predict.shares",
     "engines.predict.simulate",

@@ -23,6 +23,7 @@ _POINTWISE = {
         "to.device", "to.dtype", "to.dtype_layout", "to.other", "_to_copy.default", "type_as.default",
         "lift_fresh_copy.default",
         "zeros_like.default", "ones_like.default", "full_like.default", "empty_like.default",
+        "leaky_relu.default",  # torch 2.11 has no such tag on it
         "log_sigmoid.default", "hardswish.default", "special_expit.default", "special_erf.default",
         "masked_fill.Tensor", "where.Scalar", "where.ScalarSelf", "where.ScalarOther", "isclose.default",
         "divide.Tensor", "divide.Scalar", "multiply.Tensor", "multiply.Scalar", "subtract.Tensor", "subtract.Scalar",
