@@ -49,13 +49,20 @@ class Analysis:
         return {node.name: node for node in self.graph.nodes}
 
     @cached_property
+    def _twin(self) -> ModelGraph | None:
+        """The trace of twice as many images; None where they cannot be traced."""
+        try:
+            return self.twin()
+        except TraceError:
+            return None
+
+    @cached_property
     def _twins(self) -> Mapping[str, Node]:
         """The same nodes for twice as many images; none where the model or the loss does other things for them."""
-        try:
-            twin = self.twin()
-        except TraceError:
-            return {}
-        if [(n.name, n.operator) for n in twin.nodes] != [(n.name, n.operator) for n in self.graph.nodes]:
+        twin = self._twin
+        if twin is None or [(n.name, n.operator) for n in twin.nodes] != [
+            (n.name, n.operator) for n in self.graph.nodes
+        ]:
             return {}
         return {node.name: node for node in twin.nodes}
 
@@ -100,8 +107,8 @@ class Analysis:
 
     def _owned(self, name: str) -> Share:
         """A weight or buffer is the same for each micro-batch; a constant that the loss makes may hold its size."""
-        mine = getattr(self.graph, "constants", {}).get(name)
-        theirs = mine if mine is None else getattr(self.twin(), "constants", {}).get(name)
+        mine = self.graph.constants.get(name)
+        theirs = self._twin.constants.get(name) if mine is not None and self._twin else None
         if mine is not None and (theirs is None or mine.shape != theirs.shape or (mine != theirs).any()):
             return Share(Kind.UNKNOWN)
         return replace(CONSTANT, known=name not in self.graph.trainable)
