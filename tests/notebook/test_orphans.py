@@ -185,6 +185,8 @@ def started_in(manager: KernelManager) -> dict:
 
         def keep(message: dict) -> None:
             content = message["content"]
+            if content.get("name") == "stderr":  # that the start is slow, where it is
+                return
             printed.append(content.get("text", "") or "\n".join(content.get("traceback", [])))
 
         client.execute_interactive(NOTEBOOK, timeout=60, output_hook=keep)
