@@ -7,7 +7,7 @@ the model writes into its attributes or puts in a weight's place while it runs i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from engines.errors import TraceError
 from engines.layer.graph import TensorSpec
+from engines.layer.twin import empty, twin_of
 
 __all__ = ["CUMULATIVE", "check_modules", "check_steady", "traceable"]
 
@@ -81,21 +82,17 @@ def check_steady(model: nn.Module, images: TensorSpec) -> None:
     It runs twice, without memory, as a copy: what only a first run sets, such as a size that is remembered, is right.
     A model that cannot run so says why when it is traced.
     """
-    twin, mode = _with_same_tensors(model), FakeTensorMode(allow_non_fake_inputs=True)
-    dtype = getattr(torch, images.dtype)
-    with mode:
-        owned = {name: _like(tensor, dtype) for name, tensor in _tensors(model)}
-        whole = torch.empty(images.shape, dtype=dtype)
-    run = _Run(twin, owned, whole)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
+        twin, whole = twin_of(model, mode, getattr(torch, images.dtype)), empty(mode, images.shape, images.dtype)
         with mode, torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            new, memory = dict(_numbers(twin)), run.memory
-            run()
+            new, memory = dict(_numbers(twin)), _memory(twin)
+            twin(whole)
             before = dict(_numbers(twin))
-            run()
+            twin(whole)
     except Exception:
         return
-    if replaced := [name for name, place in run.memory.items() if place._cdata != memory[name]._cdata]:
+    if replaced := [name for name, place in _memory(twin).items() if place._cdata != memory[name]._cdata]:
         raise TraceError(
             f"The model puts another tensor in the place of {replaced[0]} while it runs (by = or .data =), which ranks "
             "would not do. Change it after a step instead, or compute in forward what is needed of it."
@@ -114,24 +111,9 @@ def check_steady(model: nn.Module, images: TensorSpec) -> None:
             )
 
 
-def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    twin = torch.empty_like(tensor, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device="cpu")
-    return nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
-
-
-class _Run:
-    """Runs a model with other tensors in place of its own; `memory` says where these lie."""
-
-    def __init__(self, model: nn.Module, owned: dict[str, Tensor], images: Tensor) -> None:
-        self.model, self.owned, self.images = model, owned, images
-        self.call: Callable[..., Any] = torch.func.functional_call
-
-    def __call__(self) -> None:
-        self.call(self.model, self.owned, (self.images,))
-
-    @property
-    def memory(self) -> dict[str, torch.UntypedStorage]:
-        return {name: tensor.untyped_storage() for name, tensor in self.owned.items()}
+def _memory(model: nn.Module) -> dict[str, torch.UntypedStorage]:
+    """Where each weight and buffer lies."""
+    return {name: tensor.untyped_storage() for name, tensor in _tensors(model)}
 
 
 def _numbers(model: nn.Module) -> Iterator[tuple[str, float]]:
