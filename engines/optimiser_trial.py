@@ -32,6 +32,8 @@ def frozen_by(function: Optimiser, specs: Sequence[ParameterSpec]) -> frozenset[
 
     Raises PlanError where it makes none that can train the model: see `make_optimiser`; or one that wants a closure.
     """
+    if not specs:
+        return frozenset()
     named = {spec.name: spec.stand_in() for spec in specs}
     made = make_optimiser(function, named)
     closure = inspect.signature(made.step).parameters.get("closure")
