@@ -43,9 +43,11 @@ def _shares_memory(node: fx.Node) -> bool:
     """Of an operator that is not known as a view, whether it turned out to be one."""
     made = node.meta.get("val")
     first = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
-    if not (isinstance(made, Tensor) and isinstance(first, Tensor)):
+    if not isinstance(first, Tensor):
         return False
-    return made.untyped_storage()._cdata == first.untyped_storage()._cdata
+    parts = made if isinstance(made, list | tuple) else (made,)
+    memory = first.untyped_storage()._cdata
+    return any(part.untyped_storage()._cdata == memory for part in parts if isinstance(part, Tensor))
 
 
 def renames(node: fx.Node) -> bool:
