@@ -125,6 +125,8 @@ def check_on_ranks(
     than in one process, where the weights' steps depend on each other across ranks, or are drawn at random.
     `must_step`: whether an optimiser that cannot step on this machine is wrong; one for GPUs only may not.
     """
+    if not specs:
+        return  # a model without weights trains nothing
     trial, distinct = _Trial(function, specs, state), list(dict.fromkeys(map(frozenset, holdings)))
     whole = trial.options(frozenset().union(*distinct))
     for held in distinct:
