@@ -16,8 +16,8 @@ Make = Callable[..., fx.Node]
 
 _ATEN = torch.ops.aten
 
-_MAYBE = ("reshape", "flatten", "contiguous", "chunk", "split", "type_as")
-"""Parts of the names of operators that return their argument, a view of it or a copy, as the case may be."""
+_MAYBE = ("chunk", "split")
+"""Parts of the names of operators that return several views."""
 
 _RENAMES = {f"aten.{name}_.default" for name in ("squeeze", "unsqueeze", "transpose", "t", "swapaxes", "swapdims")} | {
     "aten.squeeze_.dim",
@@ -34,13 +34,14 @@ def is_view(node: fx.Node) -> bool:
         return False
     if "dropout" in str(node.target):
         return not (_argument(node, "train") and _argument(node, "p"))
+    if isinstance(node.meta.get("val"), Tensor):
+        return _shares_memory(node)
     returns = node.target._schema.returns  # type: ignore[union-attr]
-    known = bool(returns and returns[0].alias_info) or any(name in str(node.target) for name in _MAYBE)
-    return known or _shares_memory(node)
+    return bool(returns and returns[0].alias_info) or any(name in str(node.target) for name in _MAYBE)
 
 
 def _shares_memory(node: fx.Node) -> bool:
-    """Of an operator that is not known as a view, whether it turned out to be one."""
+    """Whether the result of an operator turned out to lie in the memory of what it read first."""
     made = node.meta.get("val")
     first = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
     if not isinstance(first, Tensor):
