@@ -14,8 +14,8 @@ from engines.comm.world import World
 from engines.images.feed import Feeding
 from engines.images.synthetic import SyntheticImages
 from engines.report import Told
-from engines.train import RankCourse, Ranks, images_per_step, run
-from engines.training import RankTraining, Recipe
+from engines.train import RankCourse, Ranks, run
+from engines.training import RankTraining, Recipe, images_per_step
 
 README = Path(__file__).parents[1] / "README.md"
 ROW = re.compile(
