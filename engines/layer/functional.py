@@ -7,6 +7,7 @@ own functionalisation has it). Gradients are those of autograd, which rewrites i
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
@@ -21,14 +22,14 @@ from engines.layer.graph import WITHOUT_GRADIENT, plain_name
 from engines.layer.inline import is_ungraded
 from engines.layer.masks import chosen
 from engines.layer.origin import source_of, where
-from engines.layer.views import is_certain, is_view, renames, written_base
+from engines.layer.views import is_certain, is_idle_dropout, memories, renames, written_base
 
 __all__ = ["WRITTEN", "functional", "swept"]
 
 WRITTEN = "written"
 """The mark of what became of a write: the node whose type the result has, whatever it is computed from."""
 
-_MADE = "made_here"
+_MADE, _VIEW = "made_here", "view"
 _ATEN = torch.ops.aten
 
 _RENAMED = {  # in-place operators whose out-of-place form has another name
@@ -96,7 +97,7 @@ def _is_idle(node: fx.Node) -> bool:
     is_new = name.startswith("aten.new_") or (name in WITHOUT_GRADIENT and "rand" not in name)
     checks = name.startswith(("aten.sym_size", "aten.item", "aten._assert_", "aten.index.Tensor"))
     computes_sizes = not isinstance(node.target, torch._ops.OpOverload)
-    return _MADE in node.meta or is_new or checks or computes_sizes or is_view(node)
+    return _MADE in node.meta or is_new or checks or computes_sizes or _VIEW in node.meta
 
 
 class _Functional:
@@ -105,6 +106,7 @@ class _Functional:
     def __init__(self, module: fx.GraphModule, owned: Collection[str]) -> None:
         self.module, self.graph, self.owned = module, module.graph, owned
         self.aliases: dict[fx.Node, _Alias] = {}
+        self.memories = memories(module)
         self.carrying: set[fx.Node] = set()
         modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in self.graph.nodes)
         self.mode = next(filter(None, modes), None) or FakeTensorMode(allow_non_fake_inputs=True)
@@ -118,13 +120,27 @@ class _Functional:
                 node.replace_input_with(argument, self._now(alias, node))
         if written is not None:
             self._write(node, self.aliases[written])
-        elif node.op == "call_function" and is_view(node):
-            self._view(node, self.aliases[node.all_input_nodes[0]])
-        else:
-            self.aliases[node] = _Alias(_Memory(node.op == "get_attr"), None, node, node, 0)
+        elif node not in self.aliases:  # of several values each is known since they were made
+            for made in (node, *(user for user in node.users if user.target is operator.getitem)):
+                self._look(made, node)
         self._carry(node)
 
+    def _look(self, made: fx.Node, node: fx.Node) -> None:
+        """What `node` makes, itself or one of several values, is a view of what the node reads, or new."""
+        viewed = None if node.target is _ATEN.lift_fresh_copy.default else self._viewed(made, node)
+        if viewed is not None:
+            self._view(made, self.aliases[viewed])
+        else:
+            self.aliases[made] = _Alias(_Memory(node.op == "get_attr"), None, made, made, 0)
+
+    def _viewed(self, made: fx.Node, node: fx.Node) -> fx.Node | None:
+        if is_idle_dropout(node):
+            return node.all_input_nodes[0]
+        here = self.memories[made]
+        return next((each for each in node.all_input_nodes if here & self.memories.get(each, frozenset())), None)
+
     def _view(self, node: fx.Node, of: _Alias) -> None:
+        node.meta[_VIEW] = True
         self.aliases[node] = _Alias(of.memory, of, node, node, of.version)
 
     def _carry(self, node: fx.Node) -> None:
@@ -151,7 +167,7 @@ class _Functional:
     def _see(self, alias: _Alias, value: fx.Node) -> None:
         """From now on the alias sees `value`."""
         alias.value, alias.version = value, alias.memory.version
-        self.aliases[value] = alias
+        self.aliases[value], self.memories[value] = alias, self.memories[alias.view]
 
     # ---- writes
 

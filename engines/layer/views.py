@@ -1,23 +1,19 @@
-"""Views: operators whose result lies in the memory of their first argument, and what a write through one does to it."""
+"""Views: values that lie in the memory of others, and what a write through one does to these."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-__all__ = ["Make", "is_certain", "is_view", "renames", "written_base"]
+__all__ = ["Make", "is_certain", "is_idle_dropout", "memories", "renames", "written_base"]
 
 Make = Callable[..., fx.Node]
 """`make(target, *arguments)` appends an operator to the graph."""
 
 _ATEN = torch.ops.aten
-
-_MAYBE = ("chunk", "split")
-"""Parts of the names of operators that return several views."""
 
 _RENAMES = {f"aten.{name}_.default" for name in ("squeeze", "unsqueeze", "transpose", "t", "swapaxes", "swapdims")} | {
     "aten.squeeze_.dim",
@@ -25,30 +21,27 @@ _RENAMES = {f"aten.{name}_.default" for name in ("squeeze", "unsqueeze", "transp
 }
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether the result lies, or may lie, in the memory of the first input."""
-    if _is_pick(node):
-        several = node.args[0] if node.target is operator.getitem else None
-        return isinstance(several, fx.Node) and is_view(several)
-    if node.target._schema.is_mutable or node.target is _ATEN.lift_fresh_copy.default:  # type: ignore[union-attr]
-        return False
-    if "dropout" in str(node.target):
-        return not (_argument(node, "train") and _argument(node, "p"))
-    if isinstance(node.meta.get("val"), Tensor):
-        return _shares_memory(node)
-    returns = node.target._schema.returns  # type: ignore[union-attr]
-    return bool(returns and returns[0].alias_info) or any(name in str(node.target) for name in _MAYBE)
+def memories(module: fx.GraphModule) -> dict[fx.Node, frozenset[int]]:
+    """Of each node of a traced graph the memory in which its value lies, or in which its several values lie.
+
+    Two nodes have the same memory exactly where one is a view of the other. It must be asked for before the graph is
+    changed, since what takes a node's place later has memory of its own.
+    """
+    return {node: frozenset(_memories(node)) for node in module.graph.nodes}
 
 
-def _shares_memory(node: fx.Node) -> bool:
-    """Whether the result of an operator turned out to lie in the memory of what it read first."""
-    made = node.meta.get("val")
-    first = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
-    if not isinstance(first, Tensor):
+def _memories(node: fx.Node) -> Iterator[int]:
+    value = node.meta.get("val")
+    for part in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(part, Tensor):
+            yield part.untyped_storage()._cdata
+
+
+def is_idle_dropout(node: fx.Node) -> bool:
+    """Whether a node is a dropout that drops nothing: it answers with its input itself, which a trace does not show."""
+    if "dropout" not in str(node.target):
         return False
-    parts = made if isinstance(made, list | tuple) else (made,)
-    memory = first.untyped_storage()._cdata
-    return any(part.untyped_storage()._cdata == memory for part in parts if isinstance(part, Tensor))
+    return not (_argument(node, "train") and _argument(node, "p"))
 
 
 def renames(node: fx.Node) -> bool:
@@ -70,10 +63,6 @@ def written_base(make: Make, view: fx.Node, base: fx.Node, part: fx.Node) -> fx.
     """
     back = _BACK.get(str(view.target))
     return back(make, view, base, part) if back else None
-
-
-def _is_pick(node: fx.Node) -> bool:
-    return not isinstance(node.target, torch._ops.OpOverload)
 
 
 def _argument(node: fx.Node, name: str) -> Any:

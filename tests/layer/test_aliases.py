@@ -81,8 +81,11 @@ ALIASES: dict[str, Forward] = {
     "as_strided": lambda y: y.as_strided((2, 2), (1, 2)),
     "atleast_2d": torch.atleast_2d,
     "broadcast_tensors": lambda y: torch.broadcast_tensors(y, y)[0],
+    "broadcast_tensors, the second one": lambda y: torch.broadcast_tensors(y[:, :1] + 1, y)[1],
+    "chunk": lambda y: y.chunk(2, 1)[1],
     "contiguous": lambda y: y.contiguous(),
     "data": lambda y: y.data,
+    "detach": lambda y: y.detach(),
     "diagonal": lambda y: y.diagonal(dim1=2, dim2=3),
     "double of a double": lambda y: y.double(),
     "dropout switched off": lambda y: F.dropout(y, 0.5, training=False),
@@ -164,7 +167,50 @@ def write_both_the_other_way(view: Forward) -> Forward:
     return forward
 
 
-WRITES = [write_the_view, write_the_base, write_one_of_two_views, write_both, write_both_the_other_way]
+def look_after_a_write_and_write_the_view(view: Forward) -> Forward:
+    def forward(x: Tensor) -> Tensor:
+        y = x * 2
+        y.mul_(3)
+        view(y).add_(1)
+        return y + 1
+
+    return forward
+
+
+def look_after_a_write_and_write_the_base(view: Forward) -> Forward:
+    def forward(x: Tensor) -> Tensor:
+        y = x * 2
+        y.mul_(3)
+        seen = view(y)
+        y.add_(1)
+        return seen + 1
+
+    return forward
+
+
+def look_before_and_after_a_write(view: Forward) -> Forward:
+    def forward(x: Tensor) -> Tensor:
+        y = x * 2
+        before = view(y)
+        y.mul_(3)
+        after = view(y)
+        before.add_(1)
+        after.mul_(5)
+        return torch.cat([y.flatten(), before.flatten(), after.flatten()])
+
+    return forward
+
+
+WRITES = [
+    write_the_view,
+    write_the_base,
+    write_one_of_two_views,
+    write_both,
+    write_both_the_other_way,
+    look_after_a_write_and_write_the_view,
+    look_after_a_write_and_write_the_base,
+    look_before_and_after_a_write,
+]
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -179,12 +225,14 @@ def test_a_copy_is_nobodys_other_name(name: str, write: Callable[[Forward], Forw
     assert not is_refused(write(COPIES[name]), whole_numbers(*SHAPE))
 
 
-def test_a_grid_that_looks_at_the_axes_is_a_view_of_them():
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_grid_that_looks_at_the_axes_is_a_view_of_them(axis: int):
     def forward(x: Tensor) -> Tensor:
-        axis = x[0, 0, 0] * 2
-        rows, _ = torch.meshgrid(axis, axis, indexing="ij")
-        axis.mul_(3)
-        return rows + 1
+        axes = [x[0, 0, 0] * 2, x[0, 0, 1] * 2]
+        axes[axis].add_(1)
+        grids = torch.meshgrid(*axes, indexing="ij")
+        axes[axis].mul_(3)
+        return grids[0] + 7 * grids[1]
 
     is_refused(forward, whole_numbers(*SHAPE))
 
@@ -195,7 +243,15 @@ STEPS: dict[str, Forward] = {
     **{f"copy: {name}": COPIES[name] for name in ("clone", "cat of one")},
     **{
         name: ALIASES[name]
-        for name in ("contiguous", "dropout switched off", "einsum that permutes", "reshape", "squeeze", "type_as")
+        for name in (
+            "contiguous",
+            "detach",
+            "dropout switched off",
+            "einsum that permutes",
+            "getitem",
+            "reshape",
+            "squeeze",
+        )
     },
     "write": lambda y: y.mul_(3),
     "write 1": lambda y: y.add_(1),
