@@ -14,6 +14,7 @@ from typing import Any
 from engines.errors import TraceError
 from engines.layer.graph import ModelGraph, Node, Ref, TensorSpec
 from engines.loss.shares import CONSTANT, Kind, Share, batch_axis
+from engines.spatial.draws import draw_number
 from engines.spatial.plain import is_pointwise
 
 __all__ = ["CLASS_LOSSES", "Analysis", "Rule"]
@@ -128,7 +129,8 @@ class Analysis:
     def _share_of(self, node: Node) -> Share:
         name = node.operator.removeprefix("aten.").split(".")[0]
         shares = {ref: self.share(ref) for ref in node.reads}
-        if any(each.kind is Kind.UNKNOWN for each in shares.values()):
+        drawn = draw_number(self.graph, node) is not None  # each micro-batch draws other numbers
+        if drawn or any(each.kind is Kind.UNKNOWN for each in shares.values()):
             return self._unknown(node)
         rule = self.rules.get(name) or (self.rules["*"] if is_pointwise(node.operator) else None)
         if rule:
@@ -167,6 +169,8 @@ class Analysis:
             return None
         if mine == theirs:
             return CONSTANT
+        if theirs == 2 * mine and mine % self.graph.inputs["images"].shape[0]:
+            return None  # it doubles by chance, as log(2) to log(4)
         return {2 * mine: replace(CONSTANT, degree=-1), mine / 2: replace(CONSTANT, degree=1)}.get(theirs)
 
     def operand(self, node: Node, argument: str) -> Share | None:
@@ -178,17 +182,27 @@ class Analysis:
         """Shape and type of a value."""
         return self.graph.specs[ref.name]
 
-    def aligned(self, node: Node, shares: Mapping[str, Share]) -> int | None:
-        """Where the images of the result lie if all operands have them on the same axis, counted from the end."""
+    def end(self, shares: Mapping[str, Share]) -> int | None:
+        """The axis of the images, counted from the end, if all operands have them there.
+
+        None, too, where another operand has an entry for each image of a micro-batch, and so none for those of a batch.
+        """
+        specs = self.graph.specs
         ends = {
-            share.axis - len(self.graph.specs[name].shape)
+            share.axis - len(specs[name].shape)
             for name, share in shares.items()
-            if share.kind is Kind.ROWS and name in self.graph.specs
+            if share.kind is Kind.ROWS and name in specs
         }
-        if len(ends) != 1 or node.spec is None:
+        if len(ends) != 1:
             return None
         (end,) = ends
-        return end + len(node.spec.shape)
+        others = [specs[name].shape for name, share in shares.items() if share.kind is Kind.SAME and name in specs]
+        return None if any(len(shape) >= -end and shape[end] != 1 for shape in others) else end
+
+    def aligned(self, node: Node, shares: Mapping[str, Share]) -> int | None:
+        """Where the images of the result lie if `end` knows that."""
+        end = self.end(shares)
+        return None if end is None or node.spec is None else end + len(node.spec.shape)
 
     def axis(self, node: Node) -> int | None:
         """Where the images of what a node makes lie, as the twin has it."""

@@ -158,8 +158,7 @@ def _element_loss(a: Analysis, node: Node) -> Share | None:
     shares = {name: a.settled(name) for name in node.reads}
     if not all(each.is_plain for each in shares.values()):
         return None
-    rows = {name: each for name, each in shares.items() if each.kind is Kind.ROWS}
-    if len({each.axis - len(a.graph.specs[name].shape) for name, each in rows.items()}) != 1:
+    if a.end(shares) is None:
         return None
     made, reduction = CONSTANT.made(*shares.values()), node.arguments["reduction"]
     if reduction == NONE:

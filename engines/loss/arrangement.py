@@ -37,11 +37,14 @@ def _viewed(a: Analysis, node: Node) -> Share | None:
 
 
 def _moved(a: Analysis, node: Node) -> Share | None:
-    found = a.share(node.arguments["self"].name)
+    """Dimensions in another order, or a part along one that is not that of the batch."""
+    ref = node.arguments["self"]
+    found = a.share(ref.name)
     if found.kind is not Kind.ROWS:
-        return found
-    axis = a.axis(node)
-    return None if axis is None else replace(found, axis=axis)
+        return found if a.twin_agrees(node) else None
+    axis, dim = a.axis(node), node.arguments.get("dim")
+    takes_images = isinstance(dim, int) and dim % len(a.spec(ref).shape) == found.axis and node.spec != a.spec(ref)
+    return None if axis is None or takes_images else replace(found, axis=axis)
 
 
 def _spread(a: Analysis, node: Node) -> Share | None:
@@ -51,7 +54,7 @@ def _spread(a: Analysis, node: Node) -> Share | None:
     if a.number(node, "fill_value") != CONSTANT:
         return None
     if found.kind is Kind.SUM:
-        return found if a.axis(node) is None else None
+        return found if a.twin_agrees(node) else None
     if node.name in a._twins and a._twins[node.name].spec == node.spec and found.kind is Kind.SAME:
         return found
     axis = a.axis(node)

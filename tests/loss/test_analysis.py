@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,6 +55,11 @@ UNKNOWN: dict[str, Loss] = {
         p, (p - p.mean((2, 3), keepdim=True)).detach().argmax(1), torch.arange(1, 4, dtype=p.dtype)
     ),
     "rounded": lambda p, y: p.sum().long() * p.mean(),
+    "the first half of the images": lambda p, y: p[: len(p) // 2].square().mean(),
+    "a weight for each place": lambda p, y: (p.mean((1, 2, 3)) * torch.arange(1, 9, dtype=p.dtype)[: len(p)]).mean(),
+    "a mean for each pair": lambda p, y: p.mean().expand(len(y), len(y)).sum(),
+    "logarithm of the count": lambda p, y: p.mean() * math.log(len(y) / 2),
+    "drawn at random": lambda p, y: p.mean() * torch.rand((), dtype=p.dtype),
     "another loss for eight": lambda p, y: p.square().mean() if len(p) == 4 else p.mean(),
 }
 PLAN = Plan(split_size=1, spatial_size=0, parts=2, precision="float64")
@@ -84,3 +91,20 @@ def test_what_is_not_is_said(name: str):
     unknown, found, wanted = losses_of(UNKNOWN[name])
     assert unknown
     assert found != pytest.approx(wanted, rel=1e-11), "it would have been worth knowing"
+
+
+class Weighted(nn.Module):
+    """A weight of its own for each place in the batch."""
+
+    def __init__(self, shape: tuple[int, ...], squares: bool) -> None:
+        super().__init__()
+        self.squares = squares
+        self.register_buffer("weight", torch.linspace(1, 2, math.prod(shape), dtype=torch.float64).view(shape))
+
+    def forward(self, p: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(p, self.weight) if self.squares else (p * self.weight).mean()
+
+
+@pytest.mark.parametrize(("shape", "squares"), [((4, 1, 1, 1), False), ((4, 3, *SIZE), False), ((4, 3, *SIZE), True)])
+def test_a_weight_for_each_image_of_a_micro_batch_is_none_for_those_of_a_batch(shape: tuple[int, ...], squares: bool):
+    assert prepare(segmenter(), PLAN, (8, 3, *SIZE), Weighted(shape, squares), device="cpu").graph.whole.unknown
