@@ -40,11 +40,22 @@ def _accumulates(node: fx.Node) -> bool:
 
 def _same_places(new: fx.Node, indices: object, value: fx.Node) -> fx.Node | None:
     """The tensor of which `new` is the masked part, if the mask is the same."""
-    if new.target is not _ATEN.index.Tensor or list(new.args[1]) != list(indices):  # type: ignore[arg-type, call-overload]
+    if new.target is not _ATEN.index.Tensor or not _are_same(new.args[1], indices):
         return None
     source = new.args[0]
     alike = isinstance(source, fx.Node) and source.meta["val"].shape == value.meta["val"].shape
     return source if alike else None  # type: ignore[return-value]
+
+
+def _are_same(one: object, other: object) -> bool:
+    """Whether two arguments are equal whatever the images are: `y < 0` may be computed once for each side."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_are_same, one, other))
+    if not (isinstance(one, fx.Node) and isinstance(other, fx.Node)) or one is other:
+        return type(one) is type(other) and one == other
+    is_computed = one.op == other.op == "call_function" and one.target is other.target
+    is_drawn = torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ())
+    return is_computed and not is_drawn and _are_same(one.args, other.args) and one.kwargs == other.kwargs
 
 
 def _everywhere(make: Make, new: fx.Node, behind: int) -> fx.Node | None:
