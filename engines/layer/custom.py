@@ -6,6 +6,7 @@ memory-efficient activations does, nothing is lost; where it does not, it is ref
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ def functions_checked() -> Iterator[None]:
     """While it lasts this thread calls no function whose backward is not that of its forward. Raises TraceError."""
     own, thread = torch.autograd.Function.__dict__.get("apply"), threading.get_ident()
     tried: list[Any] = []
-    plain = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    plain = inspect.getattr_static(torch.autograd.Function, "apply")  # of torch 2.14 it is not a Python function
 
     def apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
         ours = cls.__module__.startswith(("torch.", "engines."))
@@ -46,7 +47,7 @@ def functions_checked() -> Iterator[None]:
             tried.append(cls)  # it calls itself here
             _check(cls, arguments)
             tried.remove(cls)
-        return plain(cls, *arguments, **keywords)
+        return plain.__get__(None, cls)(*arguments, **keywords)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     try:

@@ -138,6 +138,16 @@ def test_a_backward_that_is_that_of_forward_is_run():
     assert [node.operator for node in graph.nodes[:3]] == ["aten.sigmoid.default", "aten.mul.Tensor", "aten.mul.Tensor"]
 
 
+def test_a_function_is_looked_into_where_apply_is_no_function_of_python(monkeypatch: pytest.MonkeyPatch):
+    """As in torch 2.14, where it is C++ throughout."""
+    monkeypatch.delattr(torch.autograd.Function, "apply", raising=False)
+    own = {"apply"} & torch.autograd.Function.__dict__.keys()
+    traced(lambda x: Efficient.apply(x) * 2)
+    with pytest.raises(TraceError, match="it is another one"):
+        traced(lambda x: Straight.apply(x) * 2)
+    assert {"apply"} & torch.autograd.Function.__dict__.keys() == own == set()
+
+
 def test_functions_are_as_they_were_behind_a_trace():
     before = torch.autograd.Function.__dict__.get("apply")
     traced(lambda x: x * 2)
