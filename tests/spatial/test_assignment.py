@@ -235,3 +235,16 @@ def test_rows_that_are_not_known_before_are_refused():
 
     with pytest.raises(TraceError, match="not known before"):
         assert_exact(Calls(forward), whole_numbers(1, 2, 150, 140), plan)
+
+
+def test_rows_that_are_written_twice_are_refused():
+    """PyTorch leaves open which value stays, and gives the gradient of the row to each of them."""
+    plan = Plan(split_size=1, spatial_size=1, slice_method="2x1", precision="float64")
+
+    def forward(x: Tensor) -> Tensor:
+        y = x * 2
+        y[:, :, torch.tensor([1, 100, 1])] = x[:, :, :3]
+        return y
+
+    with pytest.raises(TraceError, match="writes to a row or column twice"):
+        assert_exact(Calls(forward), whole_numbers(1, 2, 150, 140), plan)

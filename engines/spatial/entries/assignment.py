@@ -140,6 +140,8 @@ def _put_lines(b: Builder, node: Node, axes: tuple[int, int], dim: int, index: R
     numbers = spatial_list(b, node, index, size)
     if a["accumulate"]:
         raise apart(node, "adds to rows or columns by a list of their numbers", axes)
+    if len(set(numbers)) < len(numbers):  # which value stays is left open, and the gradient is that of all of them
+        raise apart(node, "writes to a row or column twice, by a list of their numbers", axes)
     result = Value(node.name, node.spec, axes, differentiable=True)
     whole = a["self"] if b.is_tiled(a["self"]) else whole_to_tile(b, node, a["self"], result)
     line_of = {number: line for line, number in enumerate(numbers)}
