@@ -52,9 +52,12 @@ class Meter:
         self._left_out += not passes
         return passes
 
-    def note(self) -> str:
-        """How many have not passed since that was last said, in words; empty where all have, or just after it was."""
-        if self._clock() - self._said_s < _SAY_S:
+    def note(self, at_once: bool = False) -> str:
+        """How many have not passed since that was last said, in words; empty where all have.
+
+        Just after it was said it is empty, too, unless `at_once`.
+        """
+        if not at_once and self._clock() - self._said_s < _SAY_S:
             return ""
         count, self._left_out = self._left_out, 0
         self._said_s = self._clock() if count else self._said_s
@@ -71,17 +74,19 @@ class Output:
 
     def __init__(self, emit: Callable[[Line], None], flush: Callable[[], None] = lambda: None) -> None:
         self._emit, self.flush, self._meter, self._lock = emit, flush, Meter(), RLock()
-        self._begun = {"stdout": "", "stderr": ""}
+        self._begun, self._more = {"stdout": "", "stderr": ""}, {"stdout": 0, "stderr": 0}
         self.emitted = 0
 
     def write(self, stream: str, text: str) -> None:
         """Any part of a text. A carriage return begins its line anew, as a progress bar does."""
         with self._lock:
             *lines, begun = (self._begun[stream] + text).split("\n")
-            # A line without an end must not grow for ever.
-            self._begun[stream] = begun[begun.rfind("\r", 0, -1) + 1 :][-_LONGEST:]
             for line in lines:
-                self._say(stream, line.rstrip("\r").rpartition("\r")[2])
+                self._end_line(stream, line)
+            anew = begun.rfind("\r", 0, -1) + 1
+            # A line without an end must not grow for ever: of what comes behind its beginning only the length is kept.
+            self._more[stream] = (0 if anew else self._more[stream]) + max(0, len(begun) - anew - _LONGEST)
+            self._begun[stream] = begun[anew : anew + _LONGEST]
 
     def end(self) -> None:
         """Emit lines that have no end."""
@@ -89,18 +94,25 @@ class Output:
             for stream, begun in self._begun.items():
                 self._begun[stream] = ""
                 if begun.strip():
-                    self._say(stream, begun.strip("\r").rpartition("\r")[2])
-            self._count()
+                    self._end_line(stream, begun.strip("\r"))
+                self._more[stream] = 0
+            self._count(at_once=True)
 
-    def _say(self, stream: str, text: str) -> None:
-        if len(text) > _LONGEST:
-            text = f"{text[:_LONGEST]} ... ({len(text) - _LONGEST:,} characters more)"
+    def _end_line(self, stream: str, line: str) -> None:
+        more, self._more[stream] = self._more[stream], 0
+        _, anew, text = line.rstrip("\r").rpartition("\r")
+        self._say(stream, text, 0 if anew else more)
+
+    def _say(self, stream: str, text: str, more: int) -> None:
+        """A whole line, of which `more` characters were not kept."""
+        if more := more + max(0, len(text) - _LONGEST):
+            text = f"{text[:_LONGEST]} ... ({more:,} characters more)"
         if self._meter.passes(text):
             self._count()
             self._give(Line(stream, text))
 
-    def _count(self) -> None:
-        if note := self._meter.note():
+    def _count(self, at_once: bool = False) -> None:
+        if note := self._meter.note(at_once):
             self._give(Line("stderr", note))
 
     def _give(self, line: Line) -> None:

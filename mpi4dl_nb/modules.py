@@ -31,7 +31,7 @@ from engines.errors import PlanError
 from engines.following import Followed, Version
 from engines.packing import pack
 
-__all__ = ["Modules"]
+__all__ = ["Modules", "is_users"]
 
 _OURS = ("engines", "mpi4dl_nb")
 _HASHED, _MOST = 1, 0xFFFFFFFF  # of compiled files: a flag of those that tell no time; their numbers have 32 bits
@@ -121,7 +121,7 @@ class Modules:
         new = sys.modules.keys() - self._seen
         self._seen |= new
         for name in new:
-            if _is_users(name, module := sys.modules.get(name)):
+            if is_users(name, module := sys.modules.get(name)):
                 self._known[name] = _Known.of(module)
         for name, known in self._known.items():
             module, version = sys.modules.get(name, known.module), _version(known.file)
@@ -184,7 +184,7 @@ def _owners(values: Iterable[object]) -> Iterator[str]:
             yield type(value).__module__
 
 
-def _is_users(name: str, module: object) -> bool:
+def is_users(name: str, module: object) -> bool:
     """Whether it was loaded from a file that is neither Python's, nor installed, nor this package's."""
     spec = getattr(module, "__spec__", None)
     origin = getattr(spec, "origin", None)

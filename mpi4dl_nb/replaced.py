@@ -15,6 +15,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from mpi4dl_nb.alive import clusters
+from mpi4dl_nb.modules import is_users
 
 __all__ = ["name_of", "watch_notebook"]
 
@@ -59,6 +60,7 @@ def name_of(
 ) -> str:
     """The first name, of those that users give, that leads to it by whatever holds it; empty where none does.
 
+    A module of the user's that holds it counts by the module's name, whether the notebook has that name or not.
     `THREAD` where a function at work in another thread has it. The objects `aside`, and `hidden` names, do not count.
 
     >>> thing = {"kept": []}
@@ -67,7 +69,12 @@ def name_of(
     """
     given = {id(value): name for name, value in names.items() if name not in hidden and not _KEPT.fullmatch(name)}
     at_work = _at_work()
-    modules = [vars(each) for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
+    modules = []
+    for name, module in list(sys.modules.items()):
+        if is_users(name, module):
+            given.setdefault(id(vars(module)), name)
+        elif isinstance(module, ModuleType):
+            modules.append(vars(module))
     seen = {id(each) for each in (thing, names, given, at_work, *aside, *modules)}
     edge = [thing]
     while edge and len(seen) < _MOST:

@@ -51,7 +51,14 @@ class _Reader:
             yield Line(stream, before)
         if mark:
             self.lines += 1
-            yield Line(*json.loads(told))
+            yield _spoken(stream, told)
+
+
+def _spoken(stream: str, told: str) -> Line:
+    try:
+        return Line(*json.loads(told))
+    except (ValueError, TypeError):  # a library of the rank has written into it
+        return Line(stream, told)
 
 
 class Spoken:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import subprocess
 import sys
@@ -186,6 +187,19 @@ def test_a_name_is_found_through_what_holds_a_thing():
     assert name_of(thing, names, [names["Out"]], {"hidden"}) == "mine"
     assert name_of(thing, {"__": thing, "_i": 1, "x": 1}) == ""
     assert THREAD
+
+
+def test_a_module_of_the_users_that_holds_a_thing_counts(tmp_path, monkeypatch):
+    (tmp_path / "lab_of_mine.py").write_text("held = {}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("lab_of_mine")
+    module.held["cluster"] = thing = Clock()
+    try:
+        assert name_of(thing, {"_": thing}) == "lab_of_mine"
+        module.held.clear()
+        assert name_of(thing, {"_": thing}) == ""
+    finally:
+        del sys.modules["lab_of_mine"]
 
 
 class Clock:

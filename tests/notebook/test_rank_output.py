@@ -216,6 +216,31 @@ def test_parts_become_lines():
     assert output.emitted == 5
 
 
+def test_of_a_line_that_is_too_long_the_beginning_is_shown_and_how_much_is_left_out():
+    """However it comes: `print` writes the end of a line by itself."""
+    for parts in (
+        ["a" * 4_000 + "b" * 3_000, "\n"],
+        ["a" * 4_000 + "b" * 3_000 + "\n"],
+        ["a" * 1_000] * 4 + ["b" * 3_000],
+    ):
+        given: list[Line] = []
+        output = Output(given.append)
+        for part in parts:
+            output.write("stdout", part)
+        output.end()
+        assert given == [Line("stdout", "a" * 4_000 + " ... (3,000 characters more)")]
+
+
+def test_at_the_end_it_is_said_what_was_left_out_though_that_was_said_just_before():
+    given: list[Line] = []
+    output = Output(given.append)
+    for _ in range(2):
+        output.write("stdout", ("0123456789" * 40 + "\n") * 1_000)
+        output.end()
+    notes = [line.text for line in given if "left out" in line.text]
+    assert len(given) - len(notes) + sum(int(note.split()[1].replace(",", "")) for note in notes) == 2_000
+
+
 def test_streams_are_put_back_though_calls_overlap():
     before = sys.stdout, sys.stderr
     first, second = diverted(lambda: None), diverted(lambda: None)
