@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engines.layer.graph import ModelGraph, plain_name
+from engines.layer.graph import ModelGraph, Ref, plain_name
 from engines.loss.classes import class_numbers
 from engines.loss.counting import Counting
 from engines.program.worker import Worker
@@ -52,7 +52,7 @@ def causes(
 
     `recent` are the losses of the last steps, the newest last, where this rank knows them.
     """
-    found = [*_of_totals(counting), *_of_inputs(worker, micro_batch), *_of_weights(worker)]
+    found = [*_of_totals(graph, counting), *_of_inputs(worker, micro_batch), *_of_weights(worker)]
     if not counting.totals:
         found += _of_labels(graph, worker, counting.sharers, micro_batch)
     if micro_batch is not None:
@@ -60,9 +60,13 @@ def causes(
     return found
 
 
-def _of_totals(counting: Counting) -> Iterator[Cause]:
-    """What the loss of the whole batch divides by is 0; a micro-batch without labels does no harm then."""
-    if counting.worker and any((value == 0).any() for value in counting.values.values()):
+def _of_totals(graph: ModelGraph, counting: Counting) -> Iterator[Cause]:
+    """What the loss of the whole batch divides by is 0; a micro-batch without labels does no harm then.
+
+    Other totals may be 0, such as a count that the loss keeps from 0, or that of a class which is absent.
+    """
+    divisors = {node.arguments["other"] for node in graph.nodes if node.operator == "aten.div.Tensor"}
+    if counting.worker and any(not value.any() for name, value in counting.values.items() if Ref(name) in divisors):
         yield Cause(
             LABELS,
             "No label counts: the loss divides by what the labels of the whole batch count, and that is 0 (all are "

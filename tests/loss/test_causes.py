@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from engines.errors import LossError
 from engines.plan import Plan
 from mpi4dl_nb import Cluster, Training
-from tests.loss.losses import dice, segmenter, unbalanced
+from tests.loss.losses import balanced, dice, segmenter, unbalanced
 
 PLANS = {
     "tiles": Plan(split_size=1, num_spatial_parts=4),
@@ -116,3 +116,11 @@ def test_a_loss_without_a_value_is_told_as_that():
     images, labels = unbalanced(4, 0)
     text = str(failed(PLANS["tiles"], images.float(), labels, lambda p, y: (p * 0).mean().log()))
     assert "The model's answers are finite: the loss itself has no value for them" in text
+
+
+def test_a_count_of_0_that_is_kept_from_0_is_not_to_blame():
+    images, labels = unbalanced(4, 0)
+    images[0, 0, 0, 0] = torch.nan
+    error = failed(PLANS["parts"], images.float(), torch.zeros_like(labels), balanced)
+    assert "1 value of the images of micro-batch 0 of 2 is not finite" in str(error)
+    assert "No label counts" not in str(error)
