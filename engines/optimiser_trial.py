@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from engines.errors import PlanError
+from engines.layer.steady import has_hooks
 from engines.optimisers import Optimiser, ParameterSpec, make_on_rank, make_optimiser, name_some
 from engines.program.update import Scheduler
 
@@ -30,7 +31,8 @@ _FAR = 1e-3  # of the way that a weight has gone: far more than rounding in floa
 def frozen_by(function: Optimiser, specs: Sequence[ParameterSpec]) -> frozenset[str]:
     """The parameters that a function freezes as it makes the optimiser, by the ranks' names.
 
-    Raises PlanError where it makes none that can train the model: see `make_optimiser`; or one that wants a closure.
+    Raises PlanError where it makes none that can train the model: see `make_optimiser`; or one that wants a closure;
+    and where the function gives a parameter a hook of its gradient.
     """
     if not specs:
         return frozenset()
@@ -41,6 +43,12 @@ def frozen_by(function: Optimiser, specs: Sequence[ParameterSpec]) -> frozenset[
         raise PlanError(
             f"{type(made).__name__} computes the loss again as it steps and couples all weights, but a rank has only "
             "those of its stage. Use an optimiser that works per parameter, such as SGD or AdamW."
+        )
+    if hooked := [name for name, weight in named.items() if has_hooks(weight)]:
+        raise PlanError(
+            f"The optimiser's function gives {name_some(hooked)} a hook of its gradient, which a rank would call with "
+            "the part of it that it has of one micro-batch. Use made.register_step_pre_hook, which is called with "
+            "the whole gradients before each step."
         )
     return frozenset(spec.key for spec in specs if spec.requires_grad and not named[spec.name].requires_grad)
 

@@ -20,14 +20,17 @@ from engines.errors import TraceError
 from engines.layer.graph import TensorSpec
 from engines.layer.twin import empty, twin_of
 
-__all__ = ["CUMULATIVE", "check_modules", "check_steady", "traceable"]
+__all__ = ["CUMULATIVE", "check_modules", "check_steady", "has_hooks", "traceable"]
 
 CUMULATIVE = float("inf")
 """The momentum by which a trace names a batch norm whose statistics are the mean over all batches (momentum=None)."""
 
 
 def check_modules(model: nn.Module, loss: Any = None) -> None:
-    """Raises TraceError for modules that cannot be traced: compiled by torch.jit, or lazy ones without shapes yet."""
+    """Raises TraceError for modules that cannot be traced: compiled by torch.jit, or lazy ones without shapes yet.
+
+    And for hooks of gradients, which a trace does not see.
+    """
     for what, owner in (("model", model), ("loss", loss)):
         if isinstance(owner, torch.jit.ScriptFunction):
             raise TraceError(_scripted(what, owner))
@@ -39,6 +42,12 @@ def check_modules(model: nn.Module, loss: Any = None) -> None:
                 f"The {what} has lazy modules whose weights have no shape yet: {', '.join(lazy)}. Run it once before, "
                 "such as model(torch.zeros(image_shape)), so that they get their shapes and first values."
             )
+        if hooked := next(_hooked(owner), ""):
+            raise TraceError(
+                f"{hooked} of the {what} has a hook of its gradient, which ranks would not call: they train copies of "
+                "weights by a trace of forward. Remove the hook, and compute the same in forward; the norm of all "
+                "gradients is bounded by clip_norm."
+            )
 
 
 def _scripted(what: str, owner: object) -> str:
@@ -46,6 +55,20 @@ def _scripted(what: str, owner: object) -> str:
         f"The {what} is a {type(owner).__name__} of torch.jit, into which torch.export cannot look. "
         "Give the nn.Module or function that it was made of."
     )
+
+
+def _hooked(owner: object) -> Iterator[str]:
+    """The parameters whose gradients have hooks, and the modules that have backward hooks."""
+    if isinstance(owner, nn.Module):
+        yield from (f"The parameter {name}" for name, weight in owner.named_parameters() if has_hooks(weight))
+        for name, module in owner.named_modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                yield f"The module {name or type(module).__name__}"
+
+
+def has_hooks(weight: Tensor) -> bool:
+    """Whether something is called with the gradient of a weight."""
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
 def _tensors(owner: object) -> Iterator[tuple[str, Tensor]]:

@@ -207,3 +207,29 @@ def test_a_lazy_model_that_has_run_is_a_plain_one():
     model = nn.Sequential(nn.LazyConv2d(4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     model(torch.zeros(SHAPE))
     assert Traces(model, SHAPE, nn.CrossEntropyLoss()).graph(ONE).weights.keys() == {"model.0.weight", "model.0.bias"}
+
+
+def of_a_parameter(model: nn.Module) -> object:
+    return model[0].weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+
+
+def after_a_parameter(model: nn.Module) -> object:
+    return model[0].weight.register_post_accumulate_grad_hook(lambda weight: None)
+
+
+def behind_a_module(model: nn.Module) -> object:
+    return model[0].register_full_backward_hook(lambda module, before, after: None)
+
+
+def before_a_module(model: nn.Module) -> object:
+    return model[0].register_full_backward_pre_hook(lambda module, after: None)
+
+
+@pytest.mark.parametrize("hook", [of_a_parameter, after_a_parameter, behind_a_module, before_a_module])
+def test_a_hook_of_a_gradient_is_refused_until_it_is_removed(hook):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    handle = hook(model)
+    with pytest.raises(TraceError, match=r"0.* of the model has a hook of its gradient, which ranks would not call"):
+        Traces(model, SHAPE, functional.cross_entropy)
+    handle.remove()
+    Traces(model, SHAPE, functional.cross_entropy)

@@ -312,6 +312,12 @@ def some_by_name(named_parameters: Iterable[tuple[str, Tensor]]) -> torch.optim.
     return SGD([p for n, p in named_parameters if "head" not in n])
 
 
+def hooked(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    given = list(params)
+    given[0].register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    return SGD(given)
+
+
 NO_GROUP, UNPACKED = "The optimiser has no group for ", "The optimiser cannot be made: ValueError: too many values to "
 REFUSED: dict[str, tuple[Any, str]] = {
     "the model's own": (lambda params: SGD(GIVEN.parameters()), "The optimiser has 10 parameters that its function w"),
@@ -328,6 +334,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "rates by the calls": (lambda params: torch.optim.SGD(params, lr=next(CALLS)), "The optimiser's function gives "),
     "a norm of all": (partial(Normed, lr=0.1), "The optimiser moves "),
     "drawn at random": (partial(Noisy, lr=0.1), "The optimiser moves a weight otherwise when it steps again from the "),
+    "a hook of a gradient": (hooked, "The optimiser's function gives stem.weight a hook of its gradient, which a rank"),
     "sparse gradients": (torch.optim.SparseAdam, "The optimiser SparseAdam cannot step: RuntimeError: SparseAdam doe"),
 }  # fmt: skip
 
