@@ -19,7 +19,7 @@ from engines.layer.steady import has_hooks
 from engines.optimisers import Optimiser, ParameterSpec, make_on_rank, make_optimiser, name_some
 from engines.program.update import Scheduler
 
-__all__ = ["check_on_ranks", "check_scheduler", "count_states", "frozen_by"]
+__all__ = ["check_groups_of", "check_on_ranks", "check_scheduler", "count_states", "frozen_by"]
 
 _STEPS = 3
 _OF_EACH_GROUP = 2  # weights with which steps are tried, of each rank and group: with two of them norms differ
@@ -51,6 +51,36 @@ def frozen_by(function: Optimiser, specs: Sequence[ParameterSpec]) -> frozenset[
             "the whole gradients before each step."
         )
     return frozenset(spec.key for spec in specs if spec.requires_grad and not named[spec.name].requires_grad)
+
+
+def check_groups_of(function: Optimiser, specs: Sequence[ParameterSpec], own: Mapping[str, nn.Parameter]) -> None:
+    """Raises PlanError where the function groups the user's own parameters otherwise than equal ones on a rank.
+
+    `own` are those of the user's model and loss, by the ranks' names. A function that looks for parameters by identity
+    (`id(p) in ids`) finds them there alone; on ranks all would silently be in the other group.
+    """
+    given = {spec.name: spec.stand_in() for spec in specs}
+    mine = {spec.name: own[spec.key] for spec in specs}
+    requires = {name: weight.requires_grad for name, weight in mine.items()}
+    try:
+        pairs = zip(_grouped(function, given).items(), _grouped(function, mine).values(), strict=True)
+        differing = [name for (name, on_rank), with_own in pairs if on_rank != with_own]
+    finally:
+        for name, weight in mine.items():
+            weight.requires_grad_(requires[name])
+    if differing:
+        raise PlanError(
+            f"The optimiser's function puts {name_some(differing)} into another group than that of the same parameter "
+            "of your model: it looks for parameters by identity, as id(p) in ids does, and ranks have copies. Let it "
+            "choose by name (an argument called named_parameters is given (name, parameter) pairs), position or shape."
+        )
+
+
+def _grouped(function: Optimiser, named: Mapping[str, Tensor]) -> dict[str, int]:
+    """The number of each parameter's group; -1 where it is in none."""
+    made = make_optimiser(function, named)
+    numbers = {id(weight): number for number, group in enumerate(made.param_groups) for weight in group["params"]}
+    return {name: numbers.get(id(weight), -1) for name, weight in named.items()}
 
 
 def check_scheduler(scheduler: Scheduler, made: torch.optim.Optimizer) -> None:

@@ -19,7 +19,16 @@ from engines.errors import PlanError
 from engines.layer.graph import plain_name
 from engines.layer.names import OWNERS
 
-__all__ = ["NAMED", "Optimiser", "ParameterSpec", "make_on_rank", "make_optimiser", "name_some", "specs_of"]
+__all__ = [
+    "NAMED",
+    "Optimiser",
+    "ParameterSpec",
+    "make_on_rank",
+    "make_optimiser",
+    "name_some",
+    "own_parameters",
+    "specs_of",
+]
 
 Optimiser = Callable[[Any], torch.optim.Optimizer]
 """From parameters to their optimiser; from (name, parameter) pairs where its first argument is called NAMED."""
@@ -67,6 +76,16 @@ def specs_of(
             key = prefix + name
             found[id(weight)] = ParameterSpec(plain_name(key), key, tuple(weight.shape), dtype, weight.requires_grad)
     return tuple(found.values())
+
+
+def own_parameters(model: nn.Module, loss: object) -> dict[str, nn.Parameter]:
+    """The user's own parameters of model and loss by the ranks' names; a shared one has all of its names."""
+    return {
+        prefix + name: weight
+        for prefix, owner in zip(OWNERS.values(), (model, loss), strict=True)
+        if isinstance(owner, nn.Module)
+        for name, weight in owner.named_parameters(remove_duplicate=False)
+    }
 
 
 def make_optimiser(function: Optimiser, named: Mapping[str, Tensor]) -> torch.optim.Optimizer:

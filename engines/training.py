@@ -23,8 +23,16 @@ from engines.loss.counting import Counting
 from engines.offload.lane import OffloadedLane
 from engines.offload.shelf import Shelf
 from engines.offload.store import Store
-from engines.optimiser_trial import check_on_ranks, check_scheduler, frozen_by
-from engines.optimisers import Optimiser, ParameterSpec, make_on_rank, make_optimiser, name_some, specs_of
+from engines.optimiser_trial import check_groups_of, check_on_ranks, check_scheduler, frozen_by
+from engines.optimisers import (
+    Optimiser,
+    ParameterSpec,
+    make_on_rank,
+    make_optimiser,
+    name_some,
+    own_parameters,
+    specs_of,
+)
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
 from engines.program.compiled import Compiled, check_compiler
@@ -158,6 +166,8 @@ def prepare(
     used = {name for node in graph.nodes for name in node.reads}
     parameters = specs_of(model, loss, getattr(torch, plan.held_in), used)
     graph = without_gradient(graph, frozen_by(optimiser, parameters))
+    if parameters:
+        check_groups_of(optimiser, parameters, own_parameters(model, loss))
     programs, state = compile_plan(graph, plan), state_of(model, loss, graph)
     if plan.compile_segments:
         check_compiler(autocast_type(device))

@@ -17,7 +17,8 @@ __all__ = ["checked"]
 def checked(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]:
     """Images and labels as tensors of the recipe's types.
 
-    Raises ImageError for another shape, fractions in place of numbers, or a label that the loss has no class for.
+    Raises ImageError for another shape, fractions in place of numbers or the reverse, or a label that the loss has no
+    class for.
     """
     given = {"images": images, "labels": labels}
     whole = {name: _tensor(name, each, recipe) for name, each in given.items()}
@@ -38,6 +39,11 @@ def _tensor(name: str, given: Any, recipe: Recipe) -> Tensor:
         raise ImageError(
             f"{name} are {tensor.dtype}, but the training was made for {spec.dtype}. Give whole numbers, or "
             "make a Training with labels=TensorSpec(shape, dtype)."
+        )
+    if name == "images" and spec.is_floating and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ImageError(
+            f"images are {tensor.dtype}, but the training computes in {spec.dtype}, and a cast would not scale them. "
+            "Give images.float() / 255, as images of files are given, or images.float() for the numbers as they are."
         )
     return tensor.detach().to(getattr(torch, spec.dtype))
 

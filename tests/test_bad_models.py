@@ -307,7 +307,7 @@ def replaces(module: nn.Module, x: Tensor) -> Tensor:
 def test_buffers_that_a_model_changes_itself(change: Callable[[nn.Module, Tensor], Tensor], grid: str):
     """Batch norm's are known. Others move as in one process, or the model is refused."""
     told = verdict(Remembers(change), grid)
-    assert told == "exact" or "aten." in told or "buffer" in told, told
+    assert told == "exact" or "aten." in told or "buffer" in told or "puts another tensor in the place of" in told, told
 
 
 def sums_without_gradient(x: Tensor) -> Tensor:

@@ -7,9 +7,11 @@ the model writes into its attributes or puts in a weight's place while it runs i
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -100,7 +102,8 @@ def _with_same_tensors(model: nn.Module) -> nn.Module:
 
 
 def check_steady(model: nn.Module, images: TensorSpec) -> None:
-    """Raises TraceError where a run of the model changes numbers in its attributes, or replaces a weight or buffer.
+    """Raises TraceError where a run of the model changes numbers in its attributes, replaces a weight or buffer, or
+    draws from Python's or NumPy's random generator.
 
     It runs twice, without memory, as a copy: what only a first run sets, such as a size that is remembered, is right.
     A model that cannot run so says why when it is traced.
@@ -110,11 +113,16 @@ def check_steady(model: nn.Module, images: TensorSpec) -> None:
         twin, whole = twin_of(model, mode, getattr(torch, images.dtype)), empty(mode, images.shape, images.dtype)
         with mode, torch.no_grad(), torch.compiler.set_stance("force_eager"):
             new, memory = dict(_numbers(twin)), _memory(twin)
-            twin(whole)
+            drew_first = _draws(lambda: twin(whole))
             before = dict(_numbers(twin))
-            twin(whole)
+            drew_again = _draws(lambda: twin(whole))
     except Exception:
         return
+    if drawn := drew_first & drew_again:
+        raise TraceError(
+            f"The model draws random numbers by {' and '.join(sorted(drawn))} while it runs. Ranks run what was traced "
+            "once, with the numbers of then. Draw them with torch (torch.rand, dropout), and choose with torch.where."
+        )
     if replaced := [name for name, place in _memory(twin).items() if place._cdata != memory[name]._cdata]:
         raise TraceError(
             f"The model puts another tensor in the place of {replaced[0]} while it runs (by = or .data =), which ranks "
@@ -132,6 +140,19 @@ def check_steady(model: nn.Module, images: TensorSpec) -> None:
                 f"The model changes its attribute {name} while it runs, from {before[name]} to {number}. Ranks run "
                 "what was traced once, with the number of then. Keep it in a buffer that counts, or change it outside."
             )
+
+
+def _draws(run: Callable[[], object]) -> set[str]:
+    """Which of the process's random generators other than torch's a run draws from; they are set back after it."""
+    python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 (the one that users may draw from)
+    run()
+    after = np.random.get_state()  # noqa: NPY002
+    found = {"Python's random"} if random.getstate() != python else set()
+    if after[2:] != arrays[2:] or not np.array_equal(after[1], arrays[1]):
+        found.add("numpy.random")
+    random.setstate(python)
+    np.random.set_state(arrays)  # noqa: NPY002
+    return found
 
 
 def _memory(model: nn.Module) -> dict[str, torch.UntypedStorage]:

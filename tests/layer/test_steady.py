@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -233,3 +235,36 @@ def test_a_hook_of_a_gradient_is_refused_until_it_is_removed(hook):
         Traces(model, SHAPE, functional.cross_entropy)
     handle.remove()
     Traces(model, SHAPE, functional.cross_entropy)
+
+
+def by_numpy() -> float:
+    return np.random.rand()  # noqa: NPY002 (as users write it)
+
+
+class Chance(nn.Module):
+    """Stochastic depth by a generator of Python's or NumPy's."""
+
+    def __init__(self, draw) -> None:
+        super().__init__()
+        self.first, self.second, self.draw = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 1), draw
+
+    def forward(self, x):
+        x = self.first(x)
+        return (self.second(x) if self.draw() < 0.5 else x).mean((2, 3))
+
+
+@pytest.mark.parametrize(("draw", "name"), [(random.random, "Python's random"), (by_numpy, "numpy.random")])
+def test_chance_that_is_not_torchs_is_refused(draw, name):
+    """A trace would have what was drawn once in every step."""
+    random.seed(0)
+    with pytest.raises(TraceError, match=f"draws random numbers by {name}"):
+        Traces(Chance(draw), SHAPE, functional.cross_entropy).graph(ONE)
+    random.seed(1)
+    before = random.getstate()
+    with pytest.raises(TraceError):
+        Traces(Chance(draw), SHAPE, functional.cross_entropy).graph(ONE)
+    assert random.getstate() == before
+
+
+def test_chance_of_torch_is_not_taken_for_it():
+    Traces(nn.Sequential(Chance(lambda: 0.0), nn.Dropout(0.5)), SHAPE, functional.cross_entropy).graph(ONE)

@@ -347,7 +347,9 @@ def test_a_model_that_decides_by_values(untouched):
         def forward(self, x):
             return self.one(x) if x.mean() > 0 else self.other(x)
 
-    with pytest.raises(TraceError, match=r"Moody cannot be traced with images of shape \(2, 3, 12, 20\): "):
+    with pytest.raises(
+        TraceError, match=r"test_training\.py\", line \d+: .*x\.mean\(\) > 0.* asks for the numbers \(bool\)"
+    ):
         Training(Moody(), TILES, untouched, SHAPE)
 
 
@@ -388,6 +390,7 @@ BAD_BATCHES: dict[str, tuple[Change, str]] = {
     "one image": (lambda b: (b[0][0], b[1][0]), r"images have shape \(3, 12, 20\) .* made for \(2, 3, 12, 20\)"),
     "labels": (lambda b: (b[0], b[1][..., :16]), r"labels have shape \(2, 12, 16\) .* made for \(2, 12, 20\)"),
     "kind": (lambda b: (b[0], b[1] + 0.5), r"labels are torch.float32, but .* made for int64"),
+    "bytes": (lambda b: (b[0].byte(), b[1]), r"images are torch.uint8, but the training computes in float64"),
     "class": (lambda b: (b[0], b[1] + 7), r"A label is 9, but the loss takes numbers of 3 classes \(0 to 2\)"),
 }
 

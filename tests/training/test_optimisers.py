@@ -426,3 +426,34 @@ def test_a_function_leaves_the_model_as_it_is():
     prepare(model, STAGES, SHAPE, optimiser=as_ranks_call("head only"))
     assert all(weight.requires_grad for weight in model.parameters())
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+def chosen_by_identity(model: Net) -> Callable[..., Any]:
+    """The head at a rate of its own, as it is often written: by the identity of the user's own parameters."""
+    ids = {id(weight) for weight in model.head.parameters()}
+
+    def function(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        head, rest = [], []
+        for weight in parameters:
+            (head if id(weight) in ids else rest).append(weight)
+        return torch.optim.SGD([{"params": rest, "lr": 0.01}, {"params": head, "lr": 0.1}])
+
+    return function
+
+
+def test_groups_by_identity_are_refused_and_the_model_is_as_it_was():
+    model = net()
+    model.stem.weight.requires_grad_(False)
+    with pytest.raises(PlanError, match=r"head\.weight, head\.bias into another group.* identity"):
+        prepare(model, STAGES, SHAPE, optimiser=chosen_by_identity(model))
+    assert not model.stem.weight.requires_grad
+    assert model.head.weight.requires_grad
+
+
+def test_a_group_that_no_parameter_of_the_model_is_in_is_right():
+    def function(named_parameters: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+        pairs = list(named_parameters)
+        groups = [[w for n, w in pairs if "absent" in n], [w for n, w in pairs if "absent" not in n]]
+        return torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
+
+    prepare(net(), STAGES, SHAPE, optimiser=function)
