@@ -10,17 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
-from engines.layer.graph import ModelGraph
+from engines.bench.ulps import DOUBLE, Imprecise, nudge_weights, nudged
 from engines.oracle import OneProcess, Record
 
-__all__ = ["DOUBLE", "EXACT", "Begin", "Difference", "Key", "Rounding", "lowest_precision", "nudged", "quantities"]
+__all__ = ["EXACT", "Begin", "Difference", "Key", "Rounding", "quantities"]
 
 TIMES = 64
 """Ranks add in another order than one process: they may be so many times as far off as an ulp's change is."""
@@ -28,9 +27,6 @@ TIMES = 64
 EXACT = 1e-10  # of a tensor's own size: whoever is within it needs no other proof
 _RUNS = 4  # of one process after changes by an ulp, where a first one does not explain all
 _ABOVE_NOISE = 1e3  # times its noise: a gradient that is larger is not zero in theory
-DOUBLE = torch.finfo(torch.float64).eps
-"""The relative rounding of float64."""
-
 Begin = Callable[[OneProcess], None]
 Key = tuple[str, int, str]
 """What (loss, gradient, change of the weight, buffer), of which step (0: after all of them), and its name."""
@@ -74,11 +70,15 @@ def _of_ranks(ranks: Sequence[Record], start: Mapping[str, Tensor], whole: bool)
 
 @dataclass(frozen=True)
 class Difference:
-    """What is further off than it may be: `rel` of its own size; `usual` is what an ulp's change makes, of the same."""
+    """What is further off than it may be: `rel` of a size; `usual` is what an ulp's change makes, of the same.
+
+    The size is the tensor's own, or, where that `is_zero`, that of all tensors of its kind in its step.
+    """
 
     key: Key
     rel: float
     usual: float
+    is_zero: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,14 @@ class Rounding:
 
     `run(begin, meanwhile, change)` trains one process again: `begin` is called with it before its first step, within
     `meanwhile`, on batches that went through `change`. `eps` is the relative rounding of its least precise operator,
-    `start` are its weights before the first step.
+    `start` are its weights before the first step. `ranks` are the records that are held against it.
     """
 
     record: Record
     run: Callable[[Begin, AbstractContextManager[object], Callable[[Any], Any]], Record]
     eps: float
     start: Mapping[str, Tensor]
+    ranks: Sequence[Record] = ()
 
     nears: list[Mapping[Key, Tensor]] = field(default_factory=list)
     """After weights and images have changed by an ulp, each time at random."""
@@ -106,8 +107,8 @@ class Rounding:
     def ask(self, times: int) -> None:
         """Have so many `nears`."""
         for seed in range(3 * len(self.nears), 3 * times, 3):
-            meanwhile = _Imprecise(seed) if self.eps > DOUBLE else nullcontext()
-            begin, change = partial(_nudge_weights, seed=seed + 1), partial(nudged, seed=seed + 2)
+            meanwhile = Imprecise(seed) if self.eps > DOUBLE else nullcontext()
+            begin, change = partial(nudge_weights, seed=seed + 1), partial(nudged, seed=seed + 2)
             self.nears.append(quantities(self.run(begin, meanwhile, change), self.start))
 
     @cached_property
@@ -130,12 +131,29 @@ class Rounding:
                 usual = (gradient - other).square().mean().sqrt()
                 bound = torch.minimum(_ABOVE_NOISE * usual, self._largest[step] * max(1e-9, self._slack))
                 mask = (gradient.abs() <= bound) & ((gradient != 0) | (other != 0))
+                mask |= self._strays[what, step, name] != 0
                 found[name] = found[name] | mask if name in found else mask
         return {name: mask for name, mask in found.items() if mask.any()}
 
-    def differences(self, ranks: Sequence[Record]) -> list[Difference]:
+    @cached_property
+    def _records(self) -> list[dict[Key, Tensor]]:
+        return _of_ranks(self.ranks, self.start, self.record.whole)
+
+    @cached_property
+    def _strays(self) -> dict[Key, Tensor]:
+        """By gradient: what a rank has where one process has exactly 0, as small as the rounding of the whole step."""
+        self.ask(1)
+        found: dict[Key, Tensor] = {}
+        for key, gradient in self.oracle.items():
+            if key[0] == "gradient":
+                zero, found[key] = (gradient == 0) & (self.nears[0][key] == 0), torch.zeros_like(gradient)
+                for mine in (record[key] for record in self._records if key in record):
+                    found[key] = torch.where(zero & (mine.abs() <= self._least(key)) & (mine != 0), mine, found[key])
+        return found
+
+    def differences(self) -> list[Difference]:
         """What is further off than rounding takes it, the furthest first. One process runs again only if it must."""
-        records = _of_ranks(ranks, self.start, self.record.whole)
+        records = self._records
         found = self._beyond(records, self._is_exact)
         for times in (1, _RUNS):
             if found:
@@ -145,9 +163,9 @@ class Rounding:
                 found = self._beyond(records, self._is_like_mirrored)
         return sorted(found.values(), key=lambda each: -each.rel / max(each.usual, 1e-16))
 
-    def inexact(self, ranks: Sequence[Record]) -> list[Key]:
+    def inexact(self) -> list[Key]:
         """What only rounding explains."""
-        return list(self._beyond(_of_ranks(ranks, self.start, self.record.whole), self._is_exact))
+        return list(self._beyond(self._records, self._is_exact))
 
     def is_noise(self, key: Key) -> bool:
         """Whether all of a weight's gradient is zero in theory, or of a gradient."""
@@ -160,23 +178,27 @@ class Rounding:
         for record in records:
             for key, mine in record.items():
                 if key not in found and not is_right(key, mine - self.oracle[key]):
-                    own = max(_norm(self.oracle[key]), 1e-300)
+                    own = _norm(self.oracle[key])
+                    size = own or self._sizes[key[:2]] or 1.0
                     usual = max((_norm(near[key] - self.oracle[key]) for near in self.nears), default=0.0)
-                    found[key] = Difference(key, _norm(mine - self.oracle[key]) / own, usual / own)
+                    found[key] = Difference(key, _norm(mine - self.oracle[key]) / size, usual / size, own == 0)
         return found
 
     def _is_exact(self, key: Key, off: Tensor) -> bool:
         return _norm(off) <= max(EXACT * _norm(self.oracle[key]), self._stored(key, lambda tensor: tensor))
 
     def _is_near(self, key: Key, off: Tensor) -> bool:
-        return self._is_usual(key, off, 0.0)
+        return self._is_usual(key, off, self.nears, 0.0)
 
     def _is_like_mirrored(self, key: Key, off: Tensor) -> bool:
         mirrored = self._real(key, self.mirrored[key] - self.oracle[key])
-        return self._is_usual(key, off, TIMES * _norm(mirrored))
+        return self._is_usual(key, off, [*self.nears, self.mirrored], TIMES * _norm(mirrored))
 
-    def _is_usual(self, key: Key, off: Tensor, may: float) -> bool:
-        """`may` is what the real elements may be off in any case: those whose gradient is not zero in theory."""
+    def _is_usual(self, key: Key, off: Tensor, others: Sequence[Mapping[Key, Tensor]], may: float) -> bool:
+        """`may` is what the real elements may be off in any case: those whose gradient is not zero in theory.
+
+        The rest of a weight may move as far as it does in one process, and in its `others`.
+        """
         usual = [near[key] - self.oracle[key] for near in self.nears]
         own, spread = _norm(self._real(key, self.oracle[key])), max(_norm(self._real(key, each)) for each in usual)
         ulps = min(TIMES * spread, max(1e-6, self._slack) * own)  # no more: it may be chaos
@@ -186,9 +208,8 @@ class Rounding:
         if (mask := self._mask(key)) is None:
             return True
         if key[0] == "gradient":
-            least = 500 * self.eps * self._sizes[key[1]]
-            return _norm(off[mask]) <= max(least, *(TIMES * _norm(each[mask]) for each in usual))
-        return _norm(off[mask]) <= TIMES * max(_norm(record[key][mask]) for record in (self.oracle, *self.nears))
+            return _norm(off[mask]) <= max(self._least(key), *(TIMES * _norm(each[mask]) for each in usual))
+        return _norm(off[mask]) <= TIMES * max(_norm(record[key][mask]) for record in (self.oracle, *others))
 
     def _stored(self, key: Key, part: Callable[[Tensor], Tensor]) -> float:
         """What it costs that a weight is rounded in each step: more than a small change of it is exact to."""
@@ -218,73 +239,31 @@ class Rounding:
         return found
 
     @cached_property
-    def _sizes(self) -> dict[int, float]:
-        """By step: the norm of all gradients."""
-        squares: dict[int, float] = {}
-        for (what, step, _), tensor in self.oracle.items():
-            if what == "gradient":
-                squares[step] = squares.get(step, 0.0) + _norm(tensor) ** 2
-        return {step: square**0.5 for step, square in squares.items()}
+    def _sizes(self) -> dict[tuple[str, int], float]:
+        """By kind and step: the norm of all losses, gradients, changes or buffers together."""
+        squares: dict[tuple[str, int], float] = {}
+        for key, tensor in self.oracle.items():
+            squares[key[:2]] = squares.get(key[:2], 0.0) + _norm(tensor) ** 2
+        return {kind: square**0.5 for kind, square in squares.items()}
+
+    def _least(self, key: Key) -> float:
+        """The rounding of a step's gradients: what one that is zero in theory may be off in any case."""
+        return 500 * self.eps * self._sizes[key[:2]]
 
     def _mirror(self, process: OneProcess) -> None:
+        steps = count(1)
+
         def turn(*_: object) -> None:
+            step = next(steps)
             for name, mask in self.noise.items():
                 gradient = process.weights[name].grad
                 if gradient is not None:
                     gradient[mask] *= -1
+                    # An exact 0 has no other way: it becomes what ranks have in its place.
+                    gradient += self._strays["gradient", step, name].to(gradient)
 
         if process.optimiser is not None:
             process.optimiser.register_step_pre_hook(turn)
-
-
-def lowest_precision(graph: ModelGraph) -> tuple[float, str]:
-    """The relative rounding of a graph's least precise operator, and where it is in the user's model."""
-    found = [
-        (torch.finfo(getattr(torch, node.spec.dtype)).eps, f"{node.spec.dtype} ({node.where})")
-        for node in graph.nodes
-        if node.spec is not None and node.spec.dtype in ("float64", "float32", "float16", "bfloat16")
-    ]
-    return max(found, key=lambda each: each[0], default=(DOUBLE, ""))
-
-
-def nudged(batch: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """The batch with each number of its images changed by an ulp. Labels may have bounds, and stay."""
-    random = torch.Generator().manual_seed(seed)
-    return {name: _nudge(t, random) if name == "images" and t.is_floating_point() else t for name, t in batch.items()}
-
-
-def _nudge_weights(process: OneProcess, seed: int) -> None:
-    random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in process.weights.values():
-            if weight.is_floating_point():
-                weight.copy_(_nudge(weight, random))
-
-
-def _nudge(tensor: Tensor, random: torch.Generator) -> Tensor:
-    up = torch.randint(2, tensor.shape, generator=random).bool()
-    far = torch.full_like(tensor, torch.inf)
-    return torch.nextafter(tensor, torch.where(up, far, -far))
-
-
-class _Imprecise(TorchDispatchMode):
-    """Changes by an ulp whatever is computed in a lower precision than float64, forward and backward."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.random = torch.Generator().manual_seed(seed)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called by torch for each operator. What is written in place, or is a view, was changed before."""
-        out = func(*args, **(kwargs or {}))
-        fresh = not any(result.alias_info for result in func._schema.returns)
-        return tree_map_only(Tensor, self._changed, out) if fresh else out
-
-    def _changed(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() or torch.finfo(tensor.dtype).eps <= DOUBLE:
-            return tensor
-        sign = 2 * torch.randint(2, tensor.shape, generator=self.random, dtype=torch.int8) - 1
-        return tensor * (1 + sign.to(tensor.dtype) * torch.finfo(tensor.dtype).eps)
 
 
 def _norm(tensor: Tensor) -> float:

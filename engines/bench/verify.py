@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.bench.rounding import DOUBLE, Begin, Rounding, lowest_precision
+from engines.bench.rounding import Begin, Rounding
+from engines.bench.ulps import DOUBLE, lowest_precision
 from engines.bench.words import say_far, say_rounding, say_unmoved
 from engines.comm.world import World
 from engines.layer.graph import TensorSpec
@@ -107,14 +108,14 @@ def verdict(
     oracle = alone(torch.float64, seen.begin)
     found = compare(oracle, records)
     eps, where = lowest_precision(recipe.graph) if precision == "float64" else (DOUBLE, "")
-    rounding = Rounding(oracle, again, eps, seen.start)
+    rounding = Rounding(oracle, again, eps, seen.start, records)
     line = {"ok": found.worst <= TOLERANCE.get(precision, 0.0), "ranks": len(records), **asdict(found)}
     line["dtype"], why = precision, []
     if precision == "float64":
         complete = math.isfinite(found.loss_rel) and math.isfinite(found.grad_rel)
-        far = rounding.differences(records) if complete else []
+        far = rounding.differences() if complete else []
         line["ok"] = complete and not far
-        why = say_far(far) if far else say_rounding(rounding, records, where) if complete else [_INCOMPLETE]
+        why = say_far(far) if far else say_rounding(rounding, where) if complete else [_INCOMPLETE]
     else:
         same = alone(getattr(torch, precision))
         usual = compare(oracle, [same.like(record) for record in records])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.bench.rounding import DOUBLE, EXACT, Difference, Key, Rounding
+from engines.bench.rounding import EXACT, Difference, Key, Rounding
+from engines.bench.ulps import DOUBLE
 from engines.optimisers import name_some
-from engines.oracle import Record
 
 __all__ = ["say_far", "say_rounding", "say_unmoved"]
 
@@ -17,15 +17,15 @@ def say_far(far: Sequence[Difference]) -> list[str]:
     others = f" So are {len(far) - 1} other tensors." if len(far) > 1 else ""
     return [
         (
-            f"This is a fault, not rounding: {_name(first.key)} is off by {first.rel:.1e} of its size, and by "
+            f"This is a fault, not rounding: {_name(first.key)} is off by {first.rel:.1e} of {_size(first)}, and by "
             f"{first.usual:.1e} in one process whose weights and images change by an ulp.{others}"
         )
     ]
 
 
-def say_rounding(rounding: Rounding, ranks: Sequence[Record], where: str) -> list[str]:
+def say_rounding(rounding: Rounding, where: str) -> list[str]:
     """Why ranks are right although some tensors differ by more than EXACT; nothing where none does."""
-    inexact = rounding.inexact(ranks)
+    inexact = rounding.inexact()
     noise = sorted({key[2] for key in inexact if rounding.is_noise(key)})
     others = [key for key in inexact if not rounding.is_noise(key)]
     said = []
@@ -52,6 +52,13 @@ def say_unmoved(names: Sequence[str]) -> str:
         f"The optimiser does not move {name_some(names)}, on ranks and in one process, although the gradient is not "
         "zero and the learning rate not 0: nothing is learned there. Look at the function that makes the optimiser."
     )
+
+
+def _size(difference: Difference) -> str:
+    if not difference.is_zero:
+        return "its size"
+    what, step, _ = difference.key
+    return f"the size of every {what}{' of the step' if step else ''} together (it is exactly 0 in one process)"
 
 
 def _name(key: Key) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -228,3 +230,54 @@ def test_weights_that_the_user_holds_still_are_right(optimiser: Any):
     proof = verified(net(), STAGES, optimiser)
     assert proof["ok"], proof
     assert "does not move" not in proof.get("why", "")
+
+
+# ---- a gradient that is exactly 0 in one process
+
+
+class Shifted(nn.Module):
+    """Some channels of a shift are taken away again, so that their gradient is exactly 0."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 3)
+        self.shift = nn.Parameter(torch.rand(1, 8, 1, 1))
+        self.register_buffer("taken", (torch.arange(8) < channels).view(1, 8, 1, 1).float())
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head((self.stem(images) + self.shift - self.shift * self.taken).mean((2, 3)))
+
+
+@pytest.mark.parametrize(("channels", "name"), [(8, "sgd"), (3, "adam"), (8, "rprop")])
+def test_rounding_where_one_process_has_exactly_0_is_no_fault(
+    channels: int, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    finish = GradientSum.finish
+
+    def finish_rounded(self: GradientSum) -> None:
+        finish(self)
+        for weight in self.shared:
+            if weight.shape == (1, 8, 1, 1):
+                weight.grad[:, :channels] += torch.tensor([[1e-17], [-2e-17], [3e-17]]).repeat(3, 1)[:channels, None]
+
+    monkeypatch.setattr(GradientSum, "finish", finish_rounded)
+    model = Shifted(channels)
+    recipe = given(model, TILES, {"sgd": SGD, **SCALING}[name])
+    whole = batches(recipe, seed=0)
+    records = records_of(recipe, whole)
+    plain = copy.deepcopy(model).double()
+    LOSS(plain(whole[0]["images"]), whole[0]["labels"]).backward()
+    assert not plain.shift.grad[:, :channels].any(), "the matter of this test"
+    assert all(record.gradients[0]["shift"][:, :channels].any() for record in records), "the matter of this test"
+    judged = partial(verdict, recipe, model, LOSS, whole)
+    proof = judged(records)
+    assert proof["ok"], proof
+    assert not judged([with_gradient(record, "head.bias", off) for record in records])["ok"]
+    wrong = judged([with_gradient(record, "shift", lambda gradient: gradient + 1e-9) for record in records])
+    assert not wrong["ok"]
+    if channels == 8:
+        assert re.search(r"of the size of every (gradient of the step|change of the weight) together", wrong["why"])
+    assert not re.search(r"e\+\d{2,}", wrong["why"].replace("e+00", "")), "nothing is divided by zero"
+    moved = judged([with_weight(record, "shift", lambda weight: weight + 1e-6) for record in records])
+    assert moved["ok"] == (name == "rprop"), "which moves a weight as far, whatever the size of its gradient"

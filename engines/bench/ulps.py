@@ -1,0 +1,70 @@
+"""Changes by an ulp, a unit in the last place, of weights, of images and of what is computed in a lower precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from engines.layer.graph import ModelGraph
+from engines.oracle import OneProcess
+
+__all__ = ["DOUBLE", "Imprecise", "lowest_precision", "nudge_weights", "nudged"]
+
+DOUBLE = torch.finfo(torch.float64).eps
+"""The relative rounding of float64."""
+
+
+def lowest_precision(graph: ModelGraph) -> tuple[float, str]:
+    """The relative rounding of a graph's least precise operator, and where it is in the user's model."""
+    found = [
+        (torch.finfo(getattr(torch, node.spec.dtype)).eps, f"{node.spec.dtype} ({node.where})")
+        for node in graph.nodes
+        if node.spec is not None and node.spec.dtype in ("float64", "float32", "float16", "bfloat16")
+    ]
+    return max(found, key=lambda each: each[0], default=(DOUBLE, ""))
+
+
+def nudged(batch: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """The batch with each number of its images changed by an ulp. Labels may have bounds, and stay."""
+    random = torch.Generator().manual_seed(seed)
+    return {name: _nudge(t, random) if name == "images" and t.is_floating_point() else t for name, t in batch.items()}
+
+
+def nudge_weights(process: OneProcess, seed: int) -> None:
+    """Change each number of the weights of a process by an ulp."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in process.weights.values():
+            if weight.is_floating_point():
+                weight.copy_(_nudge(weight, random))
+
+
+def _nudge(tensor: Tensor, random: torch.Generator) -> Tensor:
+    up = torch.randint(2, tensor.shape, generator=random).bool()
+    far = torch.full_like(tensor, torch.inf)
+    return torch.nextafter(tensor, torch.where(up, far, -far))
+
+
+class Imprecise(TorchDispatchMode):
+    """Changes by an ulp whatever is computed in a lower precision than float64, forward and backward."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for each operator. What is written in place, or is a view, was changed before."""
+        out = func(*args, **(kwargs or {}))
+        fresh = not any(result.alias_info for result in func._schema.returns)
+        return tree_map_only(Tensor, self._changed, out) if fresh else out
+
+    def _changed(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or torch.finfo(tensor.dtype).eps <= DOUBLE:
+            return tensor
+        sign = 2 * torch.randint(2, tensor.shape, generator=self.random, dtype=torch.int8) - 1
+        return tensor * (1 + sign.to(tensor.dtype) * torch.finfo(tensor.dtype).eps)
