@@ -6,12 +6,14 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 
 from engines.comm.device import autocast_type
 from engines.errors import ImageError, PlanError
 from engines.layer.graph import ModelGraph, TensorSpec
 from engines.layer.kept import check_reads
+from engines.layer.reader import spec_of
 from engines.layer.steady import check_modules, check_steady, traceable
 from engines.layer.trace import answer, trace
 from engines.loss.whole import with_whole_loss
@@ -28,13 +30,13 @@ class Traces:
 
     Plans with micro-batches of one shape and precision share a trace, whatever they do with it; a trace takes seconds.
     Where a step has several micro-batches the graph's loss is changed so that their mean is that of the whole batch.
-    Raises ImageError for an `image_shape` that is none, and TraceError for modules that cannot be traced.
+    Raises ImageError for an `image_shape` or `labels` that are none, and TraceError for modules that cannot be traced.
     """
 
     model: nn.Module
     image_shape: Sequence[int]
     loss: Loss
-    labels: TensorSpec | None = None
+    labels: TensorSpec | Tensor | None = None
     device: str = "auto"
     _graphs: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
     _wholes: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
@@ -44,6 +46,7 @@ class Traces:
         check_modules(self.model, self.loss)
         if len(self.image_shape) != 4 or any(size < 1 for size in self.image_shape):
             raise ImageError(f"image_shape={tuple(self.image_shape)} must be (N, C, H, W), four positive numbers.")
+        object.__setattr__(self, "labels", _given_labels(self.labels))
 
     def of_batch(self, images: int) -> Traces:
         """The same model on batches of so many images; what is traced is kept together."""
@@ -143,6 +146,20 @@ def shared(micro_batch: TensorSpec, plan: Plan) -> TensorSpec:
             f"Use a batch size that is a multiple of {plan.parts * plan.local_dp} (parts x local_dp)."
         )
     return replace(micro_batch, shape=(count // plan.local_dp, *micro_batch.shape[1:]))
+
+
+def _given_labels(labels: object) -> TensorSpec | None:
+    """The shape and type of an example tensor, or those that are given. Raises ImageError for anything else."""
+    if labels is None:
+        return None
+    if isinstance(labels, Tensor):
+        return spec_of(labels)
+    if isinstance(labels, TensorSpec) and isinstance(dtype := getattr(torch, labels.dtype, None), torch.dtype):
+        return TensorSpec(tuple(labels.shape), str(dtype).removeprefix("torch."))  # "float" is called float32 elsewhere
+    raise ImageError(
+        f"labels={labels!r} must be an example tensor of the labels of one batch, such as "
+        "torch.zeros(4, 1, 32, 32), or its TensorSpec(shape, dtype), with a type such as 'float32'."
+    )
 
 
 def _label_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:

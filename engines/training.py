@@ -141,7 +141,7 @@ def prepare(
     image_shape: Sequence[int],
     loss: Loss | None = None,
     optimiser: Optimiser = sgd,
-    labels: TensorSpec | None = None,
+    labels: TensorSpec | Tensor | None = None,
     device: str = "auto",
     clip_norm: float | None = None,
     scheduler: Scheduler | None = None,
@@ -150,7 +150,8 @@ def prepare(
     """Trace and check everything that can be checked before a rank is touched.
 
     `image_shape` is (N, C, H, W). Without `loss` it is cross-entropy, without `labels` they are class
-    numbers: (N,) for a classifier, (N, H, W) where the model answers for each pixel.
+    numbers: (N,) for a classifier, (N, H, W) where the model answers for each pixel. `labels` is an example tensor of
+    those of a batch, whose values do not matter, or its TensorSpec.
     What the model draws follows from `torch.manual_seed`.
     `optimiser` makes an optimiser of all parameters of the model and of its loss, in the order of `named_parameters()`:
     of a list of them, or of (name, parameter) pairs where its first argument is called `named_parameters`. One that it
@@ -210,7 +211,7 @@ def say_changed_precision(model: nn.Module, loss: object, plan: Plan) -> str:
 
 
 def traced(
-    model: nn.Module, plan: Plan, image_shape: Sequence[int], loss: Loss, labels: TensorSpec | None = None,
+    model: nn.Module, plan: Plan, image_shape: Sequence[int], loss: Loss, labels: TensorSpec | Tensor | None = None,
     device: str = "auto",
 ) -> ModelGraph:  # fmt: skip
     """The graph of one micro-batch under a plan, and of one rank's share of it where ranks share it; as `prepare`.

@@ -30,7 +30,7 @@ def _tensor(name: str, given: Any, recipe: Recipe) -> Tensor:
     spec, tensor, batches = recipe.step_specs[name], torch.as_tensor(given), recipe.plan.batches
     if tuple(tensor.shape) != spec.shape:
         several = f" ({batches} batches make a step of this plan)" if batches > 1 else ""
-        other = "labels=TensorSpec(shape of a batch, dtype)" if name == "labels" else "this image_shape"
+        other = "labels=EXAMPLE, a tensor like the labels of a batch" if name == "labels" else "this image_shape"
         raise ImageError(
             f"{name} have shape {tuple(tensor.shape)} but the training was made for {spec.shape}{several}. "
             f"Change the batch, or make a Training with {other}."
@@ -38,7 +38,7 @@ def _tensor(name: str, given: Any, recipe: Recipe) -> Tensor:
     if tensor.is_floating_point() and not spec.is_floating:
         raise ImageError(
             f"{name} are {tensor.dtype}, but the training was made for {spec.dtype}. Give whole numbers, or "
-            "make a Training with labels=TensorSpec(shape, dtype)."
+            "make a Training with labels=EXAMPLE, a tensor like the labels of a batch."
         )
     if name == "images" and spec.is_floating and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ImageError(

@@ -77,10 +77,11 @@ class Training:
     `loss(prediction, labels)` is cross-entropy unless given. A step's loss is that of the whole batch where the loss is
     a sum or a mean over it, whatever labels the mean counts (`ignore_index`, class weights, masks). Of any other loss,
     such as Dice over the batch, a step with several micro-batches computes the mean of their own losses, and a warning
-    says so. Labels are class numbers where the loss takes them for that. The model itself is only read: its weights
-    are the first ones, and `state_dict()` gives the trained ones. `clip_norm` bounds the norm of all gradients
-    together; `scheduler` makes of an optimiser what steps once after each update, such as
-    `partial(torch.optim.lr_scheduler.StepLR, step_size=10)`.
+    says so. Labels are class numbers, (N,) or (N, H, W), unless `labels` is an example tensor of those of a batch, such
+    as `torch.zeros(4, 1, 32, 32)` (only its shape and type matter), or a `TensorSpec(shape, dtype)`. The model
+    itself is only read: its weights are the first ones, and `state_dict()` gives the trained ones. `clip_norm`
+    bounds the norm of all gradients together; `scheduler` makes of an optimiser what steps once after each update, such
+    as `partial(torch.optim.lr_scheduler.StepLR, step_size=10)`.
 
     `optimiser` is a function of parameters, such as `partial(torch.optim.Adam, lr=1e-3)`. It is given all parameters
     of the model (and of a loss that is a module), in their order; or, if its first argument is called
@@ -110,7 +111,7 @@ class Training:
         image_shape: Sequence[int],
         loss: Loss | None = None,
         optimiser: Optimiser = sgd,
-        labels: TensorSpec | None = None,
+        labels: TensorSpec | Tensor | None = None,
         device: str = "auto",
         clip_norm: float | None = None,
         scheduler: Scheduler | None = None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from engines.errors import PlanError
@@ -117,7 +117,7 @@ class Tuning:
     cluster: Cluster
     loss: Loss | None = None
     optimiser: Optimiser = sgd
-    labels: TensorSpec | None = None
+    labels: TensorSpec | Tensor | None = None
     device: str = "auto"
     _graphs: dict[tuple[int, int, str], ModelGraph] = field(default_factory=dict)
 
@@ -173,7 +173,7 @@ def tune(
     cluster: Cluster,
     loss: Loss | None = None,
     optimiser: Optimiser = sgd,
-    labels: TensorSpec | None = None,
+    labels: TensorSpec | Tensor | None = None,
     device: str = "auto",
     top: int = 4,
     steps: int = 3,

@@ -9,7 +9,7 @@ from html import escape
 from threading import RLock
 
 import ipywidgets
-from torch import nn
+from torch import Tensor, nn
 
 from engines.errors import Mpi4dlError, TraceError
 from engines.knobs import GROUPS, knob_of
@@ -66,7 +66,7 @@ class Configurator(Instrument):
         cluster: Cluster | None = None,
         plan: Plan | None = None,
         loss: Loss | None = None,
-        labels: TensorSpec | None = None,
+        labels: TensorSpec | Tensor | None = None,
         device: str = "auto",
         machine: Machine | str | None = None,
     ) -> None:
