@@ -6,7 +6,7 @@ The model is exported by `torch.export` on fake tensors, never run, and never ch
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -50,10 +50,14 @@ class _WithLoss(nn.Module):
             found = tensors_of(prediction)
             try:
                 loss = self.loss(prediction, labels)
-            except (TypeError, AttributeError) as error:
-                if isinstance(prediction, Tensor):
+            except TraceError:
+                raise
+            except Exception as error:
+                if type(error).__name__.startswith(_BY_VALUES):
                     raise
-                raise TraceError(_untaken(prediction, list(found), error)) from error
+                if isinstance(error, TypeError | AttributeError) and not isinstance(prediction, Tensor):
+                    raise TraceError(_untaken(prediction, list(found), error)) from error
+                raise TraceError(_unjudged(self.model, images, found, labels, error)) from error
             return loss, *found.values()
 
 
@@ -196,13 +200,30 @@ def _chains(model: nn.Module) -> Iterator[str]:
 
 
 def _untraceable(model: nn.Module, images: TensorSpec, error: Exception) -> str:
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return (
         f"{type(model).__name__} cannot be traced with images of shape {images.shape}: "
-        f"{type(error).__name__}: {reason}. Check that it runs on images of this shape, the loss too, "
+        f"{type(error).__name__}: {_first_line(error)}. Check that it runs on images of this shape, the loss too, "
         "and that its forward takes no decision from the values of a tensor; tensors that either keeps must be "
         "parameters or buffers."
     )
+
+
+def _unjudged(model: nn.Module, images: Tensor, answers: Mapping[str, Tensor], labels: Tensor, error: Exception) -> str:
+    """What is said of a loss that fails: most often the labels are others than it was traced with."""
+    first = next(iter(answers.values()), None)
+    reason = f"{type(error).__name__}: {_first_line(error)}"
+    answer = "" if first is None else f" The model answers with {tuple(first.shape)}, {first.dtype}."
+    return (
+        f"{type(model).__name__} cannot be traced with images of shape {tuple(images.shape)}: the loss fails with "
+        f"labels of shape {tuple(labels.shape)}, {labels.dtype} ({reason}).{answer} Labels are taken "
+        "for class numbers unless labels= says otherwise. If yours are others, give an example of those of "
+        "a whole batch, such as labels=torch.zeros(4, 1, 32, 32); if they are these, let the loss reshape and convert "
+        "them: loss=lambda p, y: loss(p, y[:, None].to(p.dtype))."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _untaken(prediction: Any, places: list[str], error: Exception) -> str:
