@@ -9,9 +9,20 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from engines.errors import ImageError, PlanError
 
-__all__ = ["Batch", "Replayed", "images_of", "known_counts", "repeatable"]
+__all__ = ["Batch", "Replayed", "check_batches", "images_of", "known_counts", "repeatable"]
 
 Batch = tuple[Any, Any]
+
+
+def check_batches(data: object, name: str = "data") -> None:
+    """Raises PlanError where `data` cannot be gone through, such as a function that makes batches."""
+    if hasattr(type(data), "__iter__") or hasattr(type(data), "__getitem__"):
+        return
+    kind = f"{name} is {getattr(data, '__name__', type(data).__name__)!r}, a {type(data).__name__}"
+    if callable(data):
+        called = f"{getattr(data, '__name__', 'it')}()"
+        raise PlanError(f"{kind}, which is no batches by itself. Give what it makes: call it, {called}.")
+    raise PlanError(f"{kind}, which cannot be gone through. Give batches (images, labels) in a list or a DataLoader.")
 
 
 def images_of(batch: Any) -> int:

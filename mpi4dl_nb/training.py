@@ -52,7 +52,7 @@ from engines.training import (
 from mpi4dl_nb import on_ranks
 from mpi4dl_nb.bar import Bar
 from mpi4dl_nb.batch import checked
-from mpi4dl_nb.batches import repeatable
+from mpi4dl_nb.batches import check_batches, repeatable
 from mpi4dl_nb.courses import Batch, BatchCourse, ImageCourse, continued, held, is_images
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
@@ -265,6 +265,13 @@ class Training:
             raise PlanError(f"on_failure={on_failure!r} must be one of {', '.join(map(repr, HOW))}.")
         if on_failure != "raise" and save is None:
             raise PlanError(f"on_failure={on_failure!r} goes on from checkpoints. Say where they go: save=FOLDER.")
+        if not is_images(data):
+            check_batches(data)
+        if held_out is not None and not is_images(held_out):
+            raise PlanError(
+                f"held_out is a {type(held_out).__name__}, but must be images that ranks read by themselves, such as a "
+                "folder of pictures. Judge other batches with predict()."
+            )
         feeding = Feeding(seed or 0, steps, workers, on_bad_image, drop_last)
         saving = Saving(save, save_every, keep)
         state = continued(self.feed_state, data, seed) if go_on and is_images(data) else None
@@ -294,6 +301,8 @@ class Training:
         where a weight does not move although its gradient and its learning rate are not zero.
         """
         start_s = time.perf_counter()
+        if data is not None:
+            check_batches(data)
         recipe = comparable(self._prepare(replace(self.plan, precision=precision)))
         whole = batches(recipe, seed) if data is None else [checked(recipe, *batch) for batch in islice(data, STEPS)]
         if not whole:

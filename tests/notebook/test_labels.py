@@ -1,4 +1,4 @@
-"""`labels` that are not what a training takes: an example is taken for its shape, all else is refused."""
+"""`labels`, and batches, that are not what a training takes: an example is taken for its shape, all else is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.errors import ImageError, TraceError
+from engines.errors import ImageError, PlanError, TraceError
 from engines.layer.graph import TensorSpec
 from engines.plan import Plan
 from mpi4dl_nb import Cluster, Training
@@ -99,3 +99,23 @@ def test_both_mends_that_are_named_train(two):
     assert other.step(images, masks) == pytest.approx(right, rel=1e-12)
     first.close()
     other.close()
+
+
+def generated():
+    for _ in range(2):
+        yield torch.zeros(SHAPE), torch.zeros(4, 8, 12, dtype=torch.int64)
+
+
+def test_what_is_no_batches_is_refused_before_any_step(two):
+    torch.manual_seed(0)
+    training = Training(nn.Conv2d(3, 2, 3, padding=1).double(), PLAN, two, SHAPE)
+    for go in (training.fit, training.verify):
+        with pytest.raises(PlanError, match=r"data is 'generated', a function, .* call it, generated\(\)\."):
+            go(generated)
+        with pytest.raises(PlanError, match="data is 'int', a int, which cannot be gone through"):
+            go(7)
+    with pytest.raises(PlanError, match="held_out is a list, but must be images that ranks read"):
+        training.fit(generated(), progress=False, held_out=[])
+    assert training.steps == 0
+    assert len(training.fit(generated(), progress=False).losses) == 2
+    training.close()
