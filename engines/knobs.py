@@ -17,7 +17,7 @@ HELP: Mapping[str, str] = {
     "num_spatial_parts": "tiles of each spatial stage: one number, or one for each such as 4,2",
     "slice_method": "square, vertical, horizontal, or rows x columns such as 2x3",
     "balance": "layers of each stage such as 20,18, or auto",
-    "parts": "micro-batches that a batch is cut into",
+    "parts": "micro-batches that a batch is cut into; batch norm normalises each by itself, as GPipe does",
     "bidirectional": "a second copy of the model runs through the ranks in mirrored order (GEMS)",
     "times": "pairs of batches, one in each direction, for an update",
     "local_dp": "ranks that share the images of a micro-batch in every stage behind the spatial ones",

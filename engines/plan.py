@@ -38,7 +38,10 @@ class Plan:
     does. Its running statistics are then the means of what ranks count by themselves, taken at the update. With
     `halo_d2`, pixels that two ranks compute are normalised by each with its own statistics. Other norms stay exact.
 
-    `parts` micro-batches make a batch; `schedule` is their order: `fill_drain` (GPipe), `1f1b`, `interleaved` (with
+    `parts` micro-batches make a batch. Batch norm normalises each micro-batch by itself, as GPipe does, so a step of
+    several micro-batches or replicas is not that of one process on the whole batch where a model has batch norm; it is
+    that of one process that takes the micro-batches one after another, with which `verify` compares.
+    `schedule` is the order of micro-batches: `fill_drain` (GPipe), `1f1b`, `interleaved` (with
     `stages_per_rank` stages behind the spatial ones on each rank), `zero_bubble`, or `gems`.
     `bidirectional` runs `times` pairs of batches through two copies of the model in mirrored rank order (GEMS);
     `data_parallel` replicas of all that have batches of their own; `accumulate` batches one after another add up. A
