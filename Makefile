@@ -24,7 +24,7 @@ PURE := $(wildcard engines/errors.py engines/facts.py engines/guard.py engines/k
 	engines/spoken.py)
 
 # Tests that measure no time, and seldom start processes, may run beside each other.
-SIDE_BY_SIDE := $(addprefix tests/,draw images layer models pipeline program spatial)
+SIDE_BY_SIDE := $(addprefix tests/,draw images layer loss models pipeline program spatial)
 
 # JupyterLab refuses root unless told.
 ifeq ($(shell id -u),0)
