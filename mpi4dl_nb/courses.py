@@ -25,6 +25,7 @@ from engines.report import Told
 from engines.train import Heard, RankCourse, told
 from engines.training import RankTraining, StepReport, images_per_step
 from mpi4dl_nb.batches import Batch, images_of, known_counts
+from mpi4dl_nb.explaining import explain_loss
 
 if TYPE_CHECKING:
     from engines.host import Host
@@ -190,7 +191,7 @@ class ImageCourse:
 
     def step(self) -> Told | None:
         """One step on all ranks."""
-        with self.training.explained():
+        with explain_loss(self.training.cluster, self.training.name):
             answers = self.training.cluster.call(_go_on, self.training.name, self.training.steps)
         if isinstance(answers[0].heard, Unready):  # bad images were left out, and so fewer are left over
             self.training.make_ready(answers[0].heard.images)

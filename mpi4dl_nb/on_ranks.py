@@ -11,7 +11,6 @@ from engines.bench.verify import rank_record
 from engines.checkpoint import load as loading
 from engines.checkpoint import save as saving
 from engines.host import while_walking
-from engines.loss.causes import Cause
 from engines.oracle import Record
 from engines.program.worker import Inputs
 from engines.train import Heard, stepped
@@ -21,7 +20,7 @@ from mpi4dl_nb.courses import end, held
 if TYPE_CHECKING:
     from engines.host import Host
 
-__all__ = ["add_size", "causes", "create", "drop", "holds", "load", "record", "save", "step", "tensors"]
+__all__ = ["add_size", "create", "drop", "holds", "load", "record", "save", "step", "tensors"]
 
 
 def create(host: Host, name: str, recipe: Recipe) -> None:
@@ -38,11 +37,6 @@ def holds(host: Host, name: str) -> bool:
 
 def step(host: Host, name: str, images: int, steps: int, inputs: Inputs) -> tuple[StepReport, Heard]:
     return stepped(held(host, name, steps), inputs, images)
-
-
-def causes(host: Host, name: str) -> list[Cause]:
-    """What each rank finds that makes a loss not a number."""
-    return host.trainings[name].causes() if name in host.trainings else []
 
 
 def record(host: Host, recipe: Recipe, parts: list[Inputs]) -> Record:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import islice
 from os import PathLike
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from engines.bench.verify import STEPS, batches, comparable, verdict
 from engines.checkpoint.load import check
 from engines.checkpoint.save import KEEP
-from engines.errors import ImageError, LossError, PlanError, RankError
+from engines.errors import ImageError, PlanError
 from engines.evaluation import plain_state
 from engines.facts import facts_table
 from engines.images.feed import Feeding
@@ -26,7 +26,6 @@ from engines.images.labelled import LabelledImages
 from engines.inference.sweep import Swept
 from engines.layer.graph import TensorSpec
 from engines.layout import check_fits
-from engines.loss.causes import said
 from engines.loss.words import WHOLE_BATCH, loss_of_step, warn_of_mean
 from engines.metrics import Scores
 from engines.optimiser_trial import count_states
@@ -56,6 +55,7 @@ from mpi4dl_nb.batches import check_batches, repeatable
 from mpi4dl_nb.courses import Batch, BatchCourse, ImageCourse, continued, held, is_images
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
+from mpi4dl_nb.explaining import explain_loss
 from mpi4dl_nb.facts import StepTimeline, facts
 from mpi4dl_nb.fitting import History, Saving, Watcher, fit
 from mpi4dl_nb.healing import HOW, Healing
@@ -160,23 +160,10 @@ class Training:
         recipe, programs = self._sizes[count or images_per_step(self.recipe)]
         whole = checked(recipe, images, labels)
         parts = [(cut_inputs(program, whole),) for program in programs]
-        with self.explained():
+        with explain_loss(self.cluster, self.name):
             answers = self.cluster.call(on_ranks.step, self.name, len(whole["images"]), self.steps, per_rank=parts)
         self.heard([report for report, _ in answers])
         return [heard for _, heard in answers]
-
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Within it a LossError is raised with what all ranks find in their images, labels and weights."""
-        try:
-            yield
-        except LossError as error:
-            words = ""
-            with suppress(RankError):
-                words = said(dict(enumerate(self.cluster.call(on_ranks.causes, self.name))))
-            if words:
-                raise error.because(words) from None
-            raise
 
     def stepping(self, images: Any, labels: Any) -> Stepping:
         """One training step on a batch, walked: `for event in training.stepping(images, labels): ...`.

@@ -1,0 +1,34 @@
+"""Says why a loss is not a number: the rank that has the loss knows that, and all ranks together know the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from engines.errors import LossError, RankError
+from engines.loss.causes import Cause, said
+
+if TYPE_CHECKING:
+    from engines.host import Host
+    from mpi4dl_nb.cluster import Cluster
+
+__all__ = ["explain_loss"]
+
+
+@contextmanager
+def explain_loss(cluster: Cluster, name: str) -> Iterator[None]:
+    """A LossError within it is raised with what the ranks of the training `name` find in images, labels and weights."""
+    try:
+        yield
+    except LossError as error:
+        words = ""
+        with suppress(RankError):
+            words = said(dict(enumerate(cluster.call(_find_causes, name))))
+        if words:
+            raise error.because(words) from None
+        raise
+
+
+def _find_causes(host: Host, name: str) -> list[Cause]:
+    return host.trainings[name].causes() if name in host.trainings else []
