@@ -13,6 +13,7 @@ from torch import nn
 from engines.errors import PlanError, RankError
 from engines.predict.kinds import kind_of
 from engines.predict.machine import Machine
+from engines.predict.noise import Noise
 from engines.program.compile import compile_plan
 from engines.program.program import Program
 from engines.program.traffic import traffic
@@ -57,20 +58,21 @@ def test_a_machine_is_measured_once_and_kept(cluster, tmp_path):
 
 def test_a_machine_is_remembered_for_the_next_notebook(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("MPI4DL_NB_MACHINES", str(tmp_path))
-    KnownMachine.of(2, "loopback").keep(cluster.machine)
-    assert Cluster(2, backend="loopback").calibrate() == cluster.machine
+    machine = replace(cluster.machine, noise=Noise())  # however busy this one was: a noisy one is not remembered
+    KnownMachine.of(2, "loopback").keep(machine)
+    assert Cluster(2, backend="loopback").calibrate() == machine
     (file,) = tmp_path.iterdir()
-    for text in (replace(cluster.machine, ranks=3).to_json(), "of another version"):
+    for text in (replace(machine, ranks=3).to_json(), "of another version"):
         file.write_text(text)
         with pytest.raises(RankError, match="not started"):  # so it would be measured
             Cluster(2, backend="loopback").calibrate()
     with pytest.raises(RankError, match="not started"):
         Cluster(3, backend="loopback").calibrate()
-    KnownMachine.of(2, "loopback").keep(cluster.machine)
+    KnownMachine.of(2, "loopback").keep(machine)
     with pytest.raises(RankError, match="not started"):
         Cluster(2, backend="loopback").calibrate(again=True)
     monkeypatch.setenv("MPI4DL_NB_MACHINES", str(file))  # no folder can be made of a file
-    KnownMachine.of(2, "loopback").keep(cluster.machine)
+    KnownMachine.of(2, "loopback").keep(machine)
     assert KnownMachine.of(2, "loopback").read() is None
 
 
