@@ -33,7 +33,8 @@ def command(module: str, *arguments: str) -> list[str]:
 def standard_first(paths: Iterable[str]) -> list[str]:
     """The folders of the standard library, then the others in their order, each once, that of this package among them.
 
-    >>> standard_first(["", "lib", *sys.path]).index("") > sys.path.index(sysconfig.get_path("stdlib"))
+    >>> ordered = standard_first(["", "lib", *sys.path])
+    >>> ordered.index("") > ordered.index(sysconfig.get_path("stdlib"))
     True
     """
     known = list(dict.fromkeys(paths))
