@@ -287,7 +287,7 @@ class RankTraining:
             program, self.world, self.weights, self.buffers, optimiser, self.device, self.recipe.seed, rules,
             keeps_graphs=not recipe.plan.checkpoint_activations,
             make_lane=self._make_lane, make_segment=self._make_segment,
-            constants=counting.values,
+            constants=counting.values, count_labels=counting.count,
         )  # fmt: skip
         worker.words = said(recipe.graph, recipe.plan, program)
         return _Size(recipe.graph, worker, counting)
@@ -373,9 +373,9 @@ class RankTraining:
         self.worker.connect()
         for weight in self.weights.values():
             weight.grad = None
-        placed = {number: {name: self._placed(p) for name, p in parts.items()} for number, parts in inputs.items()}
-        self.counting.count(placed)
-        self.worker.restart(placed)
+        self.worker.restart(
+            {number: {name: self._placed(p) for name, p in parts.items()} for number, parts in inputs.items()}
+        )
 
     def _remember_loss(self) -> None:
         if self.worker.done and (loss := self.worker.loss) is not None:

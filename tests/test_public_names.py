@@ -22,7 +22,7 @@ def test_the_example_of_a_public_name_runs(name: str, tmp_path, monkeypatch):
     said: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=said.append)
+        doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(test, out=said.append)
     assert not said, "".join(said)
     plt.close("all")
 

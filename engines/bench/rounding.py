@@ -205,7 +205,8 @@ class Rounding:
         """
         usual = [near[key] - self.oracle[key] for near in self.nears]
         own, spread = _norm(self._real(key, self.oracle[key])), max(_norm(self._real(key, each)) for each in usual)
-        ulps = min(TIMES * spread, max(1e-6, self._slack) * own)  # no more: it may be chaos
+        # No more than a millionth of it, for it may be chaos; but what is zero in theory has no size of its own.
+        ulps = min(TIMES * spread, max(max(1e-6, self._slack) * own, self._least(key)))
         stored = self._stored(key, lambda tensor: self._real(key, tensor))
         if not _norm(self._real(key, off)) <= max(EXACT * own, ulps, may, stored):
             return False
@@ -251,7 +252,7 @@ class Rounding:
         return {kind: square**0.5 for kind, square in squares.items()}
 
     def _least(self, key: Key) -> float:
-        """The rounding of a step's gradients: what one that is zero in theory may be off in any case."""
+        """The rounding of all tensors of a kind in a step: what one that is zero in theory may be off in any case."""
         return 500 * self.eps * self._sizes[key[:2]]
 
     def _mirror(self, process: OneProcess) -> None:

@@ -245,7 +245,7 @@ class _Functional:
             return made
         target = _plain_target(node)
         count = len(target._schema.arguments)
-        made = make(target, value, *node.args[1:count], **node.kwargs)
+        made = make(target, value, *_given(node)[1:count], **node.kwargs)
         kind = value.meta["val"].dtype
         return made if made.meta["val"].dtype == kind else make(_ATEN._to_copy.default, made, dtype=kind)
 
@@ -310,6 +310,12 @@ def _plain_target(node: fx.Node) -> Any:
             f"{node.target} in {source_of(node)} writes to its input and has no out-of-place form. Replace it."
         )
     return getattr(plain, overload)
+
+
+def _given(node: fx.Node) -> list[Any]:
+    """The arguments by position, defaults too: `bernoulli_` has one for what `bernoulli.p` must be told."""
+    left_out = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
+    return [*node.args, *(each.default_value for each in left_out if not each.kwarg_only)]
 
 
 def _changed(reader: fx.Node, writer: fx.Node | None) -> TraceError:

@@ -1,31 +1,22 @@
-"""Before a step, the ranks of the last stage count in the labels what the loss of the whole batch divides by.
-
-Each counts its own labels, micro-batch by micro-batch, by a small program of its own; one message adds that up over all
-replicas and directions. A loss that divides by nothing that labels say has no such program.
-"""
+"""The ranks of the last stage count in the labels of a step what the loss of the whole batch divides by."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from engines.comm.total import all_reduce
 from engines.comm.world import World
-from engines.layer.graph import ModelGraph, WholeLoss
-from engines.layout import Layout, Role
+from engines.layer.graph import ModelGraph
+from engines.layout import Layout
 from engines.plan import Plan
-from engines.program.builder import Builder
-from engines.program.instructions import Phase
-from engines.program.lowering import STAGE_TAGS, receive_inputs
-from engines.program.program import Program, Step, Way
-from engines.program.worker import Inputs, Worker
-from engines.spatial.ops import lower
-from engines.spatial.share import of_share, parted_names
+from engines.program.instructions import CountLabels
+from engines.program.program import Program
+from engines.program.worker import Worker
 
-__all__ = ["Counting", "counting_program"]
+__all__ = ["Counting"]
 
 
 class Counting:
@@ -44,31 +35,31 @@ class Counting:
             total.name: torch.ones(total.spec.shape, dtype=getattr(torch, total.spec.dtype), device=device)
             for total in graph.totals
         }
-        self.group = Layout.of(plan).ranks_of([plan.split_size - 1])
         feeds = [way.feeds["labels"] for way in program.ways.values() if "labels" in way.feeds]
         spread = any(feed.axes or (feed.tile and feed.tile.images) for feed in feeds)
         self.sharers = len(Layout.of(plan).stages[-1].ranks) if spread else 1
         self.worker = None
-        if graph.totals and world.rank in self.group:
-            own = counting_program(graph, plan, program)
+        for own in (each.program for each in program.of_kind(CountLabels)):
             found = {name: owned[name].detach() for name in own.buffers}
             self.worker = Worker(own, world, {}, found, device=device)
             self.worker.words = [b"counts the labels of the whole batch"] * len(own.steps)
 
-    def count(self, inputs: Inputs) -> None:
-        """Of a step's labels; collective over the ranks of the last stage, and nothing on the others."""
-        if self.worker is None:
-            return
-        numbers = self.worker.program.directions
-        self.worker.run({number: {"labels": inputs[number]["labels"]} for number in numbers})
+    def count(self, instruction: CountLabels, labels: Mapping[int, Tensor]) -> int:
+        """Of this rank's `labels`, by micro-batch; the bytes that were sent. Collective over the last stage's ranks."""
+        worker, group = self.worker, instruction.group
+        worker.run({number: {"labels": labels[number]} for number in worker.program.directions})
         sums = torch.cat([self._sum(total.source) for total in self.totals])
-        self.worker.restart({})
-        if len(self.group) > 1:
-            all_reduce(self.world, sums, self.group).wait()
+        sent_bytes = sum(event.bytes for event in worker.events)
+        worker.restart({})
+        if len(group) > 1:
+            under_way = all_reduce(self.world, sums, group)
+            under_way.wait()
+            sent_bytes += under_way.sent_bytes
         parts = sums.split([total.spec.numel for total in self.totals])
         for total, part in zip(self.totals, parts, strict=True):
             mean = part / self.micro_batches**total.degree
             self.values[total.name].copy_(mean.view(total.spec.shape))
+        return sent_bytes
 
     def _sum(self, source: str) -> Tensor:
         """(n,), float64, over this rank's own micro-batches; what several ranks hold, the first of them tells."""
@@ -80,36 +71,3 @@ class Counting:
         ]
         size = next(total.spec.numel for total in self.totals if total.source == source)
         return torch.stack(found).sum(0) if found else torch.zeros(size, dtype=torch.float64)
-
-
-def counting_program(graph: ModelGraph, plan: Plan, program: Program) -> Program:
-    """The program that counts the labels of a rank's micro-batches in the last stage, one after another."""
-    layout, last = Layout.of(plan), plan.split_size - 1
-    roles = {role.direction: role for role in layout.roles[program.rank] if role.stage == last}
-    ways = {direction: _way(graph, plan, layout, role) for direction, role in roles.items()}
-    numbers = {number: way for number, way in sorted(program.directions.items()) if way in ways}
-    steps = [Step(item, Phase.FORWARD, number) for number, way in numbers.items() for item in ways[way].forward]
-    buffers = sorted(graph.whole.reads - graph.inputs.keys())
-    return Program(program.rank, tuple(steps), ways, numbers, program.micro_batches, (), tuple(buffers))
-
-
-def _way(graph: ModelGraph, plan: Plan, layout: Layout, role: Role) -> Way:
-    """What a rank does with the labels of a micro-batch of one direction."""
-    stage = layout.pipe(role).stages[role.stage]
-    labels, parted = _labels(graph, graph.whole), frozenset[str]()
-    if stage.shares > 1:
-        share = _labels(graph.share, graph.share.whole)
-        labels, parted = of_share(labels, share, labels.nodes), parted_names(labels, share)
-    block = 1 + role.stage + role.direction * plan.split_size
-    builder = Builder(labels, stage, role.tile, STAGE_TAGS * block + STAGE_TAGS // 2, parted=parted)
-    receive_inputs(builder)
-    for node in labels.nodes:
-        lower(builder, node)
-    sources = frozenset(total.source for total in graph.totals)
-    return Way({role.stage: tuple(builder.finished(sources))}, {}, None, None, role.tile == 0, sources)
-
-
-def _labels(graph: ModelGraph, whole: WholeLoss) -> ModelGraph:
-    """The part of a graph that follows from the labels alone."""
-    inputs = {"labels": graph.inputs["labels"]}
-    return replace(graph, inputs=inputs, nodes=whole.nodes, trainable=frozenset(), share=None, whole=None)

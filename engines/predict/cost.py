@@ -16,6 +16,7 @@ from engines.program.instructions import (
     Agree,
     AllReduce,
     Compute,
+    CountLabels,
     Exchange,
     Phase,
     ShareStatistics,
@@ -155,7 +156,7 @@ class _Pricing:
         match step.instruction:
             case Exchange():
                 return max(machine.instruction_s, machine.exchange_s)
-            case AllReduce() | ShareStatistics() | Agree() | SumGradients():
+            case AllReduce() | CountLabels() | ShareStatistics() | Agree() | SumGradients():
                 return machine.sum_s or machine.instruction_s
         return machine.instruction_s
 
@@ -172,9 +173,11 @@ class _Pricing:
                     yield self._carried(sum(size for size in tally.fresh.values() if size >= LEAST_BYTES), step.phase)
             case Exchange() as exchange:
                 yield from self._exchange(exchange, step)
-            case AllReduce() as total:
-                yield from self._sum(total.group, total.spec.bytes)
-            case ShareStatistics() | Agree() as total:
+            case CountLabels() as counting:
+                for each in counting.program.of_kind(AllReduce):
+                    yield from self._sum(each.group, each.bytes)
+                yield from self._sum(counting.group, counting.bytes)
+            case AllReduce() | ShareStatistics() | Agree() as total:
                 yield from self._sum(total.group, total.bytes)
             case SumGradients() as bucket:
                 yield from self._gradients(bucket, begins=step.phase is not Phase.UPDATE)

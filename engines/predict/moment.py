@@ -181,7 +181,7 @@ class _Owners:
             yield self.weights.get(name), {"weights": size, "optimiser": states}
 
     def _sums(self) -> Iterator[tuple[str | None, Kinds]]:
-        buckets = {item.name: item for item in self.program.of_kind(SumGradients) if isinstance(item, SumGradients)}
+        buckets = {item.name: item for item in self.program.of_kind(SumGradients)}
         for bucket in buckets.values():
             sizes = {name: self.counted.weights[name] for name in bucket.weights}
             yield from ((self.weights.get(name), {"gradients": size}) for name, size in sizes.items())

@@ -122,7 +122,7 @@ class _Outlining:
             tuple(op for each in tallies for op in each.ops),
             tuple(not self._is_tiled(call) for call in calls),
             late=any(each.late for each in tallies),
-            sums=tuple(item.spec.bytes for item in sketch.items if isinstance(item, AllReduce)),
+            sums=tuple(item.bytes for item in sketch.items if isinstance(item, AllReduce)),
             exchanges=sum(not isinstance(item, Compute | AllReduce) for item in sketch.items),
             instructions=len(sketch.items),
             goes_back=sum(item.differentiable for item in sketch.items),

@@ -52,7 +52,7 @@ def _hold_all_along(ledger: Ledger, program: Program, tally: RankTally, states: 
     for number, direction in program.directions.items():
         ledger.hold(("inputs", number), {"inputs": sum(tally.ways[direction].inputs.values())})
     exchanges = [item for item in program.forward if isinstance(item, Exchange)]
-    sums = {item.name: item for item in program.of_kind(SumGradients) if isinstance(item, SumGradients)}
+    sums = {item.name: item for item in program.of_kind(SumGradients)}
     lent = sum(lent_bytes(each.bytes, len(each.group)) for each in sums.values())
     ledger.hold("messages", {"messages": lent + kept_bytes(exchanges)})
     ledger.hold("sums", {"gradients": sum(each.bytes for each in sums.values())})

@@ -25,6 +25,7 @@ from engines.program.instructions import (
     SumGradients,
     Update,
 )
+from engines.program.labels import label_counts
 from engines.program.lowering import STAGE_TAGS, Lowering
 from engines.program.program import Feed, Program, Step, Way
 
@@ -96,7 +97,7 @@ class Compiler:
         trained = self._trained if self.overlap else lambda _: set()
         steps = woven(self._walked(work, ways), sums, trained)
         ends = (*sums, *self._updates(rank, roles, work)) if self.graph.loss else ()
-        return Program(
+        program = Program(
             rank=rank,
             steps=(*steps, *(Step(item, Phase.UPDATE) for item in ends)),
             ways=ways,
@@ -105,6 +106,8 @@ class Compiler:
             weights=self.lowering.owned(held, self.graph.weights),
             buffers=self.lowering.owned(held, self.graph.buffers),
         )
+        before = label_counts(self.graph, self.plan, self.layout, program)
+        return replace(program, steps=(*before, *program.steps))
 
     def _order(self, replica: int, rank: int) -> list[Work]:
         """What a rank does in turn; its replica's micro-batches follow those of the replica before."""

@@ -9,11 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engines.layer.graph import Ref, TensorSpec, references
 from engines.spatial.moves import Move
 from engines.spatial.tiles import Tile
+
+if TYPE_CHECKING:
+    from engines.program.program import Program
 
 __all__ = [
     "DEVICE",
@@ -21,6 +24,7 @@ __all__ = [
     "Agree",
     "AllReduce",
     "Compute",
+    "CountLabels",
     "Exchange",
     "Half",
     "Instruction",
@@ -205,6 +209,11 @@ class AllReduce:
         """For figures."""
         return "all-reduce"
 
+    @property
+    def bytes(self) -> int:
+        """Of each rank's summand."""
+        return self.spec.bytes
+
 
 @dataclass(frozen=True, slots=True)
 class SumGradients:
@@ -243,6 +252,25 @@ class Agree:
     def kind(self) -> str:
         """For figures."""
         return "all-reduce"
+
+
+@dataclass(frozen=True, slots=True)
+class CountLabels:
+    """The ranks in `group` count in all labels of a step what the loss of the whole batch divides by.
+
+    Each walks a small `program` over its own micro-batches; what they find, `bytes` of it, is added up once.
+    """
+
+    name: str
+    program: Program
+    bytes: int
+    group: tuple[int, ...]
+    differentiable: bool = False
+
+    @property
+    def kind(self) -> str:
+        """For figures."""
+        return "all-reduce" if len(self.group) > 1 else "compute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +329,7 @@ class Update:
 Linear = Compute | Exchange | Half | AllReduce
 """What a micro-batch's forward pass is made of."""
 
-Instruction = Linear | SumGradients | ShareStatistics | Agree | Update
+Instruction = Linear | CountLabels | SumGradients | ShareStatistics | Agree | Update
 
 
 def prefixed(item: Linear, prefix: str) -> Linear:

@@ -10,7 +10,17 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from engines.program.instructions import Agree, AllReduce, Exchange, Half, Phase, ShareStatistics, SumGradients, Update
+from engines.program.instructions import (
+    Agree,
+    AllReduce,
+    CountLabels,
+    Exchange,
+    Half,
+    Phase,
+    ShareStatistics,
+    SumGradients,
+    Update,
+)
 from engines.program.program import Program, Step
 
 __all__ = ["Order", "Places", "partners"]
@@ -123,7 +133,11 @@ def _meeting(step: Step, everyone: frozenset[int]) -> _Meeting:
         case SumGradients(name=name, group=group):
             ends = step.phase is Phase.UPDATE
             return _Meeting((name, ends), frozenset(group) if ends else alone)
-        case ShareStatistics(name=name, group=group) | Agree(name=name, group=group):
+        case (
+            CountLabels(name=name, group=group)
+            | ShareStatistics(name=name, group=group)
+            | Agree(name=name, group=group)
+        ):
             return _Meeting(name, frozenset(group))
         case Update(name=name):
             return _Meeting(name, everyone)

@@ -10,7 +10,7 @@ from engines.layer.stages import layers
 from engines.layout import Layout
 from engines.pipeline.work import Kind, Work
 from engines.plan import Plan
-from engines.program.instructions import Compute, Linear, Phase
+from engines.program.instructions import Compute, CountLabels, Linear, Phase
 from engines.program.order import partners
 from engines.program.program import Program, Step
 
@@ -24,7 +24,7 @@ _KINDS = {Phase.FORWARD: Kind.FORWARD, Phase.WEIGHTS: Kind.WEIGHTS}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One step of a rank's program. `work` is None at the update, which is of no micro-batch.
+    """One step of a rank's program. `work` is None where it is of no micro-batch: before all and at the update.
 
     `layer` and `modules` are those of the computation, or of the one for which something is sent.
     """
@@ -79,7 +79,7 @@ def places(graph: ModelGraph, program: Program) -> tuple[Place, ...]:
     known = {name: where for way in program.ways.values() for name, where in _of_stages(graph, way.stages)}
     found: list[Place] = []
     for step in program.steps:
-        if step.phase is Phase.UPDATE:
+        if step.phase is Phase.UPDATE or isinstance(step.instruction, CountLabels):
             found.append(Place(step))
             continue
         here = known.get(step.instruction.name)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from engines.facts import facts_table
 from engines.program.instructions import Compute, Half, Instruction, Linear, Phase
@@ -13,6 +14,8 @@ from engines.program.traffic import traffic
 from engines.spatial.tiles import Tile
 
 __all__ = ["Feed", "Program", "Step", "Way"]
+
+Kind = TypeVar("Kind", bound=Instruction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ class Program:
         """The parts of the inputs that the rank needs, by micro-batch."""
         return {number: self.way(number).feeds for number in self.directions}
 
-    def of_kind(self, kind: type[Instruction]) -> Iterable[Instruction]:
+    def of_kind(self, kind: type[Kind]) -> Iterable[Kind]:
         """Its instructions of a kind, as often as they are walked."""
         return (step.instruction for step in self.steps if isinstance(step.instruction, kind))
 

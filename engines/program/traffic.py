@@ -7,7 +7,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from engines.comm.sums import sent_by_each
-from engines.program.instructions import Agree, AllReduce, Exchange, Half, Phase, ShareStatistics, SumGradients
+from engines.program.instructions import (
+    Agree,
+    AllReduce,
+    CountLabels,
+    Exchange,
+    Half,
+    Phase,
+    ShareStatistics,
+    SumGradients,
+)
 
 if TYPE_CHECKING:
     from engines.program.program import Program, Step
@@ -47,9 +56,10 @@ def sent(step: Step) -> Iterable[Traffic]:
         case Exchange() as exchange:
             moves = exchange.sends if step.phase is Phase.FORWARD else exchange.receives
             yield Traffic(len(moves), exchange.bytes_of(moves))
-        case AllReduce(spec=spec, group=group):
-            yield Traffic(*sent_by_each(spec.bytes, len(group)))
+        case CountLabels(program=program, bytes=count_bytes, group=group):
+            yield from traffic(program).values()
+            yield Traffic(*sent_by_each(count_bytes, len(group)))
         case SumGradients() if step.phase is Phase.UPDATE:
             return  # it has begun before
-        case SumGradients() | ShareStatistics() | Agree() as total:
+        case AllReduce() | SumGradients() | ShareStatistics() | Agree() as total:
             yield Traffic(*sent_by_each(total.bytes, len(total.group)))

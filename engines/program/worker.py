@@ -21,6 +21,7 @@ from engines.program.instructions import (
     DEVICE,
     Agree,
     Compute,
+    CountLabels,
     Exchange,
     Phase,
     ShareStatistics,
@@ -47,9 +48,9 @@ Inputs = Mapping[int, Mapping[str, Tensor]]
 class Worker:
     """One rank's tensors, and its place in its program.
 
-    `weights` and `buffers` are the rank's own, by name; `constants` change only between two steps. `keeps_graphs` as in
-    `Tools`, `make_lane` makes what holds a micro-batch, `make_segment` what computes. `words` say of each step what it
-    is, for whoever asks where the rank is.
+    `weights` and `buffers` are the rank's own, by name; `constants` change before the passes of a step only, by
+    `count_labels`. `keeps_graphs` as in `Tools`, `make_lane` makes what holds a micro-batch, `make_segment` what
+    computes. `words` say of each step what it is, for whoever asks where the rank is.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Worker:
         make_lane: Callable[..., Lane] = Lane,
         make_segment: Callable[..., Segment] = Segment,
         constants: Mapping[str, Tensor] | None = None,
+        count_labels: Callable[[CountLabels, Mapping[int, Tensor]], int] | None = None,
     ) -> None:
         self.program, self.world = program, world
         self.weights, self.buffers, self.constants = weights, buffers, constants or {}
@@ -74,6 +76,7 @@ class Worker:
         self.events: list[Event] = []
         self.seed, self.steps, self._make_lane = seed, 1, make_lane
         self.words = [step.instruction.name.encode() for step in program.steps]
+        self._count_labels = count_labels
         self._outbox = Outbox()
         self._sums: dict[str, GradientSum] = {}
         self._collectives: Collectives | None = None
@@ -220,6 +223,10 @@ class Worker:
         if not isinstance(step.instruction, Compute):
             self.leave()
         match step.instruction:
+            case CountLabels() as counting:
+                lanes = {number: self.lanes[number] for number in counting.program.directions}
+                labels = {number: lane.at_hand(lane.values["labels"]) for number, lane in lanes.items()}
+                return self._count_labels(counting, labels)
             case SumGradients() as bucket:
                 return self._sum_gradients(bucket, begins=step.phase is not Phase.UPDATE)
             case ShareStatistics() as share:

@@ -82,6 +82,7 @@ class StreamedTraining:
             program, world, self.weights, self.buffers, recipe.make_optimiser(self.weights) if moves else None,
             self.device, recipe.seed, recipe.rules if moves else None,
             make_lane=partial(ShelvedLane, shelf=shelf), constants=self._countings[program.rank].values,
+            count_labels=self._countings[program.rank].count,
         )  # fmt: skip
         self._relay.enter(
             program.rank,
@@ -123,9 +124,7 @@ class StreamedTraining:
 
     def _pass(self, worker: Worker, feed: Callable[[int], Inputs]) -> None:
         """Forward and back, all micro-batches of one tile."""
-        inputs = self._owned(feed(worker.program.rank))
-        self._countings[worker.program.rank].count(inputs)
-        worker.restart(inputs)
+        worker.restart(self._owned(feed(worker.program.rank)))
         while not (worker.done or isinstance(worker.program.steps[worker.position].instruction, Update)):
             worker.step()
         worker.leave()

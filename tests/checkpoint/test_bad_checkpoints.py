@@ -210,7 +210,7 @@ def test_other_groups_of_the_optimiser(recipe: Recipe, stored: Path, tmp_path: P
 
     several = replace(recipe_of(PLANS["one rank"]), optimiser=apart)
     said = refused(several, stored)
-    assert "the scheduler has 1 learning rates, but there are 8 groups" in said
+    assert "the scheduler has 1 learning rates, but there are 11 groups" in said
     path = on_ranks(replace(several, scheduler=None), [], into=tmp_path).saved
     assert "were in groups of the optimiser with other options" in refused(
         recipe_of(PLANS["one rank"], scheduler="none"), path

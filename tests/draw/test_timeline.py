@@ -156,19 +156,21 @@ def test_a_rank_that_waits_says_so():
     recipe = prepare(model, plan, (2, 3, 128, 128))
     inputs = {"images": torch.rand(2, 3, 128, 128), "labels": torch.tensor([0, 1])}
 
+    def late(training: RankTraining) -> tuple[Event, ...]:
+        time.sleep(0.05 if training.world.rank == 0 else 0)
+        return training.step(training.cut(inputs)).events
+
     def steps(world: LoopbackWorld) -> list[tuple[Event, ...]]:
         training = RankTraining(world, recipe)
-        return [training.step(training.cut(inputs)).events for _ in range(5)]
+        return [late(training) for _ in range(5)]
 
-    expected = []
     for timeline in map(Timeline.of, zip(*run_ranks(2, steps), strict=True)):
         first = next(each for each in timeline.events if each.rank == 0 and each.kind == "compute")
         got = next(each for each in timeline.events if each.rank == 1 and each.kind == "stage")
-        expected.append(first.end_s - max(got.start_s, first.start_s))
-        assert got.wait_s >= expected[-1] - 1e-3
+        assert first.end_s - got.start_s > 0.025, "it never came in time to wait"
+        assert got.wait_s >= (first.end_s - got.start_s) / 2
         assert all(0 <= each.wait_s <= each.end_s - each.start_s for each in timeline.events)
         assert all(each.wait_s == 0 for each in timeline.events if each.kind == "compute")
-    assert max(expected) > 0, "it never came in time to wait"
 
 
 def test_a_plan_names_the_roles(measured):

@@ -24,7 +24,7 @@ from engines.spatial.kernels import operator_of
 from engines.spatial.ops import rules
 
 OPERATORS = sorted(
-    name.removeprefix("aten.") for name, (rule, *_) in rules().items() if name != "getitem" and not is_own(rule)
+    name.removeprefix("aten.") for name, (rule, *_) in rules().items() if name.startswith("aten.") and not is_own(rule)
 )
 X = (1, 2, 4, 4)
 
@@ -54,6 +54,8 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
     "gather.default": (values(*X), 1, places(*X)),
     "grid_sampler.default": (values(*X), values(1, 3, 3, 2), 0, 0, False),
     "index.Tensor": (values(*X), [places(1)]),
+    "index_fill.int_Scalar": (values(*X), 1, places(1), 0.5),
+    "index_put.default": (values(*X), [places(1)], values(*X)),
     "index_select.default": (values(*X), 1, places(1)),
     "instance_norm.default": (values(*X), None, None, None, None, True, 0.1, 1e-5, False),
     "layer_norm.default": (values(*X), [4, 4]),
@@ -71,6 +73,10 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
     "reshape.default": (values(*X), [2, 16]),
     "rms_norm.default": (values(*X), [4, 4]),
     "roll.default": (values(*X), [1], [2]),
+    "scatter.src": (values(*X), 1, places(*X), values(*X)),
+    "scatter.value": (values(*X), 1, places(*X), 0.5),
+    "scatter_add.default": (values(*X), 1, places(*X), values(*X)),
+    "select_scatter.default": (values(*X), values(1, 4, 4), 1, 0),
     "split_with_sizes.default": (values(*X), [1, 1], 1),
     "squeeze.dims": (values(*X), [0]),
     "unflatten.int": (values(*X), 1, [1, 2]),

@@ -159,9 +159,9 @@ def test_a_model_that_cannot_be_traced_says_so():
             return x.mean((2, 3)) if x.sum() > 0 else x.amax((2, 3))
 
     broken = Configurator(Choosy(), SHAPE)
-    with pytest.raises(TraceError, match="Choosy cannot be traced"):
+    with pytest.raises(TraceError, match="may take no decision from the values of a tensor"):
         _ = broken.plan
-    assert "Choosy cannot be traced" in broken.wrong[""]
+    assert "may take no decision from the values of a tensor" in broken.wrong[""]
     assert broken.start.disabled
 
 

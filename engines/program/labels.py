@@ -1,0 +1,63 @@
+"""Before a step, the ranks of the last stage count in the labels what the loss of the whole batch divides by.
+
+Each counts its own labels, micro-batch by micro-batch, by a small program of its own; one message adds that up over all
+replicas and directions. A loss that divides by nothing that labels say has no such program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from engines.layer.graph import ModelGraph, WholeLoss
+from engines.layout import Layout, Role
+from engines.plan import Plan
+from engines.program.builder import Builder
+from engines.program.instructions import CountLabels, Phase
+from engines.program.lowering import STAGE_TAGS, receive_inputs
+from engines.program.program import Program, Step, Way
+from engines.spatial.ops import lower
+from engines.spatial.share import of_share, parted_names
+
+__all__ = ["label_counts"]
+
+
+def label_counts(graph: ModelGraph, plan: Plan, layout: Layout, program: Program) -> Iterator[Step]:
+    """What a rank does before its `program`, if it counts labels."""
+    last = plan.split_size - 1
+    roles = {role.direction: role for role in layout.roles[program.rank] if role.stage == last}
+    if graph.totals and roles:
+        own = _counting(graph, plan, layout, program, roles)
+        count = 8 * sum(total.spec.numel for total in graph.totals)  # in float64
+        yield Step(CountLabels("labels", own, count, layout.ranks_of([last])), Phase.FORWARD, min(own.directions))
+
+
+def _counting(graph: ModelGraph, plan: Plan, layout: Layout, program: Program, roles: dict[int, Role]) -> Program:
+    """Counts the labels of a rank's micro-batches in the last stage, one after another."""
+    ways = {direction: _way(graph, plan, layout, role) for direction, role in roles.items()}
+    numbers = {number: way for number, way in sorted(program.directions.items()) if way in ways}
+    steps = [Step(item, Phase.FORWARD, number) for number, way in numbers.items() for item in ways[way].forward]
+    buffers = sorted(graph.whole.reads - graph.inputs.keys())
+    return Program(program.rank, tuple(steps), ways, numbers, program.micro_batches, (), tuple(buffers))
+
+
+def _way(graph: ModelGraph, plan: Plan, layout: Layout, role: Role) -> Way:
+    """What a rank does with the labels of a micro-batch of one direction."""
+    stage = layout.pipe(role).stages[role.stage]
+    labels, parted = _labels(graph, graph.whole), frozenset[str]()
+    if stage.shares > 1:
+        share = _labels(graph.share, graph.share.whole)
+        labels, parted = of_share(labels, share, labels.nodes), parted_names(labels, share)
+    block = 1 + role.stage + role.direction * plan.split_size
+    builder = Builder(labels, stage, role.tile, STAGE_TAGS * block + STAGE_TAGS // 2, parted=parted)
+    receive_inputs(builder)
+    for node in labels.nodes:
+        lower(builder, node)
+    sources = frozenset(total.source for total in graph.totals)
+    return Way({role.stage: tuple(builder.finished(sources))}, {}, None, None, role.tile == 0, sources)
+
+
+def _labels(graph: ModelGraph, whole: WholeLoss) -> ModelGraph:
+    """The part of a graph that follows from the labels alone."""
+    inputs = {"labels": graph.inputs["labels"]}
+    return replace(graph, inputs=inputs, nodes=whole.nodes, trainable=frozenset(), share=None, whole=None)
