@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engines.bench.rounding import Rounding
+from engines.bench.ulps import DOUBLE
 from engines.bench.verify import batches, comparable, rank_record, verdict, verify
 from engines.comm.loopback import run_ranks
 from engines.oracle import Record
@@ -281,3 +283,25 @@ def test_rounding_where_one_process_has_exactly_0_is_no_fault(
     assert not re.search(r"e\+\d{2,}", wrong["why"].replace("e+00", "")), "nothing is divided by zero"
     moved = judged([with_weight(record, "shift", lambda weight: weight + 1e-6) for record in records])
     assert moved["ok"] == (name == "rprop"), "which moves a weight as far, whatever the size of its gradient"
+
+
+@pytest.mark.parametrize("fault", [1e-7, 1e-3])
+def test_a_chaotic_reference_excuses_no_fault(fault: float):
+    """One process comes elsewhere by itself where its noise goes the other way; ranks may not follow it there."""
+    start = {"noisy": torch.zeros(1), "real": torch.zeros(1)}
+
+    def trained(loss: float, noise: float, real: float) -> Record:
+        gradients = {"noisy": torch.tensor([noise]).double(), "real": torch.tensor([real]).double()}
+        weights = {"noisy": torch.tensor([1e3]).double(), "real": torch.tensor([-0.1]).double()}
+        return Record(({0: loss},), (gradients,), weights, {})
+
+    def again(begin: Any, *_: object) -> Record:
+        is_near = isinstance(begin, partial)
+        return trained(1 + 1e-12, 3e-17, 1 + 1e-12) if is_near else trained(2.0, -1e-17, 2.0)
+
+    def rounding(loss: float, real: float) -> Rounding:
+        return Rounding(trained(1.0, 1e-17, 1.0), again, DOUBLE, start, [trained(loss, 2e-17, real)])
+
+    for loss, real, what in ((1 + fault, 1.0, "loss"), (1.0, 1 + fault, "gradient")):
+        found = [each.key[0] for each in rounding(loss, real).differences()]
+        assert found == ([what] if fault > 1e-6 else [])
