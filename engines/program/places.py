@@ -24,7 +24,7 @@ _KINDS = {Phase.FORWARD: Kind.FORWARD, Phase.WEIGHTS: Kind.WEIGHTS}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One step of a rank's program. `work` is None where it is of no micro-batch: before all and at the update.
+    """One step of a rank's program. `work` is None at the update, which is of no micro-batch.
 
     `layer` and `modules` are those of the computation, or of the one for which something is sent.
     """
@@ -76,10 +76,14 @@ class Place:
 
 def places(graph: ModelGraph, program: Program) -> tuple[Place, ...]:
     """What each step of a program is."""
+    if program.steps and isinstance(program.steps[0].instruction, CountLabels):
+        step, *others = program.steps
+        rest = places(graph, replace(program, steps=tuple(others)))
+        return (Place(step, rest[0].work), *rest)  # it begins the work on the rank's first micro-batch
     known = {name: where for way in program.ways.values() for name, where in _of_stages(graph, way.stages)}
     found: list[Place] = []
     for step in program.steps:
-        if step.phase is Phase.UPDATE or isinstance(step.instruction, CountLabels):
+        if step.phase is Phase.UPDATE:
             found.append(Place(step))
             continue
         here = known.get(step.instruction.name)
