@@ -47,6 +47,7 @@ class _Guard:
         self.told: tuple[Whereabouts | None, bool] | None = None
         with tempfile.TemporaryFile() as file:
             self.board = Board.on(file.fileno())
+            self.board.at(b"")
             self.process = subprocess.Popen(
                 command, pass_fds=[file.fileno()], env={**os.environ, BOARD: str(file.fileno())},
                 preexec_fn=tied,  # noqa: PLW1509 (there are no threads here)
@@ -64,17 +65,22 @@ class _Guard:
             self._look()
 
     def _look(self) -> None:
-        """Tell once of a rank that does not go on, and once that it does."""
+        """Tell once of a rank that does not go on, even where it has nothing to do, and once that it does.
+
+        Whoever has given it something to do knows that it should.
+        """
         now, state = self.board.read(), _state(self.process.pid)
-        rests = now is not None and time.monotonic() - now.since_s >= _REST_S
+        rests = time.monotonic() - self.board.since_s >= _REST_S
         found = (now, state == _STOPPED) if rests or state == _STOPPED else None
         if found != self.told:
             self.told = found
-            self.say("still", state=state, **_facts(now)) if found else self.say("moves")
+            self.say("still", state=state) if found else self.say("moves")
 
     def say(self, event: str, **facts: object) -> None:
         """A line of its own, in one piece, whatever ranks write at the same time."""
-        line = {"rank": self.rank, "event": event, **facts}
+        now, for_s = self.board.read(), round(time.monotonic() - self.board.since_s, 3)
+        place = {"text": now.text, "step": now.step, "waits": now.waits} if now else {"text": ""}
+        line = {"rank": self.rank, "event": event, **place, "for_s": for_s, **facts}
         os.write(1, f"\n{MARK}{json.dumps(line)}\n".encode())
 
 
@@ -82,12 +88,6 @@ def tied() -> None:
     """Done by a child before it begins: should the one that has started it be killed, it ends too."""
     if _LINUX:
         _LINUX.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _facts(now: Whereabouts | None) -> dict[str, object]:
-    if now is None:
-        return {"text": "", "step": 0, "waits": False, "for_s": 0.0}
-    return {"text": now.text, "step": now.step, "waits": now.waits, "for_s": round(time.monotonic() - now.since_s, 3)}
 
 
 def _state(pid: int) -> str:
@@ -112,7 +112,7 @@ def main(command: Sequence[str]) -> None:
     """Run a command as a rank."""
     guard = _Guard(command)
     code = guard.watch()
-    guard.say("ended", code=code, **_facts(guard.board.read()))
+    guard.say("ended", code=code)
     _leave_as(code)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import re
 import signal
 import sys
@@ -203,6 +205,9 @@ def _this_rank() -> Host:
 
     host = Host(MpiWorld(), Board.inherited())
     host.board.output = _speak()
+    # MPI's own end waits for all ranks, and those may wait for this one: it ends at once, so that they are told.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    atexit.register(os._exit, 1)
     return host
 
 

@@ -79,6 +79,11 @@ class Board:
         """From now on it waits for a message, or does so no more."""
         _HEAD.pack_into(self._memory, 0, time.monotonic(), self._step, self._length, waits)
 
+    @property
+    def since_s(self) -> float:
+        """Since when the rank is where it is, be it that it does nothing."""
+        return float(_HEAD.unpack_from(self._memory, 0)[0])
+
     def read(self) -> Whereabouts | None:
         """None where the rank does nothing."""
         since_s, step, length, waits = _HEAD.unpack_from(self._memory, 0)

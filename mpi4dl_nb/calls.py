@@ -178,6 +178,9 @@ class Call:
             return RankError(self.hang.words, self.hang.rank)
         failures = self.failures
         own = [rank for rank, failure in failures.items() if not failure.released]
+        if not own and (lost := self._ranks.lost()):  # it had answered before
+            rank = next(iter(lost))
+            return _error(rank, replace(_DEATH, message=str(lost[rank])), "")
         if self.waiting and not own:
             return _error(min(self.waiting.values()), _SILENCE, "")
         rank, *others = own or failures

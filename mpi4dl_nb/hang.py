@@ -20,16 +20,20 @@ class Hang:
 
 
 def hang_of(working: Collection[int], still: Mapping[int, Still], after_s: float, began_s: float) -> Hang | None:
-    """Whether the ranks that are at work hang: none has gone on for so long, and one waits or was stopped.
+    """Whether the ranks that have work hang: none has gone on for so long, and one waits, was stopped or does nothing.
 
     What was before `began_s` (by `time.monotonic()`) does not count: what is known of ranks may be half a second old.
     A rank that computes for long is no hang as long as nobody waits for it, nor are those that wait while another one
-    goes on.
+    goes on. One that does nothing has not got its work, or its answer does not arrive.
     """
     if time.monotonic() - began_s < after_s:
         return None
     stuck = {rank: still[rank] for rank in sorted(working) if rank in still and still[rank].for_s >= after_s}
-    if not stuck or len(stuck) < len(working) or not any(each.at.waits or each.stopped for each in stuck.values()):
+    if (
+        not stuck
+        or len(stuck) < len(working)
+        or not any(each.at.waits or each.stopped or each.idle for each in stuck.values())
+    ):
         return None
     order = sorted(stuck, key=lambda rank: (not stuck[rank].stopped, stuck[rank].at.waits, rank))
     first, *others = order
@@ -47,4 +51,6 @@ def _line(rank: int, still: Still) -> str:
 
 def _where(still: Still) -> str:
     why = f"; {still.why}" if still.why and not still.at.waits else ""
+    if still.idle:
+        return f"it does nothing, its work has not come or its answer does not arrive{why}"
     return f"{still.at}, since {still.for_s:.1f} s{why}"

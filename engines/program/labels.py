@@ -29,7 +29,9 @@ def label_counts(graph: ModelGraph, plan: Plan, layout: Layout, program: Program
     if graph.totals and roles:
         own = _counting(graph, plan, layout, program, roles)
         count = 8 * sum(total.spec.numel for total in graph.totals)  # in float64
-        yield Step(CountLabels("labels", own, count, layout.ranks_of([last])), Phase.FORWARD, program.steps[0].micro_batch)
+        yield Step(
+            CountLabels("labels", own, count, layout.ranks_of([last])), Phase.FORWARD, program.steps[0].micro_batch
+        )
 
 
 def _counting(graph: ModelGraph, plan: Plan, layout: Layout, program: Program, roles: dict[int, Role]) -> Program:

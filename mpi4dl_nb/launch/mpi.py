@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import ipyparallel
@@ -229,10 +230,21 @@ class MpiRanks:
         self._signal(signal.SIGINT, self._ids)
 
     def kill(self, ranks: Iterable[int]) -> None:
-        """SIGKILL, by its nanny: whatever holds a rank, it does not hold its nanny."""
+        """SIGKILL, by its nanny: whatever holds a rank, it does not hold its nanny.
+
+        Where the controller does not go on, which would tell them, all ranks on this host are ended directly.
+        """
+        if self._is_deaf():
+            for guarded in self._launchers[-1].process.children():
+                for each in guarded.children():
+                    with suppress(psutil.Error):
+                        each.kill()
+            return
         self._signal(signal.SIGKILL, [self._ids[rank] for rank in ranks])
 
     def _signal(self, number: signal.Signals, ids: Iterable[int]) -> None:
+        if self._is_deaf():
+            return
         cut = self._across.lost() if self._across else {}  # who would not answer is not asked
         known = {each for each, began_as in zip(self._ids, self._began_as, strict=True) if began_as not in cut}
         alive = [each for each in ids if each in known.intersection(self._client.ids)]
@@ -258,10 +270,20 @@ class MpiRanks:
         return self._across.cut_off() if self._across else frozenset()
 
     def still(self) -> Mapping[int, Still]:
-        """As the guards tell."""
+        """As the guards tell; of those that do nothing, whether it is for a controller that does not go on."""
         self._reports.look()
         found = {rank: self._reports.still.get(began_as) for rank, began_as in enumerate(self._began_as)}
-        return {rank: still for rank, still in found.items() if still is not None}
+        known = {rank: still for rank, still in found.items() if still is not None}
+        if any(still.idle for still in known.values()) and self._is_deaf():
+            why = f"the controller of the ranks (process {self._launchers[0].pid}) was stopped by a signal"
+            known = {rank: replace(still, why=why) if still.idle else still for rank, still in known.items()}
+        return known
+
+    def _is_deaf(self) -> bool:
+        """Whether the controller, which carries all that the notebook and the ranks say, was stopped by a signal."""
+        with suppress(psutil.Error):
+            return psutil.Process(self._launchers[0].pid).status() == psutil.STATUS_STOPPED
+        return False
 
     def leave_out(self, ranks: Iterable[int]) -> None:
         """Number the others anew, in their order, as MPI does when it shrinks a communicator."""

@@ -48,7 +48,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Still:
-    """A rank that has not gone on since `at.since_s`; `why` as far as the system tells."""
+    """A rank that has not gone on since `at.since_s`; `why` as far as the system tells. Of no text: it does nothing."""
 
     at: Whereabouts
     why: str = ""
@@ -57,6 +57,11 @@ class Still:
     def stopped(self) -> bool:
         """Whether the system lets it go on."""
         return self.why == _STOPPED
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has nothing to do, for all that it knows."""
+        return not self.at.text
 
     @property
     def for_s(self) -> float:
@@ -96,18 +101,17 @@ class Reports:
         rank, event = facts["rank"], facts["event"]
         self.still.pop(rank, None)
         if event == "still":
-            self.still[rank] = Still(
-                _place(facts) or Whereabouts("idle", time.monotonic()), _STATES.get(facts["state"], "")
-            )
+            why = "" if facts["state"] != "T" and not facts["text"] else _STATES.get(facts["state"], "")
+            self.still[rank] = Still(_place(facts), why)
         if event == "ended":
-            self.ended[rank] = Ended(facts["code"], _place(facts))
+            self.ended[rank] = Ended(facts["code"], _place(facts) if facts["text"] else None)
 
     def close(self) -> None:
         """Read no more."""
         self._file.close()
 
 
-def _place(facts: Mapping[str, Any]) -> Whereabouts | None:
+def _place(facts: Mapping[str, Any]) -> Whereabouts:
     """On this host's clock: those of several may differ."""
     since_s = time.monotonic() - facts["for_s"]
-    return Whereabouts(facts["text"], since_s, facts["step"], facts["waits"]) if facts["text"] else None
+    return Whereabouts(facts["text"], since_s, facts.get("step", 0), facts.get("waits", False))

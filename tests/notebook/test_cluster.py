@@ -6,12 +6,14 @@ Functions are defined inside the tests, as in a cell: the ranks can't import thi
 from __future__ import annotations
 
 import _thread
+import asyncio
 import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from threading import Timer
 
@@ -339,6 +341,45 @@ def test_a_rank_that_hangs_is_named_with_those_that_wait_for_it(cluster, how):
     assert "Rank 0 waits: stage 0, since 2" in str(caught.value)
     assert bool(cluster.dead) == (how == "stopped")
     cluster.heal()
+    check_usable(cluster)
+
+
+@over_mpi
+@pytest.mark.parametrize("how", ["asked to end", "leaves in order"])
+def test_a_rank_that_ends_in_order_is_named_while_others_wait_for_it(cluster, how):
+    """SIGTERM is what `kill` and batch systems send first; MPI's own end would wait for the others."""
+
+    def ends_in_order(host):
+        if host.world.rank == 1:
+            if how == "asked to end":
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                asyncio.get_running_loop().call_soon(asyncio.get_running_loop().stop)
+                return
+        all_reduce(host.world, torch.ones(1), range(host.world.size)).wait()
+
+    with Watch() as watch, pytest.raises(RankError, match="Rank 1: its process"):
+        cluster.call(ends_in_order)
+    assert watch.s < 4
+    cluster.heal()
+    check_usable(cluster)
+
+
+@over_mpi
+def test_a_controller_that_does_not_go_on_is_named(cluster):
+    """It carries all that the notebook and the ranks say, so that nobody of them can tell."""
+    controller = psutil.Process(cluster._ranks._launchers[0].pid)
+    cluster.hang_after_s = 2
+    try:
+        controller.suspend()
+        with Watch() as watch, pytest.raises(RankError, match=f"process {controller.pid}. was stopped by a signal"):
+            cluster.call(lambda host: host.world.gather(None))
+        assert 2 <= watch.s < 5
+        cluster.heal()
+    finally:
+        cluster.hang_after_s = 300
+        with suppress(psutil.NoSuchProcess):
+            controller.resume()
     check_usable(cluster)
 
 

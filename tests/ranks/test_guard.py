@@ -53,9 +53,10 @@ def test_it_tells_of_the_end_and_ends_alike(code: str, said: int, left_as: int):
 
 
 def test_it_tells_once_of_a_rank_that_stands_still_and_once_that_it_goes_on():
-    more = "import time; time.sleep(1.8); Board.inherited().at(b''); time.sleep(1)"
+    more = "import time; time.sleep(1.8); Board.inherited().at(b''); time.sleep(2.3)"
     output, _ = guarded(f"{SAYS}; {more}").communicate(timeout=20)
-    assert [line["event"] for line in told(output)] == ["still", "moves", "ended"]
+    found = [(line["event"], line["text"]) for line in told(output)]
+    assert found == [("still", "forward pass"), ("moves", ""), ("still", ""), ("ended", "")]
 
 
 def test_it_tells_of_a_rank_that_is_stopped_even_where_it_has_nothing_to_do():
@@ -130,6 +131,7 @@ def test_an_end_in_words(ended: Ended, words: str):
 
 
 STOPPED = "it was stopped by a signal"
+IDLE = "it does nothing"
 
 
 @pytest.mark.parametrize(
@@ -142,13 +144,17 @@ STOPPED = "it was stopped by a signal"
         ({0: (9, False, ""), 1: (9, False, "")}, None),  # both compute
         ({0: (9, True, ""), 1: (1, False, "")}, None),  # one has gone on
         ({0: (9, True, "")}, None),
+        ({0: (9, True, ""), 1: (9, False, IDLE)}, 1),
+        ({0: (9, False, IDLE), 1: (9, False, IDLE)}, 0),
+        ({0: (9, False, IDLE), 1: (1, False, "")}, None),
     ],
 )
 def test_who_hangs(ranks: dict[int, tuple[float, bool, str]], who: int | None):
-    """`ranks` have stood still for so long, and wait or do not."""
+    """`ranks` have stood still for so long, and wait or do not; or they do nothing, although they have work."""
     now_s = time.monotonic()
     found = {
-        rank: Still(Whereabouts("work", now_s - ago_s, 1, waits), why) for rank, (ago_s, waits, why) in ranks.items()
+        rank: Still(Whereabouts("" if why == IDLE else "work", now_s - ago_s, 1, waits), why)
+        for rank, (ago_s, waits, why) in ranks.items()
     }
     hang = hang_of((0, 1), found, after_s=5, began_s=now_s - 20)
     assert (hang.rank if hang else None) == who
