@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
+from itertools import accumulate, count, pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from engines.comm.device import has_own_memory
 from engines.comm.gpu_aware import takes_gpu_memory
 from engines.comm.nccl import Collectives, collectives
+from engines.comm.sealed import seal, unseal
 from engines.comm.streams import wait_for_stream
 from engines.comm.waiting import waited
 from engines.comm.world import Message, Pending
@@ -153,10 +154,6 @@ class MpiWorld:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """MPI's errors as ours; whoever sees that another rank has failed tells the rest."""
-        if isinstance(error, pickle.UnpicklingError | EOFError) and _ULFM and self.comm.Get_failed().size:
-            # A gather during which a rank died may come back without an error, and with no sense in it.
-            self.fail()
-            raise ReleasedError("released: another rank has died") from error
         if not isinstance(error, MPI.Exception):
             return
         released = self._others_failed(error)
@@ -219,17 +216,39 @@ class MpiWorld:
         """The values of all ranks, pickled."""
         _look_after_left()
         self.rest()
+        own = seal(value)
         with self:
-            return self.comm.allgather(value)
+            sizes = array("q", bytes(8 * self.size))
+            self.comm.Allgather([array("q", [len(own)]), MPI.INT64_T], [sizes, MPI.INT64_T])
+            self._check_whole()
+            found = memoryview(bytearray(sum(sizes)))
+            self.comm.Allgatherv([own, MPI.BYTE], [found, sizes.tolist(), MPI.BYTE])
+            self._check_whole()
+        return [unseal(found[start:stop]) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
     def collect(self, value: Any) -> list[Any]:
         """The values of all ranks on rank 0, pickled, one after another."""
         self.rest()
         with self:
             if self.rank:
-                self.comm.send(value, 0, _COLLECTED)
+                self.comm.Send([seal(value), MPI.BYTE], 0, _COLLECTED)
                 return []
-            return [value, *(self.comm.recv(source=peer, tag=_COLLECTED) for peer in range(1, self.size))]
+            return [value, *map(self._received, range(1, self.size))]
+
+    def _received(self, peer: int) -> Any:
+        status = MPI.Status()
+        message = self.comm.Mprobe(peer, _COLLECTED, status)
+        found = bytearray(status.Get_count(MPI.BYTE))
+        message.Recv([found, MPI.BYTE])
+        self._check_whole()
+        return unseal(found)
+
+    def _check_whole(self) -> None:
+        """Raises ReleasedError where a rank has failed: what came without an error may then have no sense in it."""
+        self.check()
+        if _ULFM and self.comm.Get_failed().size:
+            self.fail()
+            raise ReleasedError("released: another rank has died")
 
     def rest(self) -> None:
         """Return when every rank is here; sleeps meanwhile. Then those that slept wait for each other to awake."""

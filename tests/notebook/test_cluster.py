@@ -9,6 +9,7 @@ import _thread
 import asyncio
 import ctypes
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -363,6 +364,25 @@ def test_a_rank_that_ends_in_order_is_named_while_others_wait_for_it(cluster, ho
     assert watch.s < 4
     cluster.heal()
     check_usable(cluster)
+
+
+@over_mpi
+def test_of_ranks_that_fail_in_the_midst_of_a_gather_the_true_error_is_told(cluster):
+    """What a revoked gather has brought has no sense in it, and is not read."""
+
+    def saves(host):
+        host.world.gather(None)
+        if host.world.rank != 1:
+            time.sleep(random.random() / 200)
+            raise OSError("No space left on device")
+        return host.world.gather(bytes(100_000))
+
+    pids = cluster.call(lambda host: os.getpid())
+    for _ in range(10):
+        with pytest.raises(RankError, match=r"Rank [02]: OSError: No space left on device") as caught:
+            cluster.call(saves)
+        assert "pickl" not in "".join([str(caught.value), *caught.value.__notes__])
+    assert cluster.call(lambda host: os.getpid()) == pids
 
 
 @over_mpi

@@ -156,6 +156,15 @@ def values_are_gathered_in_rank_order(world: World) -> None:
 
 
 @case
+def values_of_any_size_are_gathered_and_collected(world: World) -> None:
+    value = bytes(world.rank * 70_000)
+    assert list(map(len, world.gather(value))) == [rank * 70_000 for rank in range(world.size)]
+    assert list(map(len, world.collect(value))) == (
+        [rank * 70_000 for rank in range(world.size)] if not world.rank else []
+    )
+
+
+@case
 def no_rank_waits_for_one_that_failed(world: World) -> None:
     fail_and_recover(world)
     total = torch.ones(1)
