@@ -57,11 +57,12 @@ def _sent(by_value: Collection[str]) -> Iterator[None]:
         yield
         return
     with _registry:
-        mine = [name for name in by_value if name not in cloudpickle.list_registry_pickle_by_value()]
-        for name in mine:
-            cloudpickle.register_pickle_by_value(sys.modules[name])
+        named = {module.__name__: module for module in map(sys.modules.__getitem__, by_value)}  # some have two names
+        mine = [named[name] for name in named.keys() - cloudpickle.list_registry_pickle_by_value()]
+        for module in mine:
+            cloudpickle.register_pickle_by_value(module)
         try:
             yield
         finally:
-            for name in mine:
-                cloudpickle.unregister_pickle_by_value(sys.modules[name])
+            for module in mine:
+                cloudpickle.unregister_pickle_by_value(module)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from engines.errors import PlanError, RankError
+from engines.packing import pack
 from mpi4dl_nb import Cluster
 from mpi4dl_nb.launch.ending import MARK
 from mpi4dl_nb.modules import Modules
@@ -235,6 +236,13 @@ def test_ranks_that_start_later_import_the_file_as_it_is(folder):
     later = Modules()
     assert len(later.pack([edited.rate])[0]) == len(first)  # by its name
     assert len(earlier.pack([edited.rate])[0]) > 3 * len(first)
+
+
+def test_a_module_that_has_two_names_is_sent_once(folder, monkeypatch):
+    edited = loaded(folder, "edited_k", "def rate(host): return 0.1")
+    monkeypatch.setitem(sys.modules, "edited_by_another_name", edited)
+    names = ["edited_k", "edited_by_another_name"]
+    assert len(pack(edited.rate, names)) > 3 * len(pack(edited.rate))
 
 
 def test_what_is_as_it_was_is_not_read_again(folder, monkeypatch):

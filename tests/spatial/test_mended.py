@@ -47,7 +47,7 @@ def test_one_thread_leaves_a_large_pointwise_convolution_to_onednn(side_px: int,
     torch.set_num_threads(1)
     try:
         x, weight = torch.randn(1, 16, side_px, side_px), torch.randn(8, 16, 1, 1)
-        with profile() as seen:
+        with profile(acc_events=True) as seen:
             found = _gradients(kernel("aten.conv2d.default"), x, weight)
         wanted = _gradients(functional.conv2d, x.double(), weight.double())
     finally:
