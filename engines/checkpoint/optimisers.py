@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.checkpoint.values import from_json, to_json
+from engines.checkpoint.values import check_like, from_json, to_json
 from engines.errors import CheckpointError
 
 __all__ = ["WeightState", "kind_of", "state_dict_of", "weight_states"]
@@ -71,7 +71,10 @@ def state_dict_of(
     made = optimiser.state_dict()
     for group, packed in zip(optimiser.param_groups, made["param_groups"], strict=True):
         said = [names[id(weight)] for weight in group["params"]]
-        packed.update(_options([name for name in said if name in states], states))
+        options = _options([name for name in said if name in states], states)
+        known = options.keys() & packed.keys()  # schedulers add others, which no step reads
+        check_like({key: options[key] for key in known}, {key: packed[key] for key in known}, kind_of(optimiser))
+        packed.update(options)
         for index, name, weight in zip(packed["params"], said, group["params"], strict=True):
             if name in states and (kept := _state(name, weight, states[name], tensor)):
                 made["state"][index] = kept

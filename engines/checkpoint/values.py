@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engines.errors import CheckpointError
 
-__all__ = ["from_json", "to_json"]
+__all__ = ["check_like", "from_json", "to_json"]
 
 _KIND = "python"  # the key that marks what JSON itself has no word for
 _MOST = 1024  # elements of a tensor that is written as text
@@ -88,3 +88,35 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is no type of tensor")
     return found
+
+
+def check_like(found: Any, fresh: Any, where: str) -> None:
+    """Hold what a checkpoint says against what a fresh optimiser or scheduler says: the same names, values alike.
+
+    Where the fresh one has nothing yet (None) a number, a text or nothing will do. Raises ValueError: a stranger's
+    name could take a method's place, and a stranger's value would fail in every step.
+    """
+    if isinstance(found, dict) and isinstance(fresh, dict) and all(isinstance(key, str) for key in fresh):
+        if unknown := [key for key in found if key not in fresh]:
+            raise ValueError(f"{where} has no {unknown[0]!r}")
+        for key, value in found.items():
+            check_like(value, fresh[key], f"{where}.{key}")
+    elif _kind_of(found) != _kind_of(fresh) and not (fresh is None and _kind_of(found) in ("number", "text")):
+        raise ValueError(f"{where} is of type {type(found).__name__}, and here of type {type(fresh).__name__}")
+    elif isinstance(found, list | tuple) and fresh:
+        for index, value in enumerate(found):
+            check_like(value, fresh[min(index, len(fresh) - 1)], f"{where}[{index}]")
+
+
+def _kind_of(value: Any) -> str:
+    """Numbers may be integers, floats, bools or tensors of one element; lists may be tuples."""
+    match value:
+        case bool() | int() | float() | Tensor():
+            return "number" if not isinstance(value, Tensor) or value.numel() == 1 else "tensor"
+        case str():
+            return "text"
+        case list() | tuple():
+            return "list"
+        case dict():
+            return "dict"
+    return type(value).__name__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -225,3 +226,40 @@ def test_a_loss_without_weights(stored: Path):
 def test_an_optimiser_of_weights_that_are_not_the_models(stored: Path):
     with pytest.raises(CheckpointError, match=r"moves a tensor \(2,\) that is no weight of the model"):
         optimiser_state(stored, net(), torch.optim.Adam([nn.Parameter(torch.zeros(2))]))
+
+
+# ---- of strangers
+
+
+def told_otherwise(part: str, change: Callable[[dict], None]) -> Callable[[Path], None]:
+    """A manifest with other words of the scheduler or the optimiser: sealed, as if it were whole."""
+
+    def work(path: Path) -> None:
+        manifest = json.loads((path / "checkpoint.json").read_text())
+        told = manifest["scheduler"]["state"] if part == "scheduler" else manifest["optimiser"]["options"][0]
+        change(told)
+        changed(**{part: manifest[part]})(path)
+
+    return work
+
+
+STRANGE = {
+    "a method": ("scheduler", lambda state: state.update(get_lr=0.1), "has no 'get_lr'"),
+    "a method, a text": ("scheduler", lambda state: state.update(step="now"), "has no 'step'"),
+    "the optimiser": ("scheduler", lambda state: state.update(optimizer=None), "has no 'optimizer'"),
+    "a text for a number": ("scheduler", lambda state: state.update(last_epoch="3"), "last_epoch is of type str"),
+    "a dict for a list": ("scheduler", lambda state: state.update(base_lrs={"0": 1}), "base_lrs is of type dict"),
+    "texts in a list": ("scheduler", lambda state: state.update(_last_lr=["0.1"]), r"_last_lr\[0\] is of type str"),
+    "a text for a rate": ("optimiser", lambda options: options.update(lr="0.1"), "lr is of type str"),
+    "a list for a rate": ("optimiser", lambda options: options.update(lr=[0.1]), "lr is of type list"),
+    "nothing for a rate": ("optimiser", lambda options: options.update(lr=None), "lr is of type NoneType"),
+}
+
+
+@pytest.mark.parametrize("how", STRANGE)
+def test_what_a_stranger_says_of_optimiser_and_scheduler_is_held_against_a_fresh_one(how: str, copied: Path):
+    part, change, words = STRANGE[how]
+    told_otherwise(part, change)(copied)
+    said = refused(recipe_of(PLAN), copied)
+    assert re.search(words, said), said
+    assert "damaged" in said
