@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import PlanError
+from engines.regular import read_bounded
 
 __all__ = ["EpochLog"]
 
@@ -65,7 +66,7 @@ class EpochLog:
             raise PlanError(f"The log {self.path} ends in {self.path.suffix!r}. Choose one of {', '.join(_FORMS)}.")
         self._write, read = _FORMS[self.path.suffix]
         try:
-            text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+            text = read_bounded(self.path).decode() if self.path.exists() else ""
             self.records = read(text) if text.strip() else []
             self._save()
         except OSError as error:

@@ -18,6 +18,7 @@ import torch
 from engines.comm.container import cores
 from engines.errors import PlanError
 from engines.predict.machine import Machine
+from engines.regular import read_bounded
 
 __all__ = ["KnownMachine"]
 
@@ -45,11 +46,13 @@ class KnownMachine:
         if not self.path.exists():
             return None
         try:
-            return Machine.from_json(self.path.read_text(errors="replace"))
-        except (OSError, PlanError):
-            if not self.usual:
+            return Machine.from_json(read_bounded(self.path).decode(errors="replace"))
+        except (OSError, PlanError) as error:
+            if self.usual:
+                return None
+            if isinstance(error, PlanError):
                 raise
-            return None
+            raise PlanError(f"The machine file {self.path} cannot be read: {error.strerror}.") from error
 
     def keep(self, machine: Machine) -> None:
         """Store it in place of what is there. A quick or noisy one is not stored: it would be believed from then on."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from engines.checkpoint.folder import MANIFEST, newest
 from engines.checkpoint.optimisers import WeightState
 from engines.errors import CheckpointError, Mpi4dlError
+from engines.regular import open_regular, read_bounded
 
 __all__ = ["FORMAT", "STATE", "Checkpoint", "sealed", "tensors_of"]
 
@@ -142,8 +143,8 @@ class _Reading:
 
 def _file_sum(file: Path) -> int:
     crc32 = 0
-    with file.open("rb") as opened:
-        while chunk := opened.read(_CHUNK_BYTES):
+    with open_regular(file) as read:
+        while chunk := read.read(_CHUNK_BYTES):
             crc32 = zlib.crc32(chunk, crc32)
     return crc32
 
@@ -152,7 +153,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     """A checkpoint's JSON. Raises CheckpointError."""
     damaged = Checkpoint(path, {})._damaged
     try:
-        read = json.loads((path / MANIFEST).read_bytes())
+        read = json.loads(read_bounded(path / MANIFEST))
         whole = isinstance(read, dict) and read.pop(_SEAL, None) == _sum(read)
     except OSError as error:
         raise damaged(f"{MANIFEST} cannot be read: {error.strerror}") from error

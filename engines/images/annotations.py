@@ -12,6 +12,7 @@ from engines.images.files import reasons
 from engines.images.folder import pictures
 from engines.images.tables import write_table
 from engines.images.xml import parsed
+from engines.regular import read_bounded
 
 __all__ = ["boxes_table", "masks_table"]
 
@@ -48,7 +49,7 @@ def boxes_table(folder: Path, chosen: str, table: Path, crop_px: int = 96, most:
     files = {path.stem: path for path in _pictures(folder / "JPEGImages")}
     listed = folder / "ImageSets" / "Main" / f"{chosen}.txt"
     with reasons(listed):
-        names = [line.split()[0] for line in listed.read_text(encoding="utf-8").splitlines() if line.strip()]
+        names = [line.split()[0] for line in read_bounded(listed).decode().splitlines() if line.strip()]
     missing = [name for name in names if name not in files]
     if missing:
         raise ImageError(
@@ -74,7 +75,7 @@ Box = tuple[str, int, int]
 
 def _boxes(path: Path) -> Iterator[Box]:
     with reasons(path):
-        found = parsed(path.read_bytes()).findall("object")
+        found = parsed(read_bounded(path)).findall("object")
         boxes = [(each.findtext("name", "").strip(), _middle(each, "y"), _middle(each, "x")) for each in found]
         if not all(label for label, _, _ in boxes):
             raise ValueError("an object has no name")

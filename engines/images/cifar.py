@@ -19,6 +19,7 @@ from engines.errors import ImageError
 from engines.images.folder import folder_images
 from engines.images.labelled import LabelledImages, OneClass, network_input
 from engines.images.scaling import scaled
+from engines.regular import open_regular
 from engines.spatial.tiles import Tile
 
 __all__ = ["CifarImages", "cifar_images"]
@@ -107,7 +108,7 @@ def _records(path: Path) -> tuple[Bytes, Bytes]:
 
 
 def _pickled(path: Path) -> tuple[Bytes, Bytes]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         try:
             batch = _Unpickler(file).load()
             pixels, labels = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"], np.uint8)

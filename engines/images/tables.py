@@ -6,6 +6,7 @@ import csv
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from io import StringIO
 from os import PathLike
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from engines.errors import ImageError
 from engines.images.example import Example
 from engines.images.examples import ExampleImages
 from engines.images.masks import Ignore
+from engines.regular import read_bounded
 from engines.spatial.tiles import Span, Tile
 
 __all__ = ["COLUMNS", "table_images", "write_table"]
@@ -154,7 +156,7 @@ class _Draft:
 def _rows(table: Path) -> Iterator[_Row]:
     """Raises ImageError where there is no table, or its first line is no header."""
     try:
-        with table.open(newline="", encoding="utf-8-sig") as file:
+        with StringIO(read_bounded(table).decode("utf-8-sig"), newline="") as file:
             reader = csv.reader(file, strict=True)
             header = [name.strip() for name in next(reader, [])]
             _check_header(table, header)

@@ -14,7 +14,7 @@ from engines.errors import ImageError
 from engines.images.arrays import from_array
 from engines.images.files import FileReader, damaged, reasons
 from engines.images.reader import Level, Pixels, bands
-from engines.images.zarr_chunks import check_chunks, check_stored
+from engines.images.zarr_chunks import check_chunks, check_metadata, check_stored
 
 __all__ = ["ZarrPicture", "is_zarr"]
 
@@ -48,6 +48,7 @@ class ZarrPicture(FileReader[_Handle]):
         import zarr
 
         with reasons(self.path):
+            check_metadata(self.path)
             found = zarr.open(self.path, mode="r")
             if isinstance(found, zarr.Array):
                 arrays, axes, microns = [found], _named(found), None
@@ -84,12 +85,25 @@ def _multiscale(path: Path, group: Any) -> tuple[list[Any], str, float | None]:
     scales = attributes.get("ome", attributes).get("multiscales")
     if not scales:
         raise ImageError(
-            f"{path} is a Zarr group of {', '.join(sorted(group.keys())) or 'nothing'}, and no OME-Zarr picture. "
+            f"{path} is a Zarr group of {', '.join(_names(path)) or 'nothing'}, and no OME-Zarr picture. "
             "Give the path of one array, or of one picture, in it."
         )
+    for each in scales[0]["datasets"]:
+        _check_path(path, each["path"])
     arrays = [group[each["path"]] for each in scales[0]["datasets"]]
     axes = scales[0].get("axes") or _IMPLIED[-len(arrays[0].shape) :]
     return arrays, _letters(axes), _microns_of(scales[0]["datasets"][0], axes)
+
+
+def _check_path(path: Path, name: object) -> None:
+    """Every group on the way to a level is of this store."""
+    parts = str(name).strip("/").split("/")
+    for count in range(1, len(parts) + 1):
+        check_metadata(path, "/".join(parts[:count]))
+
+
+def _names(path: Path) -> list[str]:
+    return sorted(each.name for each in path.iterdir() if not each.name.startswith(".") and each.name != "zarr.json")
 
 
 def _microns_of(dataset: Mapping[str, Any], axes: Sequence[Any]) -> float | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import stat
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -10,12 +12,36 @@ from typing import Any
 
 from engines.errors import ImageError
 from engines.images.files import damaged
+from engines.regular import TEXT_BYTES, open_regular
 
-__all__ = ["check_chunks", "check_stored"]
+__all__ = ["check_chunks", "check_metadata", "check_stored"]
+
+METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
+"""What describes a group or an array in a folder."""
 
 _LARGEST_BYTES = 1 << 30  # a chunk is unpacked whole, on every rank that reads a pixel of it
 _SLACK_BYTES = 1 << 16
 _ZSTD = b"\x28\xb5\x2f\xfd"
+
+
+def check_metadata(path: Path, within: str = "") -> None:
+    """Raises ImageError where what describes a store, or a group or array `within`, is no file of its own, or huge."""
+    for name in METADATA:
+        file = Path(path, within, name)
+        if os.path.lexists(file) and _own_bytes(path, file) > TEXT_BYTES:
+            raise damaged(path, f"its {Path(within, name)} has more than {TEXT_BYTES:,} bytes")
+
+
+def _own_bytes(path: Path, file: Path) -> int:
+    """The size of a store's file. Raises ImageError where a link leads out of the store, or to a pipe or a device."""
+    real = Path(os.path.realpath(file))
+    name = os.path.relpath(file, path)
+    if not real.is_relative_to(os.path.realpath(path)):
+        raise ImageError(f"{path} is no store of its own: a link leads out of it, at {name}. Copy the store whole.")
+    found = real.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise damaged(path, f"its {name} is no regular file")
+    return found.st_size
 
 
 def check_chunks(path: Path, array: Any) -> None:
@@ -29,7 +55,7 @@ def check_chunks(path: Path, array: Any) -> None:
 
 
 def check_stored(path: Path, array: Any, wanted: Sequence[slice | int]) -> None:
-    """Raises ImageError where a chunk of the part that is `wanted` unpacks to more than the array says.
+    """Raises ImageError where a chunk of the part that is `wanted` is elsewhere, or unpacks to more than is said.
 
     Stored, a chunk is about as large as unpacked at most; and of the usual codecs only Zstandard makes more than some
     thousand times as much of it, but says beforehand how much. For stores in folders.
@@ -41,10 +67,11 @@ def check_stored(path: Path, array: Any, wanted: Sequence[slice | int]) -> None:
     most = math.prod(sides) * array.dtype.itemsize
     for place in product(*map(_chunks, wanted, array.shape, sides)):
         file = Path(root, array.store_path.path, array.metadata.encode_chunk_key(place))
-        if not file.is_file():  # missing ones are blank
+        if not os.path.lexists(file):  # it is blank
             continue
-        with file.open("rb") as stored:
-            holds = max(file.stat().st_size - _SLACK_BYTES - most, _announced(stored.read(18)))
+        size = _own_bytes(path, file)
+        with open_regular(file) as stored:
+            holds = max(size - _SLACK_BYTES - most, _announced(stored.read(18)))
         if holds > most:
             raise damaged(path, f"its chunk {file.name} unpacks to {holds} bytes or more, where {most} are due")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import PlanError, RankError
+from engines.regular import read_bounded
 
 __all__ = ["Host", "Hosts", "Share", "as_told", "read_hosts"]
 
@@ -77,7 +78,7 @@ def read_hosts(wish: Iterable[str] | Mapping[str, int] | str | PathLike[str] | N
 
 def _from_file(path: Path) -> list[Host]:
     try:
-        lines = path.read_text().splitlines()
+        lines = read_bounded(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(
             f"hosts={str(path)!r} is no hostfile that can be read ({error}). A list of names goes as hosts=[...]."

@@ -1,0 +1,38 @@
+"""Files that strangers may have made: regular ones only, and no larger than what is meant to be in them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["TEXT_BYTES", "open_regular", "read_bounded"]
+
+TEXT_BYTES = 1 << 28  # of tables, lists and JSON: a table of a million lines has a tenth of it
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """The file, to be read. Raises OSError, also where it is a pipe, which would be waited for, or a device."""
+    return open(path, "rb", opener=_handle)
+
+
+def _handle(path: str, flags: int) -> int:
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+    return handle
+
+
+def read_bounded(path: str | Path, most_bytes: int = TEXT_BYTES) -> bytes:
+    """All that is in a file of text. Raises OSError, also where it is no regular file, or a larger one."""
+    with open_regular(path) as file:
+        found = file.read(most_bytes + 1)
+    if len(found) > most_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {most_bytes:,} bytes", str(path))
+    return found
