@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.comm.sealed import seal, unseal
 from engines.comm.world import Message, Pending, World
 from engines.errors import PlanError
 
@@ -54,10 +54,10 @@ class SubWorld:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all its ranks, pickled."""
-        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(seal(value)), dtype=torch.uint8)
         sizes = self._told(_SIZES, torch.tensor([own.numel()]), [torch.empty(1, dtype=torch.int64)] * self.size)
         values = self._told(_VALUES, own, [torch.empty(int(size), dtype=torch.uint8) for size in sizes])
-        return [pickle.loads(each.numpy().tobytes()) for each in values]
+        return [unseal(each.numpy().tobytes()) for each in values]
 
     def collect(self, value: Any) -> list[Any]:
         """The values of all its ranks, on its rank 0."""
