@@ -198,7 +198,10 @@ def is_users(name: str, module: object) -> bool:
 @cache
 def _installed() -> tuple[str, ...]:
     folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
-    return tuple(folder + os.sep for folder in folders | set(site.getsitepackages()))
+    others = {
+        folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")
+    }  # by a .pth file
+    return tuple(folder + os.sep for folder in folders | others | set(site.getsitepackages()))
 
 
 def _is_standard(origin: str) -> bool:

@@ -18,6 +18,9 @@ from engines.plan import Plan
 from engines.traces import Traces
 from mpi4dl_nb import Cluster, Training
 
+# Of torch 2.14: what is told of TorchScript is not what is tried here.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:FutureWarning")
+
 SHAPE = (4, 3, 8, 10)
 ONE = Plan(split_size=1, spatial_size=0, precision="float64")
 HALVES = Plan(split_size=1, spatial_size=0, parts=2, precision="float64")
