@@ -99,6 +99,7 @@ def test_a_step_that_was_given_up_leaves_no_message_behind():
     def work(world: LoopbackWorld) -> dict[int, float]:
         training = RankTraining(world, recipe)
         training.start(training.cut(bad))
+        training.worker.step()  # both count the labels
         if world.rank == 1:
             while training.program.steps[training.worker.position].phase is not Phase.UPDATE:
                 training.worker.step()
