@@ -207,8 +207,14 @@ def _this_rank() -> Host:
     host.board.output = _speak()
     # MPI's own end waits for all ranks, and those may wait for this one: it ends at once, so that they are told.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    atexit.register(os._exit, 1)
+    atexit.register(_end_at_once, os.getpid())
     return host
+
+
+def _end_at_once(rank_pid: int) -> None:
+    """Leave the interpreter without MPI's end; a process that the rank has forked ends as it likes."""
+    if os.getpid() == rank_pid:
+        os._exit(1)
 
 
 def _speak() -> Output:

@@ -1,4 +1,4 @@
-"""Files that strangers may have made: regular ones only, and no larger than what is meant to be in them."""
+"""Opens files that strangers may have made: regular ones only, and text only up to a size."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["TEXT_BYTES", "open_regular", "read_bounded"]
+__all__ = ["TEXT_BYTES", "NotRegularError", "open_regular", "read_bounded"]
 
-TEXT_BYTES = 1 << 28  # of tables, lists and JSON: a table of a million lines has a tenth of it
+TEXT_BYTES = 1 << 28  # of tables, lists and JSON: ten times a table of a million lines
+
+
+class NotRegularError(OSError):
+    """A pipe, which would be waited for, or a device, which may never end."""
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """The file, to be read. Raises OSError, also where it is a pipe, which would be waited for, or a device."""
+    """Open a file for reading. Raises OSError, and NotRegularError where it is a pipe, a socket or a device."""
     return open(path, "rb", opener=_handle)
 
 
@@ -25,12 +29,12 @@ def _handle(path: str, flags: int) -> int:
         os.close(handle)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        raise OSError(errno.EINVAL, "it is no regular file", path)
+        raise NotRegularError(errno.EINVAL, "it is no regular file", path)
     return handle
 
 
 def read_bounded(path: str | Path, most_bytes: int = TEXT_BYTES) -> bytes:
-    """All that is in a file of text. Raises OSError, also where it is no regular file, or a larger one."""
+    """Read a file of text whole. Raises OSError, also where it is no regular file or larger than `most_bytes`."""
     with open_regular(path) as file:
         found = file.read(most_bytes + 1)
     if len(found) > most_bytes:

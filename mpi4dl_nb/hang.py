@@ -20,11 +20,11 @@ class Hang:
 
 
 def hang_of(working: Collection[int], still: Mapping[int, Still], after_s: float, began_s: float) -> Hang | None:
-    """Whether the ranks that have work hang: none has gone on for so long, and one waits, was stopped or does nothing.
+    """Whether the ranks that have work hang: none has gone on for so long, and one waits, was stopped or is idle.
 
     What was before `began_s` (by `time.monotonic()`) does not count: what is known of ranks may be half a second old.
     A rank that computes for long is no hang as long as nobody waits for it, nor are those that wait while another one
-    goes on. One that does nothing has not got its work, or its answer does not arrive.
+    goes on. One that has work but is idle has not received it, or its answer does not arrive.
     """
     if time.monotonic() - began_s < after_s:
         return None
@@ -52,5 +52,5 @@ def _line(rank: int, still: Still) -> str:
 def _where(still: Still) -> str:
     why = f"; {still.why}" if still.why and not still.at.waits else ""
     if still.idle:
-        return f"it does nothing, its work has not come or its answer does not arrive{why}"
+        return f"it has not received its work, or its answer does not arrive{why}"
     return f"{still.at}, since {still.for_s:.1f} s{why}"

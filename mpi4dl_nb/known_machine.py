@@ -47,12 +47,13 @@ class KnownMachine:
             return None
         try:
             return Machine.from_json(read_bounded(self.path).decode(errors="replace"))
-        except (OSError, PlanError) as error:
-            if self.usual:
-                return None
-            if isinstance(error, PlanError):
+        except PlanError:
+            if not self.usual:
                 raise
-            raise PlanError(f"The machine file {self.path} cannot be read: {error.strerror}.") from error
+        except OSError as error:
+            if not self.usual:
+                raise PlanError(f"The machine file {self.path} cannot be read: {error.strerror}.") from error
+        return None
 
     def keep(self, machine: Machine) -> None:
         """Store it in place of what is there. A quick or noisy one is not stored: it would be believed from then on."""

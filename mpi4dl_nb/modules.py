@@ -198,9 +198,8 @@ def is_users(name: str, module: object) -> bool:
 @cache
 def _installed() -> tuple[str, ...]:
     folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
-    others = {
-        folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")
-    }  # by a .pth file
+    # A .pth file may have added those of another environment.
+    others = {folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")}
     return tuple(folder + os.sep for folder in folders | others | set(site.getsitepackages()))
 
 

@@ -205,8 +205,10 @@ class Rounding:
         """
         usual = [near[key] - self.oracle[key] for near in self.nears]
         own, spread = _norm(self._real(key, self.oracle[key])), max(_norm(self._real(key, each)) for each in usual)
-        # No more than a millionth of it, for it may be chaos; but what is zero in theory has no size of its own.
-        ulps = min(TIMES * spread, max(max(1e-6, self._slack) * own, self._least(key)))
+        # A chaotic reference must not excuse a fault, so that no more than a millionth of the tensor is allowed. One
+        # that is itself rounding (a running mean that is zero in theory) has no size to take that of.
+        least = self._least(key)
+        ulps = min(TIMES * spread, least if own <= least else max(1e-6, self._slack) * own)
         stored = self._stored(key, lambda tensor: self._real(key, tensor))
         if not _norm(self._real(key, off)) <= max(EXACT * own, ulps, may, stored):
             return False

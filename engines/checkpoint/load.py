@@ -13,7 +13,7 @@ from torch import Tensor
 from engines.checkpoint.fits import check_fits_recipe
 from engines.checkpoint.optimisers import state_dict_of
 from engines.checkpoint.stored import STATE, Checkpoint, tensors_of
-from engines.checkpoint.values import check_like, from_json
+from engines.checkpoint.values import check_state, from_json
 from engines.comm.together import together
 from engines.errors import CheckpointError
 from engines.layer.names import OWNERS
@@ -108,5 +108,5 @@ def _pace(checkpoint: Checkpoint, descent: Descent) -> None:
                 f"{checkpoint.path}: the scheduler has {len(rates)} learning rates, but there are {groups} groups of "
                 "weights here. Make the optimiser with the groups that it had, on every rank."
             )
-        check_like(state, descent.scheduler.state_dict(), type(descent.scheduler).__name__)
+        check_state(state, descent.scheduler)
         descent.scheduler.load_state_dict(state)

@@ -143,8 +143,8 @@ class _Reading:
 
 def _file_sum(file: Path) -> int:
     crc32 = 0
-    with open_regular(file) as read:
-        while chunk := read.read(_CHUNK_BYTES):
+    with open_regular(file) as opened:
+        while chunk := opened.read(_CHUNK_BYTES):
             crc32 = zlib.crc32(chunk, crc32)
     return crc32
 

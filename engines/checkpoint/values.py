@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engines.errors import CheckpointError
 
-__all__ = ["check_like", "from_json", "to_json"]
+__all__ = ["check_like", "check_state", "from_json", "to_json"]
 
 _KIND = "python"  # the key that marks what JSON itself has no word for
 _MOST = 1024  # elements of a tensor that is written as text
@@ -90,18 +90,33 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def check_like(found: Any, fresh: Any, where: str) -> None:
-    """Hold what a checkpoint says against what a fresh optimiser or scheduler says: the same names, values alike.
+def check_state(found: dict[str, Any], owner: Any) -> None:
+    """Compare a scheduler's state in a checkpoint with that of a fresh one, the `owner`. Raises ValueError.
 
-    Where the fresh one has nothing yet (None) a number, a text or nothing will do. Raises ValueError: a stranger's
-    name could take a method's place, and a stranger's value would fail in every step.
+    A name that only the checkpoint has may be one that the scheduler sets later. It must not be that of a method, or
+    of the optimiser, which `load_state_dict` would replace by it.
+    """
+    fresh, kind = owner.state_dict(), type(owner).__name__
+    for name in found.keys() - fresh.keys():
+        if hasattr(owner, name):
+            raise ValueError(f"{kind} keeps no {name!r}: it would replace what {kind} needs")
+    check_like({name: value for name, value in found.items() if name in fresh}, fresh, kind)
+
+
+def check_like(found: Any, fresh: Any, where: str) -> None:
+    """Compare a value of a checkpoint with the one of a fresh optimiser or scheduler: the same names, similar types.
+
+    A fresh None may have become a number or a text, and a switch (a bool) may have been None, its default.
+    Raises ValueError: a value of another type would be accepted and then fail in every step.
     """
     if isinstance(found, dict) and isinstance(fresh, dict) and all(isinstance(key, str) for key in fresh):
         if unknown := [key for key in found if key not in fresh]:
             raise ValueError(f"{where} has no {unknown[0]!r}")
         for key, value in found.items():
             check_like(value, fresh[key], f"{where}.{key}")
-    elif _kind_of(found) != _kind_of(fresh) and not (fresh is None and _kind_of(found) in ("number", "text")):
+    elif _kind_of(found) != _kind_of(fresh) and not (
+        (fresh is None and _kind_of(found) in ("number", "text")) or (found is None and isinstance(fresh, bool))
+    ):
         raise ValueError(f"{where} is of type {type(found).__name__}, and here of type {type(fresh).__name__}")
     elif isinstance(found, list | tuple) and fresh:
         for index, value in enumerate(found):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from engines.errors import ImageError
 from engines.images.reader import Level, Reader
+from engines.regular import NotRegularError, open_regular
 
 __all__ = ["MEND", "FileReader", "beginning", "changed", "check_size", "damaged", "reasons"]
 
@@ -105,6 +105,8 @@ def reasons(path: Path) -> Iterator[None]:
         raise ImageError(f"{path} is a folder. Give the path of one picture in it.") from None
     except PermissionError:
         raise ImageError(f"{path} may not be read by this user.") from None
+    except NotRegularError:
+        raise ImageError(f"{path} is no regular file. Give the path of a picture.") from None
     except MemoryError as error:
         raise ImageError(f"{path} cannot be read: there is not enough memory. {error}. Read a smaller part.") from error
     except Exception as error:
@@ -113,11 +115,5 @@ def reasons(path: Path) -> Iterator[None]:
 
 def beginning(path: Path, count: int) -> bytes:
     """The first bytes of a file. Raises ImageError where it is missing, a folder, no file at all, or not ours."""
-    with reasons(path):
-        mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError
-        if not stat.S_ISREG(mode):  # a pipe would be waited for, and a device never ends
-            raise ImageError(f"{path} is no regular file. Give the path of a picture.")
-        with path.open("rb") as file:
-            return file.read(count)
+    with reasons(path), open_regular(path) as file:
+        return file.read(count)

@@ -13,6 +13,7 @@ from PIL import Image
 from engines.images.files import reasons
 from engines.images.picture import Picture, open_image
 from engines.images.pillow import PillowPicture, quiet_at_any_size
+from engines.regular import open_regular
 
 __all__ = ["Opened", "opened", "shape_of"]
 
@@ -54,7 +55,7 @@ def shape_of(path: Path, level: int = 0) -> tuple[int, int]:
     Raises ImageError, which names the file, where it cannot be read or has no such level.
     """
     try:
-        with quiet_at_any_size(), Image.open(path, formats=("PNG", "JPEG")) as image:
+        with open_regular(path) as file, quiet_at_any_size(), Image.open(file, formats=("PNG", "JPEG")) as image:
             shape = image.size[::-1]
             turned = image.getexif().get(_ORIENTATION, 1) > 4
     except Exception:  # a damaged header fails in any way; and whoever reads the picture has the words for it

@@ -173,7 +173,7 @@ class _Pricing:
                     yield self._carried(sum(size for size in tally.fresh.values() if size >= LEAST_BYTES), step.phase)
             case Exchange() as exchange:
                 yield from self._exchange(exchange, step)
-            case CountLabels() as counting:
+            case CountLabels() as counting:  # what it computes is nothing beside a convolution
                 for each in counting.program.of_kind(AllReduce):
                     yield from self._sum(each.group, each.bytes)
                 yield from self._sum(counting.group, counting.bytes)

@@ -25,7 +25,7 @@ from engines.program.instructions import (
     SumGradients,
     Update,
 )
-from engines.program.labels import label_counts
+from engines.program.labels import counting_steps
 from engines.program.lowering import STAGE_TAGS, Lowering
 from engines.program.program import Feed, Program, Step, Way
 
@@ -106,7 +106,7 @@ class Compiler:
             weights=self.lowering.owned(held, self.graph.weights),
             buffers=self.lowering.owned(held, self.graph.buffers),
         )
-        before = label_counts(self.graph, self.plan, self.layout, program)
+        before = counting_steps(self.graph, self.plan, self.layout, program)
         return replace(program, steps=(*before, *program.steps))
 
     def _order(self, replica: int, rank: int) -> list[Work]:

@@ -19,22 +19,24 @@ from engines.program.program import Program, Step, Way
 from engines.spatial.ops import lower
 from engines.spatial.share import of_share, parted_names
 
-__all__ = ["label_counts"]
+__all__ = ["counting_steps"]
 
 
-def label_counts(graph: ModelGraph, plan: Plan, layout: Layout, program: Program) -> Iterator[Step]:
-    """What a rank does before its `program`, if it counts labels."""
+def counting_steps(graph: ModelGraph, plan: Plan, layout: Layout, program: Program) -> Iterator[Step]:
+    """The step that precedes a rank's `program` if the rank has labels of the last stage, and the loss counts them."""
     last = plan.split_size - 1
     roles = {role.direction: role for role in layout.roles[program.rank] if role.stage == last}
     if graph.totals and roles:
-        own = _counting(graph, plan, layout, program, roles)
+        own = _counting_program(graph, plan, layout, program, roles)
         count = 8 * sum(total.spec.numel for total in graph.totals)  # in float64
         yield Step(
             CountLabels("labels", own, count, layout.ranks_of([last])), Phase.FORWARD, program.steps[0].micro_batch
         )
 
 
-def _counting(graph: ModelGraph, plan: Plan, layout: Layout, program: Program, roles: dict[int, Role]) -> Program:
+def _counting_program(
+    graph: ModelGraph, plan: Plan, layout: Layout, program: Program, roles: dict[int, Role]
+) -> Program:
     """Counts the labels of a rank's micro-batches in the last stage, one after another."""
     ways = {direction: _way(graph, plan, layout, role) for direction, role in roles.items()}
     numbers = {number: way for number, way in sorted(program.directions.items()) if way in ways}

@@ -234,7 +234,7 @@ class MpiRanks:
 
         Where the controller does not go on, which would tell them, all ranks on this host are ended directly.
         """
-        if self._is_deaf():
+        if self._controller_is_stopped():
             for guarded in self._launchers[-1].process.children():
                 for each in guarded.children():
                     with suppress(psutil.Error):
@@ -243,7 +243,7 @@ class MpiRanks:
         self._signal(signal.SIGKILL, [self._ids[rank] for rank in ranks])
 
     def _signal(self, number: signal.Signals, ids: Iterable[int]) -> None:
-        if self._is_deaf():
+        if self._controller_is_stopped():
             return
         cut = self._across.lost() if self._across else {}  # who would not answer is not asked
         known = {each for each, began_as in zip(self._ids, self._began_as, strict=True) if began_as not in cut}
@@ -274,12 +274,12 @@ class MpiRanks:
         self._reports.look()
         found = {rank: self._reports.still.get(began_as) for rank, began_as in enumerate(self._began_as)}
         known = {rank: still for rank, still in found.items() if still is not None}
-        if any(still.idle for still in known.values()) and self._is_deaf():
+        if any(still.idle for still in known.values()) and self._controller_is_stopped():
             why = f"the controller of the ranks (process {self._launchers[0].pid}) was stopped by a signal"
             known = {rank: replace(still, why=why) if still.idle else still for rank, still in known.items()}
         return known
 
-    def _is_deaf(self) -> bool:
+    def _controller_is_stopped(self) -> bool:
         """Whether the controller, which carries all that the notebook and the ranks say, was stopped by a signal."""
         with suppress(psutil.Error):
             return psutil.Process(self._launchers[0].pid).status() == psutil.STATUS_STOPPED

@@ -48,7 +48,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Still:
-    """A rank that has not gone on since `at.since_s`; `why` as far as the system tells. Of no text: it does nothing."""
+    """A rank that has not gone on since `at.since_s`, idle where that has no text; `why` as far as the system tells."""
 
     at: Whereabouts
     why: str = ""
@@ -101,8 +101,7 @@ class Reports:
         rank, event = facts["rank"], facts["event"]
         self.still.pop(rank, None)
         if event == "still":
-            why = "" if facts["state"] != "T" and not facts["text"] else _STATES.get(facts["state"], "")
-            self.still[rank] = Still(_place(facts), why)
+            self.still[rank] = Still(_place(facts), _STATES.get(facts["state"], ""))
         if event == "ended":
             self.ended[rank] = Ended(facts["code"], _place(facts) if facts["text"] else None)
 

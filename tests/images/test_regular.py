@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
+from PIL import Image
 
 from engines.checkpoint.stored import Checkpoint
 from engines.errors import CheckpointError, ImageError, Mpi4dlError, PlanError
@@ -24,6 +25,9 @@ Make = Callable[[Path], None]
 KINDS: dict[str, Make] = {"a pipe": os.mkfifo, "a device": lambda path: path.symlink_to("/dev/zero")}
 
 
+FILES = ("a.png", "a.tif", "a.npy", "a.svs")
+
+
 def in_folder(path: Path, name: str, make: Make) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     make(path / name)
@@ -36,10 +40,24 @@ def boxes(folder: Path, make: Make) -> None:
     boxes_table(folder, "train", folder / "t.csv", 8)
 
 
+def in_table(name: str, column: str) -> Callable[[Path, Make], object]:
+    """A table, one of whose files is no regular one."""
+
+    def read(folder: Path, make: Make) -> object:
+        Image.new("RGB", (8, 8)).save(folder / "ok.png")
+        make(folder / name)
+        row = f"{name},0" if column == "label" else f"ok.png,{name}"
+        (folder / "t.csv").write_text(f"path,{column}\n{row}\n")
+        return table_images(folder / "t.csv", (8, 8), within="/", **({"classes": 2} if column == "mask" else {}))
+
+    return read
+
+
 READERS: dict[str, tuple[type[Mpi4dlError], Callable[[Path, Make], object]]] = {
     "table": (ImageError, lambda folder, make: table_images(in_folder(folder, "t.csv", make) / "t.csv", (8, 8))),
     "list of pictures": (ImageError, boxes),
     "picture": (ImageError, lambda folder, make: open_image(in_folder(folder, "a.png", make) / "a.png")),
+    **{f"{column}, {name}": (ImageError, in_table(name, column)) for column in ("label", "mask") for name in FILES},
     "checkpoint": (CheckpointError, lambda folder, make: Checkpoint.open(in_folder(folder, "checkpoint.json", make))),
     "machine": (PlanError, lambda folder, make: KnownMachine(in_folder(folder, "m.json", make) / "m.json").read()),
     "log": (PlanError, lambda folder, make: EpochLog(in_folder(folder, "log.json", make) / "log.json")),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import atexit
 import ctypes
 import os
 import random
@@ -364,6 +365,19 @@ def test_a_rank_that_ends_in_order_is_named_while_others_wait_for_it(cluster, ho
     assert watch.s < 4
     cluster.heal()
     check_usable(cluster)
+
+
+@over_mpi
+def test_a_process_that_a_rank_forks_ends_by_its_own_code(cluster):
+    def forks(host):
+        if (child := os.fork()) == 0:
+            try:
+                atexit._run_exitfuncs()
+            finally:
+                os._exit(7)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert cluster.call(forks) == [7] * N
 
 
 @over_mpi

@@ -291,7 +291,8 @@ def test_a_chaotic_reference_excuses_no_fault(fault: float):
     start = {"noisy": torch.zeros(1), "real": torch.zeros(1)}
 
     def trained(loss: float, noise: float, real: float) -> Record:
-        gradients = {"noisy": torch.tensor([noise]).double(), "real": torch.tensor([real]).double()}
+        gradients = {"noisy": torch.tensor([noise], dtype=torch.float64)}
+        gradients["real"] = torch.tensor([real], dtype=torch.float64)
         weights = {"noisy": torch.tensor([1e3]).double(), "real": torch.tensor([-0.1]).double()}
         return Record(({0: loss},), (gradients,), weights, {})
 
@@ -305,3 +306,18 @@ def test_a_chaotic_reference_excuses_no_fault(fault: float):
     for loss, real, what in ((1 + fault, 1.0, "loss"), (1.0, 1 + fault, "gradient")):
         found = [each.key[0] for each in rounding(loss, real).differences()]
         assert found == ([what] if fault > 1e-6 else [])
+
+
+@pytest.mark.parametrize(("mean", "off_by", "found"), [(3e-16, 4e-16, []), (1e-3, 1e-8, ["buffer"]), (1e-3, 1e-10, [])])
+def test_a_running_mean_that_is_zero_in_theory_has_no_size_of_its_own(mean: float, off_by: float, found: list[str]):
+    """One process differs from itself by as much in each case: that excuses only what is rounding itself."""
+
+    def trained(value: float) -> Record:
+        buffers = {"mean": torch.tensor([value], dtype=torch.float64), "variance": torch.ones(1, dtype=torch.float64)}
+        return Record(({0: 1.0},), ({},), {}, buffers)
+
+    def again(*_: object) -> Record:
+        return trained(mean + off_by)
+
+    rounding = Rounding(trained(mean), again, DOUBLE, {}, [trained(mean - off_by)])
+    assert [each.key[0] for each in rounding.differences()] == found
