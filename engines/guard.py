@@ -32,6 +32,7 @@ RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 """Where MPIs write which rank a process is."""
 
 _LOOK_S, _REST_S = 0.5, 1.0  # it is looked after this often; so long in one place, and it does not go on
+_BEAT_S = 1.0  # the guard of a rank that has work is heard this often: one that is silent watches no more
 _STOPPED = "T"
 _PR_SET_PDEATHSIG = 1  # of Linux
 # Loaded before a child is forked, which must not load anything.
@@ -45,6 +46,7 @@ class _Guard:
         self.rank = next((int(os.environ[name]) for name in RANK_NAMES if name in os.environ), 0)
         self.parent = os.getppid()
         self.told: tuple[Whereabouts | None, bool] | None = None
+        self.said_s = 0.0
         with tempfile.TemporaryFile() as file:
             self.board = Board.on(file.fileno())
             self.board.at(b"")
@@ -67,7 +69,8 @@ class _Guard:
     def _look(self) -> None:
         """Tell once of a rank that does not go on, even where it has nothing to do, and once that it does.
 
-        Whoever has given it something to do knows that it should.
+        Whoever has given it something to do knows that it should. As long as it was not told that the rank has nothing
+        to do, the guard says from time to time that it still watches.
         """
         now, state = self.board.read(), _state(self.process.pid)
         rests = time.monotonic() - self.board.since_s >= _REST_S
@@ -75,12 +78,17 @@ class _Guard:
         if found != self.told:
             self.told = found
             self.say("still", state=state) if found else self.say("moves")
+        elif (found is None or found[0] is not None) and time.monotonic() - self.said_s >= _BEAT_S:
+            self._write({"rank": self.rank, "event": "watches"})
 
     def say(self, event: str, **facts: object) -> None:
         """A line of its own, in one piece, whatever ranks write at the same time."""
         now, for_s = self.board.read(), round(time.monotonic() - self.board.since_s, 3)
         place = {"text": now.text, "step": now.step, "waits": now.waits} if now else {"text": ""}
-        line = {"rank": self.rank, "event": event, **place, "for_s": for_s, **facts}
+        self._write({"rank": self.rank, "event": event, **place, "for_s": for_s, **facts})
+
+    def _write(self, line: dict[str, object]) -> None:
+        self.said_s = time.monotonic()
         os.write(1, f"\n{MARK}{json.dumps(line)}\n".encode())
 
 

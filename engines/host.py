@@ -229,10 +229,10 @@ def _speak() -> Output:
     return output
 
 
-def join() -> tuple[int, int]:
-    """(rank, size) of this MPI process, once all have come; collective."""
+def join() -> tuple[int, int, int]:
+    """(rank, size, pid) of this MPI process, once all have come; collective."""
     world = _this_rank().world
-    return world.rank, world.size
+    return world.rank, world.size, os.getpid()
 
 
 def run(common: bytes, own: bytes, followed: Followed) -> bytes:

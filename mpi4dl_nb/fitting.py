@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tqdm.auto import tqdm
 
-from engines.checkpoint.interrupts import Interrupts, StoppedError
+from engines.checkpoint.interrupts import SIGNALS, Interrupts, StoppedError
 from engines.checkpoint.keeper import Keeper
 from engines.checkpoint.writer import check_writable
 from engines.errors import RankError
@@ -93,14 +93,15 @@ def fit(
     """Go through a course, until its end or until a watcher stops it; the watchers are told all of it.
 
     An interrupt ends it between two steps, saved if it is saved at all. A step that takes long is given up, and what
-    was before it is saved; a second interrupt does that at once.
+    was before it is saved; a second interrupt does that at once. If it is saved, SIGTERM and SIGUSR1 do the same, by
+    which batch systems announce that time is over, and then end this process as they would have without a training.
     """
     with ExitStack() as stack:
+        asked = stack.enter_context(Interrupts(SIGNALS if saving.folder else (signal.SIGINT,), obeyed=True))
         stack.enter_context(closing(course))
-        fitting = _Fitting(course, epochs, watchers, healing)
+        fitting = _Fitting(course, epochs, watchers, healing, asked)
         stack.enter_context(fitting.watched())
         fitting.book = None if log is None else stack.enter_context(EpochLog(log))
-        fitting.asked = stack.enter_context(Interrupts((signal.SIGINT,)))
         fitting.keeper = saving.keeper(course.training, fitting.asked)
         fitting.go()
     return fitting.history
@@ -114,7 +115,7 @@ class _Fitting:
     epochs: int
     watchers: Sequence[Watcher]
     healing: Healing | None
-    asked: Interrupts = field(default_factory=Interrupts)
+    asked: Interrupts
     book: EpochLog | None = None
     keeper: Keeper | None = None
     losses: list[float] = field(default_factory=list)
@@ -145,6 +146,8 @@ class _Fitting:
                 self.keeper.after_all()
             return True
         except RankError as error:
+            if self.asked() and self.keeper and self.keeper.path:
+                raise StoppedError(f"{error} {self._last}", self.asked()) from error
             if self.healing is None or self.asked():
                 raise
             self._hear(self.healing.heal(error, self.course, self._mark))
@@ -160,9 +163,12 @@ class _Fitting:
         if self.keeper and is_whole(self.course.training):
             self.keeper.after_step()
         if self.keeper and self.keeper.path:
-            last = f"The last checkpoint is {self.keeper.path}: go on from there."
-            raise StoppedError(f"Stopped while ranks changed their weights. {last}", self.asked())
+            raise StoppedError(f"Stopped while ranks changed their weights. {self._last}", self.asked())
         raise KeyboardInterrupt
+
+    @property
+    def _last(self) -> str:
+        return f"The last checkpoint is {self.keeper.path}: go on from there."
 
     def _events(self, mark: Mark) -> Iterator[Event]:
         """All that is left. Only what the ranks do for it is given up when time is up, and no checkpoint."""

@@ -20,11 +20,12 @@ class Hang:
 
 
 def hang_of(working: Collection[int], still: Mapping[int, Still], after_s: float, began_s: float) -> Hang | None:
-    """Whether the ranks that have work hang: none has gone on for so long, and one waits, was stopped or is idle.
+    """Whether the ranks that have work hang: none goes on for so long, and one waits, was stopped, is idle or silent.
 
     What was before `began_s` (by `time.monotonic()`) does not count: what is known of ranks may be half a second old.
     A rank that computes for long is no hang as long as nobody waits for it, nor are those that wait while another one
-    goes on. One that has work but is idle has not received it, or its answer does not arrive.
+    goes on. One that has work but is idle has not received it, or its answer does not arrive; of one that is silent
+    nobody knows any more whether it goes on.
     """
     if time.monotonic() - began_s < after_s:
         return None
@@ -32,10 +33,12 @@ def hang_of(working: Collection[int], still: Mapping[int, Still], after_s: float
     if (
         not stuck
         or len(stuck) < len(working)
-        or not any(each.at.waits or each.stopped or each.idle for each in stuck.values())
+        or not any(each.at.waits or each.stopped or each.idle or each.silent for each in stuck.values())
     ):
         return None
-    order = sorted(stuck, key=lambda rank: (not stuck[rank].stopped, stuck[rank].at.waits, rank))
+    order = sorted(
+        stuck, key=lambda rank: (not stuck[rank].stopped, not stuck[rank].silent, stuck[rank].at.waits, rank)
+    )
     first, *others = order
     lines = [_line(rank, stuck[rank]) for rank in others]
     said = (
@@ -51,6 +54,8 @@ def _line(rank: int, still: Still) -> str:
 
 def _where(still: Still) -> str:
     why = f"; {still.why}" if still.why and not still.at.waits else ""
+    if still.silent:
+        return f"nothing has been heard of it for {still.for_s:.1f} s{why}"
     if still.idle:
         return f"it has not received its work, or its answer does not arrive{why}"
     return f"{still.at}, since {still.for_s:.1f} s{why}"

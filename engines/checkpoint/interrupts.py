@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -28,11 +29,13 @@ class StoppedError(Mpi4dlError):
 class Interrupts:
     """Within it, the first signal is only noted: calling it tells which one, 0 for none. The next one is not held back.
 
-    Only the main thread of a process hears of signals: elsewhere nothing is noted.
+    Only the main thread of a process hears of signals: elsewhere nothing is noted. `obeyed`: on leaving, a signal that
+    is not for this work alone, as SIGINT is, but for the whole process, is sent to it again, so that it ends.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals] = SIGNALS) -> None:
+    def __init__(self, signals: Sequence[signal.Signals] = SIGNALS, obeyed: bool = False) -> None:
         self._signals = signals if threading.current_thread() is threading.main_thread() else ()
+        self._obeyed = obeyed
         self._number, self._since_s = 0, 0.0
         self._before: dict[signal.Signals, Any] = {}
 
@@ -47,8 +50,12 @@ class Interrupts:
         self._before = {number: signal.signal(number, self._note) for number in self._signals}
         return self
 
-    def __exit__(self, *failure: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._give_back()
+        if self._obeyed and self._number not in (0, signal.SIGINT):
+            if error is not None:
+                print(error, file=sys.stderr, flush=True)  # nobody else will: most signals end the process at once
+            signal.raise_signal(self._number)
 
     def _give_back(self) -> None:
         for number, handler in self._before.items():

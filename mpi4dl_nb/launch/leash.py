@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,11 +15,14 @@ from mpi4dl_nb.launch import ending
 
 __all__ = ["Leash"]
 
+_LOOK_S = 1.0
+
 
 class Leash:
     """Holds the processes of a cluster, and paths that are removed after them.
 
-    It survives the notebook by a moment. If it is killed itself, another one takes its place.
+    It survives the notebook by a moment. If it is killed itself, another one takes its place, and if it is stopped it
+    is made to go on.
     """
 
     def __init__(self, name: str, paths: Sequence[Path]) -> None:
@@ -43,12 +47,20 @@ class Leash:
 
     def _keep(self) -> None:
         """Wait for its end, and replace it where a signal was its end."""
-        while self._process.wait() < 0:
+        while (code := self._waited()) is None or code < 0:
             with self._lock:
                 if self._given_up:
                     return
-                self._close()
-                self._begin()
+                if code is not None:
+                    self._close()
+                    self._begin()
+
+    def _waited(self) -> int | None:
+        """Its exit code, if it has ended within a second; otherwise it goes on, should it have been stopped."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_LOOK_S)
+        self._process.send_signal(signal.SIGCONT)
+        return None
 
     def _close(self) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -70,6 +82,7 @@ class Leash:
         with self._lock:
             self._given_up = True
         self._close()
+        self._process.send_signal(signal.SIGCONT)  # it may have been stopped
         while self._process.wait(within_s) < 0:  # killed, in the middle of it or before
             self._begin()
             self._close()

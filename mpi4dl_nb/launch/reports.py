@@ -18,6 +18,7 @@ from engines.whereabouts import Whereabouts
 __all__ = ["Ended", "Reports", "Still"]
 
 _STOPPED = "it was stopped by a signal"
+_SILENT_S = 3.0  # guards are heard every second
 _STATES = {"R": "it computes", "D": "it waits for a file", "T": _STOPPED}
 
 
@@ -25,18 +26,23 @@ _STATES = {"R": "it computes", "D": "it waits for a file", "T": _STOPPED}
 class Ended:
     """How a rank's process has ended, by a signal (`code` < 0) or by itself, and where it was then.
 
+    `helper`: the process whose end took the rank with it, whatever the rank's own code says.
+
     >>> print(Ended(-9, Whereabouts("stage 0, tile 1: update", 0.0, 7)))
     its process was killed by SIGKILL (the system does so where memory runs out) in stage 0, tile 1: update, step 7
     """
 
     code: int | None
     last: Whereabouts | None = None
+    helper: str = ""
 
     def __str__(self) -> str:
         return f"its process {self._how}" + (f" in {self.last}" if self.last else "")
 
     @property
     def _how(self) -> str:
+        if self.helper:
+            return f"has ended with {self.helper}"
         if self.code is None:
             return "has ended"
         if self.code >= 0:
@@ -48,10 +54,14 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Still:
-    """A rank that has not gone on since `at.since_s`, idle where that has no text; `why` as far as the system tells."""
+    """A rank that has not gone on since `at.since_s`, idle where that has no text; `why` as far as the system tells.
+
+    `silent`: nothing has been heard of it since then, so that nobody knows whether it goes on.
+    """
 
     at: Whereabouts
     why: str = ""
+    silent: bool = False
 
     @property
     def stopped(self) -> bool:
@@ -61,7 +71,7 @@ class Still:
     @property
     def idle(self) -> bool:
         """Whether it has nothing to do, for all that it knows."""
-        return not self.at.text
+        return not self.at.text and not self.silent
 
     @property
     def for_s(self) -> float:
@@ -70,7 +80,7 @@ class Still:
 
 
 class Reports:
-    """Reads a file as it grows. `ended` and `still` are by number of the rank when MPI started.
+    """Reads a file as it grows. `ended` and `still()` are by number of the rank when MPI started.
 
     Where mpiexec ends at once, ipyparallel has read its file and removed it before anyone else could: nothing is told.
     """
@@ -82,7 +92,19 @@ class Reports:
             self._file = BytesIO()
         self._rest, self._lock = b"", Lock()
         self.ended: dict[int, Ended] = {}
-        self.still: dict[int, Still] = {}
+        self._still: dict[int, Still] = {}
+        self._heard_s: dict[int, float] = {}
+
+    def still(self) -> dict[int, Still]:
+        """The ranks that do not go on, and those that have work but whose guards say nothing any more."""
+        now_s = time.monotonic()
+        silent = {
+            rank: Still(Whereabouts("", heard_s), silent=True)
+            for rank, heard_s in self._heard_s.items()
+            if now_s - heard_s >= _SILENT_S
+        }
+        idle = {rank: still for rank, still in self._still.items() if still.idle}
+        return {**self._still, **silent, **idle}
 
     def look(self) -> None:
         """Take in what has come since."""
@@ -99,10 +121,14 @@ class Reports:
         except ValueError:  # a line that others have written into
             return
         rank, event = facts["rank"], facts["event"]
-        self.still.pop(rank, None)
+        self._heard_s[rank] = time.monotonic()
+        if event == "watches":
+            return
+        self._still.pop(rank, None)
         if event == "still":
-            self.still[rank] = Still(_place(facts), _STATES.get(facts["state"], ""))
+            self._still[rank] = Still(_place(facts), _STATES.get(facts["state"], ""))
         if event == "ended":
+            del self._heard_s[rank]
             self.ended[rank] = Ended(facts["code"], _place(facts) if facts["text"] else None)
 
     def close(self) -> None:

@@ -400,20 +400,40 @@ def test_of_ranks_that_fail_in_the_midst_of_a_gather_the_true_error_is_told(clus
 
 
 @over_mpi
-def test_a_controller_that_does_not_go_on_is_named(cluster):
-    """It carries all that the notebook and the ranks say, so that nobody of them can tell."""
-    controller = psutil.Process(cluster._ranks._launchers[0].pid)
-    cluster.hang_after_s = 2
+@pytest.mark.parametrize("helper", ["controller", "mpiexec", "guard", "nanny"])
+def test_a_helper_that_does_not_go_on_is_named(cluster, helper):
+    """Those through which the notebook and the ranks hear of each other; while one is stopped, a rank hangs."""
+    controller, mpiexec = (launcher.pid for launcher in cluster._ranks._launchers)
+    rank = psutil.Process(cluster.call(lambda host: os.getpid())[1])
+    pid = {"controller": controller, "mpiexec": mpiexec, "guard": rank.ppid(), "nanny": rank.children()[0].pid}[helper]
+    told = "Rank 1 does not go on" if helper == "nanny" else f"process {pid}. was stopped by a signal"
+    cluster.hang_after_s = 3
     try:
-        controller.suspend()
-        with Watch() as watch, pytest.raises(RankError, match=f"process {controller.pid}. was stopped by a signal"):
-            cluster.call(lambda host: host.world.gather(None))
-        assert 2 <= watch.s < 5
+        psutil.Process(pid).suspend()
+        with Watch() as watch, pytest.raises(RankError, match=told):
+            cluster.call(lambda host: time.sleep(60) if host.world.rank == 1 else host.world.gather(None))
+        assert 3 <= watch.s < 10
         cluster.heal()
     finally:
         cluster.hang_after_s = 300
         with suppress(psutil.NoSuchProcess):
-            controller.resume()
+            psutil.Process(pid).resume()
+    check_usable(cluster)
+
+
+@over_mpi
+def test_a_stopped_helper_is_no_fault_as_long_as_ranks_answer(cluster):
+    """It goes on, or it does not: nobody needs it."""
+    mpiexec = psutil.Process(cluster._ranks._launchers[1].pid)
+    cluster.hang_after_s = 3
+    try:
+        mpiexec.suspend()
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            assert cluster.call(lambda host: host.world.rank) == list(range(N))
+    finally:
+        cluster.hang_after_s = 300
+        mpiexec.resume()
     check_usable(cluster)
 
 

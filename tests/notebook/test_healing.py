@@ -27,7 +27,8 @@ from mpi4dl_nb.healing import plan_for
 from mpi4dl_nb.known_machine import KnownMachine
 from mpi4dl_nb.training import Training
 from mpi4dl_nb.watching import Gathered
-from tests.faulty import SHAPE, Fault, Heard, batches, inject, model
+from tests.chaos.faults import Fault, arm
+from tests.chaos.training import SHAPE, Heard, batches, model
 
 PLAN = Plan(split_size=2, spatial_size=1, num_spatial_parts=2, slice_method="vertical", parts=2, precision="float64")
 DATA = batches(4, seed=3)
@@ -69,7 +70,7 @@ def hurt(
 ) -> None:
     """After so many steps, at an instruction, a rank comes to harm."""
     at += steps * len(found.programs[rank].steps)
-    found.cluster.call(inject, found.name, Fault(kind, rank, at, tmp_path / "note", pause_s=pause_s))
+    found.cluster.call(arm, Fault(kind, "rank", "step", rank, at, 0.0, tmp_path / "note", pause_s=pause_s))
 
 
 def check(found: Training, losses: Any, undisturbed: Any) -> None:

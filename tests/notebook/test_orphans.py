@@ -128,7 +128,9 @@ def test_a_killed_process_that_all_depend_on_takes_all_with_it_and_the_notebook_
     notebook = notebooks[who]
     check_all_there(notebook.cluster, notebook.runtime)
     notebook.kill(who)
-    assert within(3, lambda: "its process has ended" in notebook.call()[1])
+    named = {"mpiexec": "mpiexec", "controller": "the controller of the ranks"}[who]
+    told = f"its process has ended with {named} (process {notebook.cluster[who]})"
+    assert within(3, lambda: told in notebook.call()[1])
     check_gone(notebook.cluster, notebook.runtime)
 
 

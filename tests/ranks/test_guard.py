@@ -55,8 +55,16 @@ def test_it_tells_of_the_end_and_ends_alike(code: str, said: int, left_as: int):
 def test_it_tells_once_of_a_rank_that_stands_still_and_once_that_it_goes_on():
     more = "import time; time.sleep(1.8); Board.inherited().at(b''); time.sleep(2.3)"
     output, _ = guarded(f"{SAYS}; {more}").communicate(timeout=20)
-    found = [(line["event"], line["text"]) for line in told(output)]
+    found = [(line["event"], line["text"]) for line in told(output) if line["event"] != "watches"]
     assert found == [("still", "forward pass"), ("moves", ""), ("still", ""), ("ended", "")]
+
+
+def test_it_is_heard_as_long_as_it_has_not_told_that_there_is_nothing_to_do():
+    more = "import time; time.sleep(3.2); Board.inherited().at(b''); time.sleep(3.8)"
+    output, _ = guarded(f"{SAYS}; {more}").communicate(timeout=20)
+    events = [line["event"] for line in told(output)]
+    assert events.count("watches") >= 2
+    assert "watches" not in events[len(events) - events[::-1].index("still") :]
 
 
 def test_it_tells_of_a_rank_that_is_stopped_even_where_it_has_nothing_to_do():
@@ -109,13 +117,37 @@ def test_reports_are_found_among_what_else_is_written(tmp_path: Path):
     path.write_text("noise" + line(0, "still", state="S", **PLACE) + "half a li")
     reports = Reports(path)
     reports.look()
-    assert 3 <= reports.still[0].for_s < 4
+    assert 3 <= reports.still()[0].for_s < 4
     with path.open("a") as file:
         file.write("ne\n" + line(0, "moves") + line(1, "ended", code=-15, **PLACE) + f"\n{MARK}not json\n" + MARK)
     reports.look()
     reports.close()
-    assert reports.still == {}
+    assert reports.still() == {}
     assert str(reports.ended[1]) == "its process was killed by SIGTERM in stage 1, step 2"
+
+
+def test_a_guard_that_is_not_heard_any_more_watches_no_more(tmp_path: Path, monkeypatch):
+    """But for an idle rank, of which it has nothing to say, and for one that has ended."""
+    path = tmp_path / "output"
+    idle, waits = {**PLACE, "text": ""}, line(1, "still", state="S", **PLACE)
+    end = line(3, "moves") + line(3, "ended", code=0, **PLACE)
+    path.write_text(line(0, "moves") + waits + line(2, "still", state="S", **idle) + end)
+    reports = Reports(path)
+    reports.look()
+    assert sorted(reports.still()) == [1, 2]
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 3.5)
+    found = reports.still()
+    assert {rank: (still.silent, still.idle) for rank, still in found.items()} == {
+        0: (True, False), 1: (True, False), 2: (False, True),
+    }  # fmt: skip
+    hang = hang_of((0, 1, 2), found, after_s=3, began_s=now_s - 20)
+    assert hang.words.startswith("Rank 0 does not go on: nothing has been heard of it for 3.5 s.")
+    with path.open("a") as file:
+        file.write(line(0, "watches") + line(1, "watches"))
+    reports.look()
+    reports.close()
+    assert {rank: still.silent for rank, still in reports.still().items()} == {1: False, 2: False}
 
 
 @pytest.mark.parametrize(
@@ -174,4 +206,4 @@ def test_of_a_file_that_is_gone_already_nothing_is_told(tmp_path):
     reports = Reports(tmp_path / "gone.log")
     reports.look()
     reports.close()
-    assert (reports.ended, reports.still) == ({}, {})
+    assert (reports.ended, reports.still()) == ({}, {})

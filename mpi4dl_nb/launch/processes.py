@@ -1,0 +1,49 @@
+"""The processes of a cluster on this host: signals to its ranks, and which of its helpers was stopped by one."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+import psutil
+
+__all__ = ["Processes"]
+
+
+class Processes:
+    """`helpers` are pids by name: those through which the notebook and the ranks hear of each other.
+
+    `ranks` are the pids of the ranks on this host, in their order; each is the child of its guard, which is a helper
+    too.
+    """
+
+    def __init__(self, helpers: Mapping[str, int], ranks: Sequence[int]) -> None:
+        self._helpers = [(name, psutil.Process(pid)) for name, pid in helpers.items()]
+        self._ranks = [psutil.Process(pid) for pid in ranks]
+        self._guards = [process.parent() for process in self._ranks]
+
+    def signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
+        """Send a signal to ranks, directly: a helper might be stopped itself. One that has ended gets none."""
+        for rank in ranks:
+            with suppress(psutil.Error):
+                self._ranks[rank].send_signal(number)
+
+    def stopped_helpers(self) -> str:
+        """Say which helpers were stopped by a signal; nothing where all go on."""
+        guards = [(f"the guard of rank {rank}", guard) for rank, guard in enumerate(self._guards) if guard]
+        return " and ".join(
+            f"{name} (process {process.pid}) was stopped by a signal"
+            for name, process in [*self._helpers, *guards]
+            if _is_stopped(process)
+        )
+
+    def keep(self, ranks: Sequence[int]) -> None:
+        """Number these ranks anew, in their order; the others are gone."""
+        self._ranks, self._guards = ([each[rank] for rank in ranks] for each in (self._ranks, self._guards))
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.status() == psutil.STATUS_STOPPED
+    return False

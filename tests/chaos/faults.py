@@ -1,0 +1,257 @@
+"""Faults as data: what happens, to whom, and in the midst of what; and how each is made to happen.
+
+A fault inside a rank, or one sent from there, comes with a number of events of that rank, which writes on its board
+before each instruction of a step; outside of steps also before and after it waits for a message. So the same seed means
+the same place.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+from torch import Tensor
+
+from engines.host import Host, while_walking
+from engines.images.synthetic import SyntheticImages
+from engines.spatial.tiles import Tile
+from mpi4dl_nb.launch.ending import MARK
+from tests.chaos.training import SHAPE
+
+__all__ = [
+    "FAULTS",
+    "RESOURCES",
+    "SIGNALS",
+    "Fault",
+    "Images",
+    "aimed",
+    "arm",
+    "disarm",
+    "draw",
+    "family",
+    "give_back",
+    "roles",
+    "strike",
+]
+
+SIGNALS = {
+    "kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM, "crash": signal.SIGSEGV,
+    "interrupt": signal.SIGINT,
+}  # fmt: skip
+RESOURCES = {"disk": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS, "files": resource.RLIMIT_NOFILE}
+_NUMBERLESS = ("controller", "mpiexec")
+HELPERS = ("controller", "mpiexec", "guard", "nanny", "leash")
+_WORDS = {"save": b"save", "load": b"load", "calibrate": b"_part"}  # on a rank's board, while it does so
+
+# (kinds, whom, when): all that can be drawn, each combination of a line as likely as any other one of it.
+_LINES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
+    (("kill", "stop", "terminate", "crash", "raise", "exit", "hang"), ("rank",), ("step", "save", "load", "reader")),
+    (("kill", "stop", "terminate", "raise"), ("ranks",), ("step", "save", "load")),
+    (("kill", "stop", "terminate"), HELPERS, ("step", "save", "load")),
+    (("kill", "stop", "terminate"), ("rank", "ranks", *HELPERS), ("idle",)),
+    (("kill", "terminate"), ("rank", "controller", "mpiexec", "guard", "leash"), ("heal", "start")),
+    (("kill", "stop", "raise"), ("rank", "controller"), ("calibrate",)),
+    (("disk", "files"), ("rank", "ranks"), ("save",)),
+    (("pipe",), ("rank",), ("step", "save")),
+    (("memory",), ("rank", "ranks"), ("step",)),
+    (("interrupt",), ("notebook",), ("step", "save")),
+    (("kill", "terminate", "interrupt", "stop"), ("kernel",), ("step", "save", "start")),
+)  # fmt: skip
+FAULTS = tuple(
+    (kind, whom, when) for kinds, whoms, whens in _LINES for whom in whoms for when in whens for kind in kinds
+)
+
+
+class Images(SyntheticImages):
+    """Random ones; a fault of a reader befalls the rank that reads so many parts of them, once."""
+
+    def __init__(self, fault: Fault | None = None) -> None:
+        super().__init__(400, SHAPE[2:], 4)
+        self.fault, self.parts = fault, 0
+
+    def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
+        """As of all synthetic images, after the fault."""
+        self.parts += 1
+        if self.fault and os.getpid() in self.fault.pids and self.parts > self.fault.at and not self.fault.is_noted:
+            strike(self.fault)
+        return super().part(index, tile, draw)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`kind` happens to `whom` in the midst of `when`: as `rank` comes to its event `at` of that, or after `delay_s`.
+
+    `notebook` is the pid of the process that holds the cluster, `pids` are those that a signal is sent to, and the
+    moment is written into the file `note`.
+    """
+
+    kind: str
+    whom: str
+    when: str
+    rank: int
+    at: int
+    delay_s: float
+    note: Path
+    others: tuple[int, ...] = ()
+    notebook: int = 0
+    pids: tuple[int, ...] = ()
+    pause_s: float = 0.0
+
+    @property
+    def hurt(self) -> tuple[int, ...]:
+        """The ranks that it befalls, where it befalls ranks."""
+        return (self.rank, *self.others) if self.whom in ("rank", "ranks", "guard", "nanny") else ()
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether it has happened."""
+        return self.note.exists()
+
+    @property
+    def happened_s(self) -> float:
+        """When, by `time.time()`."""
+        return float(self.note.read_text())
+
+    def __str__(self) -> str:
+        who = f"{self.whom} {self.rank}" if self.hurt else self.whom
+        return f"{self.kind} of {who} in {self.when}"
+
+
+def draw(dice: random.Random, ranks: int, note: Path, kinds: Sequence[str] = ()) -> Fault:
+    """One at random: of `kinds`, such as `kill:rank:step`, where there are any."""
+    asked = [each for each in FAULTS if not kinds or ":".join(each) in kinds]
+    kind, whom, when = dice.choice(asked)
+    rank, *others = dice.sample(range(ranks), 1 + (dice.randrange(1, ranks) if whom == "ranks" else 0))
+    most = {"step": 240, "save": 12, "load": 8, "calibrate": 40, "reader": 6}.get(when, 1)
+    note.unlink(missing_ok=True)
+    return Fault(kind, whom, when, rank, dice.randrange(most), dice.random(), note, tuple(others), os.getpid())
+
+
+# ---- who there is
+
+
+def family(name: str = "") -> list[psutil.Process]:
+    """The processes of a cluster, or of any cluster on this machine, whoever is their parent by now."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            mark = process.environ().get(MARK)
+            if mark and name in ("", mark) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def roles(name: str) -> dict[str, list[int]]:
+    """The pids of a cluster by what they are for; ranks, guards and nannies in the order of the ranks."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for process in family(name):
+        with suppress(psutil.Error):
+            words, rank = " ".join(process.cmdline()), int(process.environ().get("OMPI_COMM_WORLD_RANK", 0))
+            found.setdefault(_role(words, process), []).append((rank, process.pid))
+    return {role: [pid for _, pid in sorted(pids)] for role, pids in found.items()}
+
+
+def _role(words: str, process: psutil.Process) -> str:
+    if "ipyparallel.controller" in words:
+        return "controller"
+    if "engines.guard" in words or "guard.py" in words:
+        return "guard"
+    if "ipyparallel.engine" in words:
+        parent = " ".join(process.parent().cmdline())
+        return "nanny" if "ipyparallel.engine" in parent and "guard" not in parent else "rank"
+    return "mpiexec" if "prterun" in words or "mpiexec" in words else "other"
+
+
+# ---- how it happens
+
+
+@while_walking
+def arm(host: Host, fault: Fault) -> None:
+    """Have the fault happen as its rank comes to the event. Called on all ranks; each one raises by itself."""
+    if host.world.rank not in ((fault.rank, *fault.others) if fault.kind == "raise" else (fault.rank,)):
+        return
+    board, at, waits = host.board, host.board.at, host.board.waits
+    left, inside = [fault.at], [False]
+
+    def count() -> None:
+        if left[0] == 0:
+            disarm(host)
+            time.sleep(fault.pause_s)
+            strike(fault)
+        left[0] -= 1
+
+    def at_place(text: bytes, step: int = 0) -> None:
+        at(text, step)
+        word = _WORDS.get(fault.when, b"")
+        inside[0] = step > 0 if fault.when == "step" else word in text or (inside[0] and bool(text))
+        if inside[0]:
+            count()
+
+    def at_message(now: bool) -> None:
+        waits(now)
+        if inside[0] and fault.when != "step":
+            count()
+
+    board.at, board.waits = at_place, at_message  # type: ignore[method-assign]
+
+
+@while_walking
+def disarm(host: Host) -> None:
+    """No fault happens any more that has not."""
+    for name in ("at", "waits"):
+        vars(host.board).pop(name, None)
+
+
+def strike(fault: Fault) -> None:
+    """Have it happen now, to `pids` or to this process."""
+    if not fault.is_noted:
+        fault.note.write_text(repr(time.time()))
+    if fault.kind in SIGNALS:
+        for pid in sorted(fault.pids or [os.getpid()], key=os.getpid().__eq__):
+            with suppress(ProcessLookupError):
+                os.kill(pid, SIGNALS[fault.kind])
+    elif fault.kind in RESOURCES:
+        for pid in fault.pids:
+            _take_away(fault.kind, psutil.Process(pid))
+    elif fault.kind == "raise":
+        raise ValueError("a fault")
+    elif fault.kind == "hang":
+        time.sleep(1e6)
+    elif fault.kind == "pipe":
+        os.close(1)
+    else:
+        os._exit(3)
+
+
+def _take_away(kind: str, process: psutil.Process) -> None:
+    """From now on there is no room for another file, byte or handle; until it is given back."""
+    least = {"disk": 1000, "memory": process.memory_info().vms + 4096, "files": process.num_fds()}[kind]
+    _, most = process.rlimit(RESOURCES[kind])
+    process.rlimit(RESOURCES[kind], (least, most))
+
+
+def give_back(pids: Sequence[int]) -> None:
+    """What was taken away."""
+    for pid in pids:
+        for kind in RESOURCES.values():
+            with suppress(psutil.Error):
+                _, most = psutil.Process(pid).rlimit(kind)
+                psutil.Process(pid).rlimit(kind, (most, most))
+
+
+def aimed(fault: Fault, name: str, leash: int) -> Fault:
+    """At the processes of this cluster that it is for."""
+    found = roles(name)
+    ranks = [fault.rank, *fault.others] if fault.whom in ("rank", "ranks") else [fault.rank]
+    known = {"notebook": [fault.notebook], "leash": [leash], **{each: found.get(each, []) for each in _NUMBERLESS}}
+    role = "rank" if fault.whom == "ranks" else fault.whom
+    pids = known[role] if role in known else [found[role][rank] for rank in ranks if rank < len(found.get(role, ()))]
+    return replace(fault, pids=tuple(pids))

@@ -1,0 +1,230 @@
+"""A training on five ranks that faults befall, one in each round, and how it is judged: the same five questions.
+
+Was it told, and in time? Of whom? Is anything left of what ended? Does the cluster work again? Are the weights, to the
+bit, those of a training without faults? A fault that harms nobody, as where a rank has its answer already, need not be
+told. A hang is a round that does not end: the process ends then, by SIGALRM, with a trace of all its threads.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+
+from engines.checkpoint.interrupts import StoppedError
+from engines.errors import Mpi4dlError
+from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.training import Training
+from tests.chaos.faults import Fault, Images, aimed, arm, disarm, family, give_back, roles, strike
+from tests.chaos.training import PLAN, SHAPE, Heard, model
+
+__all__ = ["HANG_AFTER_S", "STEPS", "Trial", "Verdict"]
+
+HANG_AFTER_S = 3.0
+STEPS = 3  # of a round
+EVERY = 2  # steps between two checkpoints
+GONE_S = 10.0
+_ROUND_S = 240
+_NAMES = {"controller": ("controller",), "mpiexec": ("mpiexec",)}
+
+
+@dataclass
+class Verdict:
+    """Of one fault: what was told of it after how many seconds, and what was `wrong`."""
+
+    fault: Fault
+    happened: bool = False
+    told_s: float | None = None
+    texts: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    late: bool = False
+    seconds: float = 0.0
+
+    @property
+    def limit_s(self) -> float:
+        """How soon it should be told: at once where a process is gone, later where one only does not go on."""
+        return HANG_AFTER_S + 2 if self.fault.kind in ("stop", "hang", "pipe") else 1.0
+
+    def tell(self, text: str, now_s: float) -> None:
+        """Something was told, be it of this fault or of what came of it."""
+        self.texts.append(text)
+        if self.told_s is None and self.fault.is_noted:
+            self.told_s = now_s - self.fault.happened_s
+
+
+class Trial:
+    """A training, its reference in threads that no fault befalls, and the verdicts so far."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.training, self.heard, self.folder = Training(model(), PLAN, cluster, SHAPE), Heard(), folder
+        self.reference = Training(model(), PLAN, Cluster(PLAN.ranks, backend="loopback").start(), SHAPE)
+        self.verdict: Verdict | None = None
+        self._names: set[str] = set()
+        self._began_to_heal: Callable[[], None] = lambda: None
+        self._watch(cluster)
+        self.training.save(folder)
+
+    def round(self, fault: Fault) -> Verdict:
+        """Some steps, in the midst of which, or before which, a fault happens."""
+        start_s = time.monotonic()
+        cluster, target = self.training.cluster, self.training.steps + STEPS
+        self._names.add(cluster._ranks._place.name)
+        fault = aimed(fault, cluster._ranks._place.name, cluster._ranks._leash.pid)
+        self.verdict = verdict = Verdict(fault)
+        signal.alarm(_ROUND_S)
+        with self._thrown(fault):
+            operation = {"save": self._save, "load": self._load, "start": self._restart, "calibrate": self._calibrate}
+            if act := operation.get(fault.when):
+                self._do(act)
+            while self.training.steps < target:
+                self._do(lambda: self._fit(fault))
+        give_back([pid for pids in roles(cluster._ranks._place.name).values() for pid in pids])
+        cluster.call(disarm)
+        signal.alarm(0)
+        verdict.happened = fault.is_noted
+        self.reference.fit(Images(), steps=STEPS, progress=False)
+        self._judge(verdict)
+        verdict.seconds = time.monotonic() - start_s
+        return verdict
+
+    def close(self) -> None:
+        """End the reference."""
+        self.reference.cluster.stop()
+
+    # ---- what is done while it happens
+
+    def _do(self, act: Callable[[], object]) -> None:
+        """It comes to its end, or a failure is told; then the cluster is healed, and the training is whole again."""
+        try:
+            act()
+            return
+        except (Mpi4dlError, KeyboardInterrupt, StoppedError) as error:
+            self.verdict.tell(
+                " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), time.time()
+            )
+        for _ in range(3):  # a fault may befall the healing itself
+            with suppress(Mpi4dlError):
+                self.training.cluster.heal()
+                self.training.load(self.folder)
+                return
+        self.verdict.wrong.append("the cluster was not healed in three attempts")
+
+    def _fit(self, fault: Fault) -> None:
+        images = Images(fault if fault.when == "reader" else None)
+        self.training.fit(
+            images, steps=STEPS, progress=False, save=self.folder, save_every=EVERY, on_failure="heal",
+            monitor=self.heard,
+        )  # fmt: skip
+
+    def _save(self) -> None:
+        self.training.save(self.folder)
+
+    def _load(self) -> None:
+        self.training.load(self.folder)
+
+    def _restart(self) -> None:
+        self.training.cluster.restart()
+        self.training.load(self.folder)
+
+    def _calibrate(self) -> None:
+        self.training.cluster.calibrate(again=True, quick=True, accept_noise=True, progress=False)
+
+    # ---- how it is made to happen
+
+    @contextmanager
+    def _thrown(self, fault: Fault) -> Iterator[None]:
+        """Within it the fault happens, at its own time."""
+        cluster = self.training.cluster
+        match fault.when:
+            case "idle":
+                strike(fault)
+                time.sleep(fault.delay_s)
+            case "start":
+                self._strike_later(fault)
+            case "heal":
+                first = replace(fault, kind="kill", whom="rank", when="step", note=fault.note.with_name("first"))
+                first.note.unlink(missing_ok=True)
+                cluster.call(arm, aimed(first, cluster._ranks._place.name, 0))
+                self._began_to_heal = lambda: self._strike_later(fault)
+            case "reader":
+                pass
+            case _:
+                cluster.call(arm, fault)
+        try:
+            yield
+        finally:
+            self._began_to_heal = lambda: None
+
+    def _strike_later(self, fault: Fault) -> None:
+        """At a process of the next cluster, some time after it has come."""
+        self._began_to_heal = lambda: None
+        before = {process.pid for process in family()}
+
+        def wait_and_strike() -> None:
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline:
+                for name in {
+                    process.environ()["MPI4DL_NB_CLUSTER"] for process in family() if process.pid not in before
+                }:
+                    if (now := aimed(fault, name, 0)).pids and not before.intersection(now.pids):
+                        time.sleep(2 * fault.delay_s)
+                        strike(now)
+                        return
+                time.sleep(0.05)
+
+        threading.Thread(target=wait_and_strike, daemon=True).start()
+
+    # ---- how it is judged
+
+    def _watch(self, cluster: Cluster) -> None:
+        """Note when something is told: a failure that is healed then, or a checkpoint that could not be written."""
+        heal, write = cluster.heal, tqdm.write
+
+        def watched(fewer: bool = False) -> Cluster:
+            if self.verdict:
+                self.verdict.tell("", time.time())
+                give_back(self.verdict.fault.pids)
+            self._began_to_heal()
+            return heal(fewer)
+
+        def written(text: str, *args: object, **kwargs: object) -> None:
+            if self.verdict and text.startswith("Not saved"):
+                self.verdict.tell(text, time.time())
+                give_back(self.verdict.fault.pids)
+            write(text, *args, **kwargs)
+
+        cluster.heal, tqdm.write = watched, written  # type: ignore[method-assign]
+
+    def _judge(self, verdict: Verdict) -> None:
+        fault, name = verdict.fault, self.training.cluster._ranks._place.name
+        verdict.texts += [event.text for event in self.heard.healed]
+        self.heard.healed.clear()
+        told = " ".join(filter(None, verdict.texts))
+        if verdict.told_s is not None and fault.when not in ("start", "heal"):
+            verdict.late = verdict.told_s > verdict.limit_s
+            wanted = _NAMES.get(fault.whom) or [f"{word}ank {rank}" for rank in fault.hurt for word in "Rr"]
+            if fault.whom not in ("leash", "notebook") and not any(word in told for word in wanted):
+                verdict.wrong.append(f"told of others: {told}")
+        if not fault.is_noted and told and fault.when != "heal":
+            verdict.wrong.append(f"told without a fault: {told}")
+        deadline = time.monotonic() + GONE_S
+        while (left := self._left(name)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        verdict.wrong += [f"left: {left}"] * bool(left)
+        found, wanted_state = self.training.state_dict(), self.reference.state_dict()
+        unequal = [key for key, tensor in wanted_state.items() if not torch.equal(found[key], tensor)]
+        verdict.wrong += [f"other weights: {unequal}"] * bool(unequal)
+        if self.training.steps != self.reference.steps:
+            verdict.wrong.append(f"{self.training.steps} steps instead of {self.reference.steps}")
+
+    def _left(self, name: str) -> list[str]:
+        """Processes of clusters that this process has had before; others on this machine have theirs."""
+        self._names.add(name)
+        return [f"{each.pid} {each.name()}" for before in self._names - {name} for each in family(before)]
