@@ -12,17 +12,20 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 from torch import Tensor
 
 from engines.host import Host, while_walking
 from engines.images.synthetic import SyntheticImages
+from engines.program.worker import Worker
 from engines.spatial.tiles import Tile
+from engines.whereabouts import Board
 from mpi4dl_nb.launch.ending import MARK
 from tests.chaos.training import SHAPE
 
@@ -58,7 +61,8 @@ _LINES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (("kill", "stop", "terminate"), HELPERS, ("step", "save", "load")),
     (("kill", "stop", "terminate"), ("rank", "ranks", *HELPERS), ("idle",)),
     (("kill", "terminate"), ("rank", "controller", "mpiexec", "guard", "leash"), ("heal", "start")),
-    (("kill", "stop", "raise"), ("rank", "controller"), ("calibrate",)),
+    (("kill", "stop", "raise"), ("rank",), ("calibrate",)),
+    (("kill", "stop"), ("controller",), ("calibrate",)),
     (("disk", "files"), ("rank", "ranks"), ("save",)),
     (("pipe",), ("rank",), ("step", "save")),
     (("memory",), ("rank", "ranks"), ("step",)),
@@ -160,14 +164,17 @@ def roles(name: str) -> dict[str, list[int]]:
 
 
 def _role(words: str, process: psutil.Process) -> str:
-    if "ipyparallel.controller" in words:
-        return "controller"
-    if "engines.guard" in words or "guard.py" in words:
+    """A command line also holds that of what it starts, so that the outermost comes first."""
+    if process.name() in ("prterun", "mpiexec"):
+        return "mpiexec"
+    if "engines.guard" in words:
         return "guard"
+    parent = " ".join(process.parent().cmdline())
+    if "ipyparallel.controller" in words:
+        return "other" if "ipyparallel.controller" in parent else "controller"
     if "ipyparallel.engine" in words:
-        parent = " ".join(process.parent().cmdline())
-        return "nanny" if "ipyparallel.engine" in parent and "guard" not in parent else "rank"
-    return "mpiexec" if "prterun" in words or "mpiexec" in words else "other"
+        return "rank" if "engines.guard" in parent else "nanny"
+    return "other"
 
 
 # ---- how it happens
@@ -178,8 +185,7 @@ def arm(host: Host, fault: Fault) -> None:
     """Have the fault happen as its rank comes to the event. Called on all ranks; each one raises by itself."""
     if host.world.rank not in ((fault.rank, *fault.others) if fault.kind == "raise" else (fault.rank,)):
         return
-    board, at, waits = host.board, host.board.at, host.board.waits
-    left, inside = [fault.at], [False]
+    left = [fault.at]
 
     def count() -> None:
         if left[0] == 0:
@@ -188,16 +194,36 @@ def arm(host: Host, fault: Fault) -> None:
             strike(fault)
         left[0] -= 1
 
+    if fault.when == "step":
+        for training in host.trainings.values():
+            _before(training.worker, "step", count)
+    else:
+        _while_it_says(host.board, _WORDS[fault.when], count)
+
+
+def _before(worker: Worker, name: str, count: Callable[[], None]) -> None:
+    act = getattr(worker, name)
+
+    def counted() -> Any:
+        count()
+        return act()
+
+    setattr(worker, name, counted)
+
+
+def _while_it_says(board: Board, word: bytes, count: Callable[[], None]) -> None:
+    """Count what is written on the board while the rank does what has this word in its name."""
+    at, waits, inside = board.at, board.waits, [False]
+
     def at_place(text: bytes, step: int = 0) -> None:
         at(text, step)
-        word = _WORDS.get(fault.when, b"")
-        inside[0] = step > 0 if fault.when == "step" else word in text or (inside[0] and bool(text))
+        inside[0] = word in text or (inside[0] and bool(text))
         if inside[0]:
             count()
 
     def at_message(now: bool) -> None:
         waits(now)
-        if inside[0] and fault.when != "step":
+        if inside[0]:
             count()
 
     board.at, board.waits = at_place, at_message  # type: ignore[method-assign]
@@ -206,8 +232,9 @@ def arm(host: Host, fault: Fault) -> None:
 @while_walking
 def disarm(host: Host) -> None:
     """No fault happens any more that has not."""
-    for name in ("at", "waits"):
-        vars(host.board).pop(name, None)
+    for each in (host.board, *(training.worker for training in host.trainings.values())):
+        for name in ("at", "waits", "step"):
+            vars(each).pop(name, None)
 
 
 def strike(fault: Fault) -> None:

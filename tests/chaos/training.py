@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -29,11 +27,6 @@ def batches(count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
     """Of noise."""
     made = torch.Generator().manual_seed(seed)
     return [(torch.rand(SHAPE, generator=made), torch.randint(0, 4, (SHAPE[0],), generator=made)) for _ in range(count)]
-
-
-def data_of_steps(steps: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """The batches of these steps of a training, whenever, and by whomever, they are done."""
-    return [batches(1, seed=step)[0] for step in steps]
 
 
 class Heard:
