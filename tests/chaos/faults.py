@@ -27,7 +27,7 @@ from engines.program.worker import Worker
 from engines.spatial.tiles import Tile
 from engines.whereabouts import Board
 from mpi4dl_nb.launch.ending import MARK
-from tests.chaos.training import SHAPE
+from tests.chaos.training import PLAN, SHAPE
 
 __all__ = [
     "FAULTS",
@@ -50,6 +50,7 @@ SIGNALS = {
     "interrupt": signal.SIGINT,
 }  # fmt: skip
 RESOURCES = {"disk": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS, "files": resource.RLIMIT_NOFILE}
+_EVENTS = {"step": 100, "save": 12, "load": 8, "calibrate": 40, "reader": 5}  # about as many as there are
 _NUMBERLESS = ("controller", "mpiexec")
 HELPERS = ("controller", "mpiexec", "guard", "nanny", "leash")
 _WORDS = {"save": b"save", "load": b"load", "calibrate": b"_part"}  # on a rank's board, while it does so
@@ -134,9 +135,12 @@ def draw(dice: random.Random, ranks: int, note: Path, kinds: Sequence[str] = ())
     asked = [each for each in FAULTS if not kinds or ":".join(each) in kinds]
     kind, whom, when = dice.choice(asked)
     rank, *others = dice.sample(range(ranks), 1 + (dice.randrange(1, ranks) if whom == "ranks" else 0))
-    most = {"step": 240, "save": 12, "load": 8, "calibrate": 40, "reader": 6}.get(when, 1)
+    if when == "reader":
+        rank %= PLAN.num_spatial_parts  # the others read labels alone
+    if whom == "rank" and kind in RESOURCES and when == "save":
+        rank = 0  # which writes
     note.unlink(missing_ok=True)
-    return Fault(kind, whom, when, rank, dice.randrange(most), dice.random(), note, tuple(others), os.getpid())
+    return Fault(kind, whom, when, rank, dice.randrange(_EVENTS.get(when, 1)), dice.random(), note, tuple(others), os.getpid())
 
 
 # ---- who there is
