@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -103,6 +104,10 @@ def fit(
         fitting.asked = stack.enter_context(Interrupts((signal.SIGINT,)))
         fitting.keeper = saving.keeper(course.training, fitting.asked)
         fitting.go()
+    if not fitting.losses and not fitting.stopped:
+        warnings.warn(
+            "No step was left to do in the epoch that had begun. Call fit() again for the next.", stacklevel=3
+        )
     return fitting.history
 
 

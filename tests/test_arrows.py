@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 PURE = (
+    "engines.checkpoint.failures",
     "engines.errors",
     "engines.facts",
     "engines.guard",

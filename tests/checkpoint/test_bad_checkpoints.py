@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from engines.checkpoint.load import check, load
+from engines.checkpoint.manifest import sealed
 from engines.checkpoint.plain import optimiser_state
-from engines.checkpoint.stored import sealed
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError
 from engines.training import RankTraining, Recipe
@@ -104,7 +104,7 @@ DAMAGES = {
     ),
     "a device as JSON": (
         lambda path: ((path / "checkpoint.json").unlink(), (path / "checkpoint.json").symlink_to("/dev/zero")),
-        "there is no checkpoint in this folder",
+        "checkpoint.json is no regular file of its own, but a link",
     ),
     "JSON nested without end": (
         lambda path: (path / "checkpoint.json").write_text('{"a":' * 100_000),
