@@ -18,7 +18,7 @@ PURE := $(wildcard engines/errors.py engines/facts.py engines/guard.py engines/k
 	engines/program/program.py engines/program/staging.py engines/program/timeline.py engines/program/traffic.py engines/checkpoint/failures.py engines/comm/sealed.py engines/comm/sums.py engines/offload/least.py \
 	engines/predict/actions.py engines/predict/between.py engines/predict/classes.py engines/predict/cores.py engines/predict/cost.py engines/predict/devices.py \
 	engines/predict/given.py engines/predict/kinds.py engines/predict/ledger.py engines/predict/links.py \
-	engines/predict/machine.py engines/predict/machines.py engines/predict/noise.py engines/predict/processors.py engines/predict/shares.py \
+	engines/predict/machine.py engines/predict/machines.py engines/predict/noise.py engines/predict/plausible.py engines/predict/processors.py engines/predict/shares.py \
 	engines/predict/simulate.py engines/predict/sums.py engines/predict/tallies.py engines/predict/walk.py \
 	engines/replica/asynchrony.py engines/replica/staleness.py \
 	engines/spoken.py)

@@ -52,6 +52,7 @@ PURE = (
     "engines.predict.machine",
     "engines.predict.machines",
     "engines.predict.noise",
+    "engines.predict.plausible",
     "engines.predict.processors",
     "engines.predict.shares",
     "engines.predict.simulate",
