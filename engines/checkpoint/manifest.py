@@ -62,7 +62,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         )
     if not whole:
         raise damaged(path, f"the contents of {MANIFEST} are not those that were written")
-    if wrong := [name for name, is_right in _FIELDS.items() if not is_right(read.get(name))]:
+    if wrong := [name for name, is_right in _FIELDS.items() if name not in read or not is_right(read[name])]:
         raise damaged(path, f"{MANIFEST} does not say what {wrong[0]!r} is, but {str(read.get(wrong[0]))[:40]}")
     if read["loss_scale"] is not None and read["good_steps"] >= GOOD_STEPS:
         raise damaged(path, f"it counts {read['good_steps']} good steps, but the loss scale grows after {GOOD_STEPS}")

@@ -100,7 +100,8 @@ class RunQueue:
                 core.ended, core.looks_until_s = None, self._now + self.machine.resume_s
             if core.running is None and core.queue:
                 core.running = core.queue.popleft()
-        then = min(self._take_over(core) for core in self.cores)
+        waiting = any(core.queue for core in self.cores)
+        then = min(self._take_over(core) for core in self.cores) if waiting else math.inf
         busy = self._busy
         for core in self.cores:
             if core.running:
@@ -133,13 +134,17 @@ class RunQueue:
             free = not core.load and (core is known or core.looks_until_s <= self._now)
             return not free, core is not known, core.load
 
+        if known is not None and not known.load:
+            return known  # none would be better
         taken = set(map(id, used))
         return min((core for core in self.cores if id(core) not in taken), key=worse)
 
     def _take_over(self, core: _Core) -> float:
         """Begin with what has waited longest in the longest queue, if the core has nothing; or when it will do that."""
+        if core.running:
+            return math.inf
         other = max(self.cores, key=lambda each: len(each.queue))
-        if core.running or not other.queue:
+        if not other.queue:
             return math.inf
         if core.looks_until_s > self._now + self._nothing_s:
             return core.looks_until_s

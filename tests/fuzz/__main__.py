@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FUZZERS = {"pictures": "pictures", "tables": "tables", "zarr": "stores"}
+FUZZERS = {
+    "checkpoints": "checkpoints", "machines": "machines", "pictures": "pictures", "tables": "tables", "zarr": "stores",
+}  # fmt: skip
 """Each and its module in this folder."""
 _TOLD = 20  # wrong cases
 
