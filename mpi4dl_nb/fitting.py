@@ -105,9 +105,8 @@ def fit(
         fitting.keeper = saving.keeper(course.training, fitting.asked)
         fitting.go()
     if not fitting.losses and not fitting.stopped:
-        warnings.warn(
-            "No step was left to do in the epoch that had begun. Call fit() again for the next.", stacklevel=3
-        )
+        text = "Nothing was trained: no step was left of the epoch that had begun. Call fit() again for the next one."
+        warnings.warn(text, stacklevel=3)
     return fitting.history
 
 

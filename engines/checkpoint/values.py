@@ -119,7 +119,8 @@ def check_like(found: Any, fresh: Any, where: str) -> None:
     ):
         raise ValueError(f"{where} is of type {type(found).__name__}, and here of type {type(fresh).__name__}")
     elif _kind_of(found) == "number" and not is_finite(found) and (fresh is None or is_finite(fresh)):
-        raise ValueError(f"{where} is {str(found)[:20]}, and here {fresh}")
+        said = found.item() if isinstance(found, Tensor) else found
+        raise ValueError(f"{where} is {str(said)[:20]}, which is no number that a step can take")
     elif isinstance(found, list | tuple) and fresh:
         for index, value in enumerate(found):
             check_like(value, fresh[min(index, len(fresh) - 1)], f"{where}[{index}]")

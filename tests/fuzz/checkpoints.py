@@ -5,7 +5,6 @@ What is not refused is loaded whole, and a step goes on from it. What is refused
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import shutil
@@ -17,8 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 from engines.checkpoint.folder import MANIFEST, checkpoints
 from engines.checkpoint.load import load
 from engines.checkpoint.manifest import sealed
@@ -28,7 +25,7 @@ from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError, LossError
 from engines.images.order import Place
 from engines.training import RankTraining, Recipe
-from tests.checkpoint.trainings import PLANS, data, recipe_of, tensors_of
+from tests.checkpoint.trainings import PLANS, data, held_by, is_same, recipe_of
 from tests.fuzz.damage import damaged_bytes, damaged_json
 from tests.fuzz.judge import Case, Outside, Random
 from tests.fuzz.tables import make_other
@@ -59,30 +56,6 @@ def _made(kind: int) -> tuple[TemporaryDirectory[str], Path]:
 
     run_ranks(1, work)
     return held, Path(held.name)
-
-
-def held_by(training: RankTraining) -> dict[str, Any]:
-    """All that a load might change, as copies."""
-    descent = training.worker.descent
-    moved = (descent.optimiser, descent.scheduler)
-    return {
-        "tensors": tensors_of(training),
-        "states": copy.deepcopy([each.state_dict() if each else None for each in moved]),
-        "objects": [id(each) for each in (descent, *moved)],
-        "numbers": (training.worker.steps, training.worker.seed, descent.scale, descent.good_steps),
-        "random": torch.get_rng_state(),
-    }
-
-
-def is_same(one: Any, other: Any) -> bool:
-    """Bit for bit."""
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(is_same, one, other))
-    return type(one) is type(other) and one == other
 
 
 def read(path: Path, kind: int) -> None:
