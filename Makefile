@@ -15,10 +15,10 @@ STAMP := .venv/.installed
 # The rooms whose files import the standard library and numpy only: checked strictly, their examples run.
 PURE := $(wildcard engines/errors.py engines/facts.py engines/guard.py engines/knobs.py engines/output.py engines/regular.py engines/start.py engines/whereabouts.py \
 	engines/plan.py engines/layout.py engines/layer/graph.py engines/spatial/tiles.py engines/spatial/windows.py engines/spatial/moves.py engines/pipeline/*.py engines/program/instructions.py \
-	engines/program/program.py engines/program/staging.py engines/program/timeline.py engines/program/traffic.py engines/comm/sealed.py engines/comm/sums.py engines/offload/least.py \
+	engines/program/program.py engines/program/staging.py engines/program/timeline.py engines/program/traffic.py engines/checkpoint/failures.py engines/comm/sealed.py engines/comm/sums.py engines/offload/least.py \
 	engines/predict/actions.py engines/predict/between.py engines/predict/classes.py engines/predict/cores.py engines/predict/cost.py engines/predict/devices.py \
 	engines/predict/given.py engines/predict/kinds.py engines/predict/ledger.py engines/predict/links.py \
-	engines/predict/machine.py engines/predict/machines.py engines/predict/noise.py engines/predict/processors.py engines/predict/shares.py \
+	engines/predict/machine.py engines/predict/machines.py engines/predict/noise.py engines/predict/plausible.py engines/predict/processors.py engines/predict/shares.py \
 	engines/predict/simulate.py engines/predict/sums.py engines/predict/tallies.py engines/predict/walk.py \
 	engines/replica/asynchrony.py engines/replica/staleness.py \
 	engines/spoken.py)

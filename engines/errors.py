@@ -8,6 +8,7 @@ from pathlib import Path
 
 __all__ = [
     "CheckpointError",
+    "DamagedError",
     "ImageError",
     "LossError",
     "Mpi4dlError",
@@ -15,6 +16,7 @@ __all__ = [
     "RankError",
     "ReleasedError",
     "TraceError",
+    "UnreadableError",
 ]
 
 
@@ -50,6 +52,18 @@ class ImageError(Mpi4dlError, ValueError):
 
 class CheckpointError(Mpi4dlError, ValueError):
     """A checkpoint cannot be written, is damaged, or is of another training. What was there before still is."""
+
+
+class DamagedError(CheckpointError):
+    """What lies in a checkpoint is not what was written, or is no checkpoint's; `why` says what is wrong with it."""
+
+    def __init__(self, message: str, why: str = "") -> None:
+        super().__init__(message)
+        self.why = why or message
+
+
+class UnreadableError(CheckpointError):
+    """A checkpoint cannot be read now: for want of memory, file handles or permission. It may be whole."""
 
 
 class RankError(Mpi4dlError, RuntimeError):

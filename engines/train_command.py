@@ -81,10 +81,12 @@ def _resume(course: RankCourse, chosen: argparse.Namespace) -> int:
     if path is None:
         return 0
     checkpoint = load(course.training, path)
+    for text in checkpoint.passed_over:
+        print(text, flush=True)
     print(f"Resumed after {checkpoint.step} steps: {checkpoint.path}", flush=True)
     if checkpoint.feed is not None:
         with checkpoint.reading():
-            course.feed.resume(checkpoint.feed)
+            course.feed.resume(checkpoint.feed, anew=True)
     return course.feed.place.epoch
 
 

@@ -10,7 +10,17 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
-from engines.errors import CheckpointError, ImageError, LossError, Mpi4dlError, PlanError, RankError, TraceError
+from engines.errors import (
+    CheckpointError,
+    DamagedError,
+    ImageError,
+    LossError,
+    Mpi4dlError,
+    PlanError,
+    RankError,
+    TraceError,
+    UnreadableError,
+)
 from engines.host import Answer, Failure
 from engines.output import Line
 from mpi4dl_nb.hang import Hang, hang_of
@@ -27,7 +37,12 @@ _HEARD_S = 1.0  # what ranks have printed may come so much later than their answ
 
 _DEATH = Failure("Death", "its process has ended")
 _SILENCE = Failure("Silence", "it does not answer any more, and the others could not go on without it")
-_TYPED = {kind.__name__: kind for kind in (CheckpointError, ImageError, LossError, PlanError, RankError, TraceError)}
+_TYPED = {
+    kind.__name__: kind
+    for kind in (
+        CheckpointError, DamagedError, ImageError, LossError, PlanError, RankError, TraceError, UnreadableError,
+    )
+}  # fmt: skip
 
 
 class Ranks(Protocol):

@@ -156,7 +156,8 @@ class BatchCourse:
 class ImageCourse:
     """Has every rank read its own part of `images`, step by step. `evaluate` as in `Course`.
 
-    It begins where `state` says. After each step `place`, and the training's `feed_state`, say where the next begins.
+    It begins where `state` says, and with the next epoch where that is the end of one. After each step `place`, and the
+    training's `feed_state`, say where the next begins.
     """
 
     def __init__(
@@ -173,17 +174,21 @@ class ImageCourse:
         self.left_over = left_over(len(images), training.recipe, feeding.steps, feeding.drop_last)
         whole = len(images) // images_per_step(training.recipe) + bool(self.left_over)
         self.steps = min(whole, feeding.steps or whole)
-        self.done = state["step"] if state else 0  # of the epoch that has begun
         self.is_over = False
-        self.renew(state)
+        self._begin(state, anew=True)
+        self.done = self.place["step"]  # of the epoch that has begun
 
-    def renew(self, place: Mapping[str, Any] | None) -> None:
+    def renew(self, place: Mapping[str, Any]) -> None:
         """Have the ranks read from there on."""
-        training, self.place, self._known = self.training, place, tuple(self.bad)
+        self._begin(place, anew=False)
+
+    def _begin(self, place: Mapping[str, Any] | None, anew: bool) -> None:
+        training, self._known = self.training, tuple(self.bad)
         specs = training.recipe.step_specs
         if self.left_over:
             training.make_ready(self.left_over)
-        self.updates = training.cluster.call(_begin, training.name, specs, self.images, self.feeding, place)[0]
+        told = training.cluster.call(_begin, training.name, specs, self.images, self.feeding, place, anew)
+        self.updates, self.place = told[0]
 
     def total(self, epochs: int) -> int:
         """The steps of so many epochs, of which the first may have begun."""
@@ -281,12 +286,14 @@ def _begin(
     images: LabelledImages,
     feeding: Feeding,
     state: Mapping[str, Any] | None,
-) -> int:
+    anew: bool,
+) -> tuple[int, Mapping[str, Any]]:
+    """How often the ranks have changed their weights, and where the images go on."""
     end(host, name)
     course = host.courses[name] = RankCourse(host.world, held(host, name), specs, images, feeding)
     if state is not None:
-        course.feed.resume(state)
-    return course.updates
+        course.feed.resume(state, anew)
+    return course.updates, course.feed.state()
 
 
 def _go_on(host: Host, name: str, steps: int) -> _Answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -104,6 +105,9 @@ def fit(
         fitting.book = None if log is None else stack.enter_context(EpochLog(log))
         fitting.keeper = saving.keeper(course.training, fitting.asked)
         fitting.go()
+    if not fitting.losses and not fitting.stopped:
+        text = "Nothing was trained: no step was left of the epoch that had begun. Call fit() again for the next one."
+        warnings.warn(text, stacklevel=3)
     return fitting.history
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.errors import PlanError, RankError
+from engines.errors import DamagedError, PlanError, RankError
 from engines.optimiser_trial import count_states
 from engines.partial import smallest_step
 from engines.plan import Plan
@@ -52,18 +52,21 @@ class Healing:
 
     def __init__(self, training: Training, fewer: bool, renew: Callable[[], None]) -> None:
         self.training, self.fewer, self.renew = training, fewer, renew
-        self.mark = self._saved = Mark(0, 0, (), None, is_over=False)
-        self._path: Path | None = None
+        self.mark = Mark(0, 0, (), None, is_over=False)
+        self._saved: list[tuple[Mark, Path]] = []  # the newest last
+        self._passed_over: list[str] = []  # of the last healing: checkpoints that are damaged, and why
         self._failed: list[tuple[int, int | None]] = []  # steps done and rank, of failures without a step more since
 
     def saved(self, mark: Mark, path: Path) -> None:
         """There is a checkpoint of it."""
-        self._saved, self._path = mark, path
+        there = [each for each in self._saved if each[1].exists() and each[1] != path]
+        self._saved = [*there, (mark, path)]
 
     def heal(self, error: RankError, course: BatchCourse | ImageCourse, now: Mark) -> Healed:
         """All ranks hold the training again, and the course goes on. Raises the error where that can't help."""
         start_s = time.perf_counter()
         self._check(error)
+        self._passed_over.clear()
         for tried in range(_TRIES):
             try:
                 self._heal(course, now)
@@ -75,7 +78,7 @@ class Healing:
         again = f"{lost} step{'s' * (lost != 1)} done again" if lost else "no step is lost"
         why = str(error).removesuffix(HELP).rstrip()
         text = f"Healed in {time.perf_counter() - start_s:.1f} s, {again}. What went wrong: {why}"
-        return Healed(text, self.mark.steps, self.mark.epochs)
+        return Healed(" ".join([text, *self._passed_over]), self.mark.steps, self.mark.epochs)
 
     def _check(self, error: RankError) -> None:
         """A loss that is not a number comes again, and so does what comes again and again in the same place."""
@@ -97,11 +100,24 @@ class Healing:
         self.mark = now
         if not is_whole(training):
             plan = training.plan if cluster.n == training.plan.ranks else plan_for(training, cluster.n)
-            training.load(self._path, plan)
-            self.mark = self._saved
+            self._load(plan)
         course.renew(self.mark.place)
         course.is_over = self.mark.is_over
         self.renew()
+
+    def _load(self, plan: Plan) -> None:
+        """Go back to the newest checkpoint that is whole. Raises DamagedError where none is, others as they are."""
+        wrong: list[DamagedError] = []
+        for mark, path in reversed(self._saved):
+            try:
+                self.training.load(path, plan)
+            except DamagedError as error:
+                wrong.append(error)
+                continue
+            self.mark = mark
+            self._passed_over = [f"Passed over: {error}" for error in wrong]
+            return
+        raise DamagedError("There is no whole checkpoint to go back to.\n" + "\n".join(map(str, wrong)))
 
 
 def is_whole(training: Training) -> bool:

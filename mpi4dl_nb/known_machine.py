@@ -18,10 +18,12 @@ import torch
 from engines.comm.container import cores
 from engines.errors import PlanError
 from engines.predict.machine import Machine
+from engines.predict.plausible import lacking
 from engines.regular import read_bounded
 
 __all__ = ["KnownMachine"]
 
+_MOST_BYTES = 1 << 22  # a calibration has a hundredth of it
 _READ_AS = 3  # counted up when what was measured is read in another way, so that it is measured again
 
 
@@ -46,10 +48,13 @@ class KnownMachine:
         if not self.path.exists():
             return None
         try:
-            return Machine.from_json(read_bounded(self.path).decode(errors="replace"))
-        except PlanError:
+            found = Machine.from_json(read_bounded(self.path, _MOST_BYTES).decode(errors="replace"))
+            if missing := list(lacking(found.speeds)):
+                raise PlanError(f"speeds.{missing[0]} is missing. Calibrate, and store it again.")
+            return found
+        except PlanError as error:
             if not self.usual:
-                raise
+                raise PlanError(f"The machine file {self.path}: {error}") from error
         except OSError as error:
             if not self.usual:
                 raise PlanError(f"The machine file {self.path} cannot be read: {error.strerror}.") from error

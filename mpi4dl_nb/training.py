@@ -231,7 +231,7 @@ class Training:
 
         After a break it goes on where it was, in the middle of an epoch too, unless
         `go_on=False`. `epochs` are those still to come, the rest of one that has begun among them: where 2 of 60 are
-        done and the third has begun, 58 are left.
+        done and the third has begun, 58 are left. A checkpoint of an epoch's last step goes on with the next epoch.
 
         An interrupt ends it when the step under way is done, or given up where that takes long; what it has learned is
         kept. A second one gives it up at once.
@@ -248,6 +248,8 @@ class Training:
         twice on the same rank in the same step is raised, and so is the third failure without a step more than before.
         Raises ImageError, on all ranks, where an image cannot be read, LossError, RankError or PlanError.
         """
+        if not isinstance(epochs, int) or epochs < 1:
+            raise PlanError(f"epochs={epochs!r} must be a whole number of epochs still to come, at least 1.")
         if on_failure not in HOW:
             raise PlanError(f"on_failure={on_failure!r} must be one of {', '.join(map(repr, HOW))}.")
         if on_failure != "raise" and save is None:
@@ -364,8 +366,10 @@ class Training:
         return self.cluster.call(on_ranks.save, self.name, folder, self.feed_state, keep, self.steps)[0]
 
     def load(self, path: str | PathLike[str], plan: Plan | None = None) -> int:
-        """Go on from a checkpoint, or from the newest of a folder of them, saved under any plan; the steps it had done.
+        """Go on from a checkpoint, or the newest whole one of a folder, saved under any plan; the steps it had done.
 
+        Of newer ones in the folder that are damaged a warning tells. Where memory, file handles or permission are
+        wanting, that is raised (UnreadableError), and no older one is taken.
         `fit` goes on where it was in its images. So does a training that ranks have lost, since one has died: after
         `cluster.heal()`, or after `cluster.heal(fewer=True)` under another `plan` that has as many ranks as are left.
         Raises CheckpointError before any rank has changed, and PlanError.
@@ -374,6 +378,7 @@ class Training:
         check_fits(plan, self.cluster.n)
         recipe = self.recipe if plan == self.plan else self._prepare(plan)
         found = check(Path(path).absolute(), recipe)
+        found.warn_of_passed_over(stacklevel=2)
         if recipe is not self.recipe or not all(self.cluster.call(on_ranks.holds, self.name)):
             warn_of_mean(recipe.graph, plan, stacklevel=2)
             self.plan, self.recipe, self.programs = plan, recipe, compile_plan(recipe.graph, plan)

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 PURE = (
+    "engines.checkpoint.failures",
     "engines.errors",
     "engines.facts",
     "engines.guard",
@@ -51,6 +52,7 @@ PURE = (
     "engines.predict.machine",
     "engines.predict.machines",
     "engines.predict.noise",
+    "engines.predict.plausible",
     "engines.predict.processors",
     "engines.predict.shares",
     "engines.predict.simulate",

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.checkpoint.manifest import FORMAT
 from engines.checkpoint.optimisers import WeightState, kind_of, weight_states
-from engines.checkpoint.stored import FORMAT, STATE, tensors_of
+from engines.checkpoint.stored import STATE, tensors_of
 from engines.checkpoint.tensor_file import file_bytes, spec_of_tensor
 from engines.checkpoint.values import to_json
 from engines.errors import CheckpointError

@@ -2,49 +2,64 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
-from engines.checkpoint.optimisers import kind_of
+import torch
+from torch import Tensor
+
+from engines.checkpoint.failures import damaged
+from engines.checkpoint.optimisers import kind_of, state_dict_of
 from engines.checkpoint.stored import STATE, Checkpoint, tensors_of
+from engines.checkpoint.tensor_file import dtype_of
+from engines.checkpoint.trial import check_moves, check_pace
+from engines.checkpoint.values import from_json
 from engines.errors import CheckpointError
+from engines.images.order import Place
 from engines.optimisers import make_optimiser
 from engines.training import Recipe
 
-__all__ = ["check_fits_recipe", "check_shapes"]
+__all__ = ["check_fits_recipe", "check_optimiser_state", "check_shapes", "scheduler_state_of"]
 
 _SHOWN = 3
+_SMALL = 1024  # elements that are read to be looked at
 
-Shapes = Mapping[str, tuple[int, ...]]
+Outline = tuple[tuple[int, ...], torch.dtype]
+Outlines = Mapping[str, Outline]
 
 
 def check_fits_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
-    """Read every byte of it, and hold it against what is to be trained. Raises CheckpointError."""
-    checkpoint.check_files()
+    """Hold all but the numbers of it against what is to be trained. Raises CheckpointError."""
     graph = {**recipe.graph.weights, **recipe.graph.buffers}
     for owner, names in recipe.names.items():
-        held = {name: tuple(graph[said].shape) for name, said in names.held.items()}
-        kept = {name: tuple(tensor.shape) for name, tensor in names.kept.items()}
+        held = {name: (graph[said].shape, getattr(torch, graph[said].dtype)) for name, said in names.held.items()}
+        kept = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in names.kept.items()}
         if held or kept or owner == "model":
             check_shapes(checkpoint, owner, held | kept)
     trained = recipe.graph.trainable & recipe.graph.weights.keys()
     _check_trained(checkpoint, trained)
-    _check_kinds(checkpoint, recipe, bool(trained))
+    _check_moved(checkpoint, recipe, bool(trained))
+    if checkpoint.feed is not None:
+        with checkpoint.reading():
+            Place.of(checkpoint.feed)
 
 
-def check_shapes(checkpoint: Checkpoint, owner: str, ours: Shapes) -> None:
+def check_shapes(checkpoint: Checkpoint, owner: str, ours: Outlines) -> None:
     """Hold the tensors of the model, or of the loss, against ours. Raises CheckpointError where they are others."""
     file = tensors_of(owner)
-    if not (checkpoint.path / file).exists():
+    if file not in checkpoint.manifest["files"]:
         raise CheckpointError(f"{checkpoint.path}: it has no {file}. It is of a training whose {owner} had no weights.")
-    theirs = {name: shape for name, (shape, _) in checkpoint.shapes(file).items()}
+    with checkpoint.reading():
+        theirs = {name: (shape, dtype_of(code)) for name, (shape, code) in checkpoint.shapes(file).items()}
     missing, unknown = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
-    other = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
+    other = {name for name in ours.keys() & theirs.keys() if not _is_alike(ours[name], theirs[name])}
     if not (missing or unknown or other):
         return
     told = (
         _first("not in it", missing),
         _first("not here", unknown),
-        _first("of another shape", other, lambda name: f"{name} {theirs[name]} instead of {ours[name]}"),
+        _first("of another shape", other, lambda name: f"{name} {_said(theirs[name])} instead of {_said(ours[name])}"),
     )
     agree = len(ours) - len(missing) - len(other)
     raise CheckpointError(
@@ -52,6 +67,16 @@ def check_shapes(checkpoint: Checkpoint, owner: str, ours: Shapes) -> None:
         f"the {len(ours)} here; {'; '.join(text for text in told if text)}. Load it into the {owner} that it was saved "
         "from."
     )
+
+
+def _is_alike(mine: Outline, theirs: Outline) -> bool:
+    """Of one shape; types may differ, but numbers that have fractions are none that have not."""
+    return mine[0] == theirs[0] and mine[1].is_floating_point == theirs[1].is_floating_point
+
+
+def _said(outline: Outline) -> str:
+    shape, dtype = outline
+    return f"{shape}" if dtype.is_floating_point else f"{shape} of {dtype}"
 
 
 def _first(what: str, names: Collection[str], tell: Callable[[str], str] = str) -> str:
@@ -71,12 +96,14 @@ def _check_trained(checkpoint: Checkpoint, trained: Collection[str]) -> None:
             )
     with checkpoint.reading():
         needed = {f"{name}/{key}" for name, state in checkpoint.weight_states.items() for key in state.tensors}
-    if missing := needed - checkpoint.shapes(STATE).keys():
-        raise CheckpointError(f"{checkpoint.path}: this checkpoint is damaged: {_first('not in it', missing)}.")
+    found = checkpoint.shapes(STATE).keys()
+    if needed != found:
+        told = (_first("not in it", needed - found), _first("of no weight", found - needed))
+        raise damaged(checkpoint.path, f"of {STATE}, {'; '.join(text for text in told if text)}")
 
 
-def _check_kinds(checkpoint: Checkpoint, recipe: Recipe, trains: bool) -> None:
-    """The kinds of optimiser and scheduler."""
+def _check_moved(checkpoint: Checkpoint, recipe: Recipe, trains: bool) -> None:
+    """The kinds of optimiser and scheduler, and whether they could go on from their state."""
     given = {spec.name: spec.stand_in() for spec in recipe.parameters}
     optimiser = make_optimiser(recipe.optimiser, given) if trains else None
     paced = recipe.scheduler(optimiser) if recipe.scheduler and optimiser else None
@@ -87,6 +114,49 @@ def _check_kinds(checkpoint: Checkpoint, recipe: Recipe, trains: bool) -> None:
         ours = kind_of(made) if made else "none"
         if theirs != ours:
             raise CheckpointError(
-                f"{checkpoint.path}: the {what} of this checkpoint is {theirs}, and here it is {ours}. Train with the "
-                "one that it was saved from; to begin another one, load the weights alone: safetensors.torch.load_file."
+                f"{checkpoint.path}: the {what} of this checkpoint is {str(theirs)[:40]}, and here it is {ours}. Train "
+                "with the one that it was saved from; to begin another one, load the weights alone: "
+                "safetensors.torch.load_file."
             )
+    if optimiser:
+        names = {id(given[spec.name]): spec.key for spec in recipe.parameters}
+        made_state = check_optimiser_state(checkpoint, optimiser, names)
+        if paced:
+            state = scheduler_state_of(checkpoint, len(optimiser.param_groups))
+            with checkpoint.reading():
+                check_pace(optimiser, made_state, recipe.scheduler, state, checkpoint.step)
+
+
+def check_optimiser_state(
+    checkpoint: Checkpoint, optimiser: torch.optim.Optimizer, names: Mapping[int, str]
+) -> dict[str, Any]:
+    """Whether a fresh optimiser, of weights with these `names` by their ids, could go on from what it has kept.
+
+    What `load_state_dict` would take, with tensors without memory. Raises CheckpointError.
+    """
+    shapes = checkpoint.shapes(STATE)
+
+    def outlined(name: str) -> Tensor:
+        shape, code = shapes[name]
+        small = math.prod(shape) <= _SMALL
+        return checkpoint.tensor(STATE, name) if small else torch.empty(shape, dtype=dtype_of(code), device="meta")
+
+    with checkpoint.reading():
+        made = state_dict_of(optimiser, names, checkpoint.weight_states, outlined)
+        check_moves(optimiser, made, names)
+    return made
+
+
+def scheduler_state_of(checkpoint: Checkpoint, groups: int) -> dict[str, Any]:
+    """What `load_state_dict` of a scheduler takes, which paces so many groups of weights. Raises CheckpointError."""
+    with checkpoint.reading():
+        state = from_json(checkpoint.manifest["scheduler"]["state"])
+        if not isinstance(state, dict):
+            raise TypeError(f"the scheduler's state is a {type(state).__name__}")
+        rates = state.get("base_lrs", [None] * groups)
+        if isinstance(rates, list) and len(rates) != groups:
+            raise CheckpointError(
+                f"{checkpoint.path}: the scheduler has {len(rates)} learning rates, but there are {groups} groups of "
+                "weights here. Make the optimiser with the groups that it had, on every rank."
+            )
+        return state

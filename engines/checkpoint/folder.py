@@ -14,10 +14,12 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from engines.checkpoint.failures import failed
 from engines.errors import CheckpointError
 
 __all__ = [
@@ -26,9 +28,10 @@ __all__ = [
     "checkpoints",
     "complete",
     "draft",
+    "found_at",
     "free_bytes",
+    "leads_out",
     "locked",
-    "newest",
     "no_room",
     "prune",
 ]
@@ -46,19 +49,39 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found) if path.is_dir()]
 
 
-def newest(path: Path) -> Path:
-    """The checkpoint that `path` is, or the newest of those that it holds. Raises CheckpointError."""
+def found_at(path: Path) -> list[Path]:
+    """The checkpoint that `path` is, or those that it holds, the newest first. Raises CheckpointError."""
     try:
-        if (path / MANIFEST).is_file():
-            return path
-        if not path.is_dir():
-            raise CheckpointError(f"{path}: there is no such folder. Name a checkpoint, or a folder of checkpoints.")
+        if not stat.S_ISDIR(path.stat().st_mode):
+            raise NotADirectoryError
+        if _has(path / MANIFEST):
+            return [path]
         found = checkpoints(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(
+            f"{path}: there is no such folder. Name a checkpoint, or a folder of checkpoints."
+        ) from None
     except OSError as error:
-        raise CheckpointError(f"{path}: its checkpoints cannot be listed: {_said(error)}.") from error
+        raise failed(path, "the list of its checkpoints", error) from error
+    if not found and _NAME.fullmatch(path.name):
+        return [path]  # one that has lost what says of it that it is one
     if not found:
         raise CheckpointError(f"{path}: there is no checkpoint in this folder.")
-    return found[-1]
+    return found[::-1]
+
+
+def _has(path: Path) -> bool:
+    """Whether something is there, of whatever kind. Raises OSError where that can't be told."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def leads_out(path: Path) -> bool:
+    """Whether a checkpoint of a folder is a link that leads out of it, to what was not given."""
+    return path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve())
 
 
 @contextmanager
@@ -143,7 +166,3 @@ def prune(folder: Path, keep: int) -> None:
         with suppress(OSError):
             path.rename(gone)
             shutil.rmtree(gone)
-
-
-def _said(error: OSError) -> str:
-    return error.strerror or type(error).__name__

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engines.checkpoint.fits import check_fits_recipe
+from engines.checkpoint.fits import check_fits_recipe, scheduler_state_of
 from engines.checkpoint.optimisers import state_dict_of
 from engines.checkpoint.stored import STATE, Checkpoint, tensors_of
-from engines.checkpoint.values import check_state, from_json
+from engines.checkpoint.values import check_state
 from engines.comm.together import together
 from engines.errors import CheckpointError
 from engines.layer.names import OWNERS
@@ -24,25 +24,26 @@ __all__ = ["check", "load"]
 
 
 def check(path: Path, recipe: Recipe) -> Checkpoint:
-    """The checkpoint at `path`, or the newest of that folder, read once in full. Raises CheckpointError."""
-    checkpoint = Checkpoint.open(path)
-    check_fits_recipe(checkpoint, recipe)
+    """The checkpoint at `path`, or the newest whole one of that folder, read once in full. Raises CheckpointError."""
+    with torch.random.fork_rng(devices=[]):  # an optimiser is made, by whatever function
+        checkpoint = Checkpoint.open(path, partial(check_fits_recipe, recipe=recipe))
+        check_fits_recipe(checkpoint, recipe)
     return checkpoint
 
 
 def load(training: RankTraining, path: Path) -> Checkpoint:
-    """Go on from the checkpoint at `path`, or the newest of that folder; collective, between steps.
+    """Go on from the checkpoint at `path`, or the newest whole one of that folder; collective, between steps.
 
     It may have been saved under any other plan. Every rank reads the file by itself. Weights keep the types that this
     plan has; the loss scale is that of the checkpoint, where both have one.
     Raises CheckpointError on every rank; then nothing has changed on any.
     """
     world = training.worker.world
-    first = together(world, lambda: None if world.rank else check(path, training.recipe).path, CheckpointError)
-    found = world.gather(first)[0]
+    first = together(world, lambda: None if world.rank else check(path, training.recipe), CheckpointError)
+    found, passed_over = world.gather(first and (first.path, first.passed_over))[0]
     staged = together(world, partial(_staged, training, found), CheckpointError)
     staged.adopt(training)
-    return staged.checkpoint
+    return replace(staged.checkpoint, passed_over=passed_over)
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class _Staged:
 
 
 def _staged(training: RankTraining, path: Path) -> _Staged:
-    checkpoint = Checkpoint.open(path)
+    checkpoint = Checkpoint.at(path)
     return _Staged(checkpoint, _tensors(checkpoint, training), _descent(checkpoint, training))
 
 
@@ -91,22 +92,11 @@ def _descent(checkpoint: Checkpoint, training: RankTraining) -> Descent:
             made = state_dict_of(optimiser, names, checkpoint.weight_states, partial(checkpoint.tensor, STATE))
             optimiser.load_state_dict(made)
     if descent.scheduler:
-        _pace(checkpoint, descent)
+        state = scheduler_state_of(checkpoint, len(descent.optimiser.param_groups))
+        with checkpoint.reading():
+            check_state(state, descent.scheduler)
+            descent.scheduler.load_state_dict(state)
     scale = checkpoint.manifest["loss_scale"]
     if descent.scaled and scale is not None:
         descent.scale, descent.good_steps = scale, checkpoint.manifest["good_steps"]
     return descent
-
-
-def _pace(checkpoint: Checkpoint, descent: Descent) -> None:
-    groups = len(descent.optimiser.param_groups)
-    with checkpoint.reading():
-        state = from_json(checkpoint.manifest["scheduler"]["state"])
-        rates = state.get("base_lrs", [None] * groups)
-        if len(rates) != groups:
-            raise CheckpointError(
-                f"{checkpoint.path}: the scheduler has {len(rates)} learning rates, but there are {groups} groups of "
-                "weights here. Make the optimiser with the groups that it had, on every rank."
-            )
-        check_state(state, descent.scheduler)
-        descent.scheduler.load_state_dict(state)

@@ -66,7 +66,8 @@ def state_dict_of(
 ) -> dict[str, Any]:
     """What `optimiser.load_state_dict` takes, for those weights that this optimiser moves and `states` has.
 
-    `tensor` reads one by its name. Raises CheckpointError where weights of one group have had several options.
+    `tensor` reads one by its name; one on the meta device stays there. Raises CheckpointError where weights of one
+    group have had several options.
     """
     made = optimiser.state_dict()
     for group, packed in zip(optimiser.param_groups, made["param_groups"], strict=True):
@@ -95,6 +96,9 @@ def _state(name: str, weight: Tensor, state: WeightState, tensor: Callable[[str]
     kept = {key: from_json(value) for key, value in state.values.items()}
     for key in state.tensors:
         read = tensor(f"{name}/{key}")  # memory of the file, which others may write over
+        if read.is_meta:
+            kept[key] = read
+            continue
         like = weight if read.shape == weight.shape else read  # in memory as the weight is, or steps would be slower
         kept[key] = torch.empty_like(like, dtype=read.dtype, device="cpu", requires_grad=False).copy_(read)
     return kept

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engines.checkpoint.fits import check_shapes
+from engines.checkpoint.fits import check_optimiser_state, check_shapes
 from engines.checkpoint.optimisers import kind_of, state_dict_of
 from engines.checkpoint.stored import STATE, Checkpoint
 from engines.checkpoint.values import from_json
@@ -29,7 +29,8 @@ def optimiser_state(
 ) -> dict[str, Any]:
     """For `optimiser.load_state_dict`, where `optimiser` moves weights of `model` (and of `loss`), in whatever order.
 
-    `path` is a checkpoint or a folder of them, of which it takes the newest. Raises CheckpointError.
+    `path` is a checkpoint or a folder of them, of which it takes the newest whole one; it warns of newer ones that are
+    damaged. Raises CheckpointError.
 
     >>> import tempfile, torch
     >>> from engines.models import resnet20_v1
@@ -42,11 +43,9 @@ def optimiser_state(
     >>> optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     >>> optimiser.load_state_dict(optimiser_state(folder, model, optimiser))
     """
-    checkpoint = Checkpoint.open(Path(path))
-    checkpoint.check_files()
-    for owner, module in (("model", model), ("loss", loss)):
-        if module is not None:
-            check_shapes(checkpoint, owner, {name: tuple(t.shape) for name, t in module.state_dict().items()})
+    checkpoint = Checkpoint.open(Path(path), lambda found: _check_owners(found, model, loss))
+    checkpoint.warn_of_passed_over(stacklevel=2)
+    _check_owners(checkpoint, model, loss)
     names = _names(model, loss)
     stored = (checkpoint.manifest["optimiser"] or {}).get("kind", "none")
     if stored != kind_of(optimiser):
@@ -58,12 +57,13 @@ def optimiser_state(
                     f"The optimiser moves a tensor {tuple(weight.shape)} that is no weight of the model. Make it of "
                     "model.parameters(), and of those of the loss if that is trained."
                 )
+    check_optimiser_state(checkpoint, optimiser, names)
     with checkpoint.reading():
         return state_dict_of(optimiser, names, checkpoint.weight_states, partial(checkpoint.tensor, STATE))
 
 
 def scheduler_state(path: str | Path) -> dict[str, Any] | None:
-    """For `scheduler.load_state_dict`; None where there was none. Raises CheckpointError.
+    """For `scheduler.load_state_dict`; None where there was none. `path` and errors are those of `optimiser_state`.
 
     >>> import tempfile
     >>> from functools import partial
@@ -80,9 +80,17 @@ def scheduler_state(path: str | Path) -> dict[str, Any] | None:
     1
     """
     checkpoint = Checkpoint.open(Path(path))
+    checkpoint.warn_of_passed_over(stacklevel=2)
     with checkpoint.reading():
         stored = checkpoint.manifest["scheduler"]
         return from_json(stored["state"]) if stored else None
+
+
+def _check_owners(checkpoint: Checkpoint, model: nn.Module, loss: nn.Module | None) -> None:
+    for owner, module in (("model", model), ("loss", loss)):
+        if module is not None:
+            outlines = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in module.state_dict().items()}
+            check_shapes(checkpoint, owner, outlines)
 
 
 def _names(model: nn.Module, loss: nn.Module | None) -> dict[int, str]:

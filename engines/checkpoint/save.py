@@ -28,7 +28,8 @@ _GIVEN = (1 << 23) - 2  # a tag that no program has
 def save(training: RankTraining, folder: Path, feed: Any = None, keep: int = KEEP) -> Path:
     """Write a checkpoint into `folder`, of which it keeps the last `keep`; where it is. Collective, between steps.
 
-    `feed` is any JSON; `load` gives it back. Rank 0 writes, and holds one tensor of another rank at a time.
+    `feed` is what `Feed.state` tells, or None; `load` gives it back. Rank 0 writes, and holds one tensor of another
+    rank at a time.
     Raises CheckpointError on every rank; the training, and the checkpoints that are there, are as they were.
     """
     world = training.worker.world

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import errno
+import os
 import stat
+import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,23 +17,26 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engines.checkpoint.folder import MANIFEST, newest
+from engines.checkpoint.failures import damaged, failed
+from engines.checkpoint.folder import found_at, leads_out
+from engines.checkpoint.manifest import read_manifest
 from engines.checkpoint.optimisers import WeightState
-from engines.errors import CheckpointError, Mpi4dlError
-from engines.regular import open_regular, read_bounded
+from engines.checkpoint.tensor_file import HEADER_BYTES
+from engines.errors import DamagedError, Mpi4dlError
+from engines.layer.names import OWNERS
+from engines.regular import open_regular
 
-__all__ = ["FORMAT", "STATE", "Checkpoint", "sealed", "tensors_of"]
+__all__ = ["STATE", "Checkpoint", "tensors_of"]
 
-FORMAT = 1
 STATE = "training.safetensors"
 """The file of the optimiser's tensors."""
 
 _CHUNK_BYTES = 1 << 22
-_SEAL = "crc32"
-_FIELDS: dict[str, type | tuple[type, ...]] = {
-    "step": int, "seed": int, "precision": str, "plan": dict, "model": dict, "files": dict, "optimiser": (dict,
-    type(None)), "scheduler": (dict, type(None)), "loss_scale": (float, type(None)), "good_steps": int,
-}  # fmt: skip
+_LARGE_BYTES = 1 << 30
+_WRONG = (
+    OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError,
+    MemoryError,
+)  # fmt: skip
 
 
 def tensors_of(owner: str) -> str:
@@ -38,27 +44,53 @@ def tensors_of(owner: str) -> str:
     return f"{owner}.safetensors"
 
 
-def sealed(manifest: Mapping[str, Any]) -> str:
-    """The manifest as text, with a sum of itself."""
-    return json.dumps({**manifest, _SEAL: _sum(manifest)}, indent=1, allow_nan=False)
-
-
-def _sum(manifest: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(manifest, sort_keys=True, allow_nan=False).encode())
+_FILES = (*map(tensors_of, OWNERS), STATE)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint: `manifest` is its JSON, checked to be whole and of a format that is known."""
+    """One checkpoint: `manifest` is its JSON, checked to be whole and of a format that is known.
+
+    `passed_over` says of each newer one of its folder what is wrong with it.
+    """
 
     path: Path
     manifest: Mapping[str, Any]
+    passed_over: tuple[str, ...] = ()
 
     @classmethod
-    def open(cls, path: Path) -> Checkpoint:
-        """The checkpoint that is there, or the newest one of a folder of them. Raises CheckpointError."""
-        found = newest(path)
-        return cls(found, _manifest(found))
+    def at(cls, path: Path) -> Checkpoint:
+        """The checkpoint that is there, of which `checkpoint.json` alone is read. Raises CheckpointError."""
+        return cls(path, read_manifest(path))
+
+    @classmethod
+    def open(cls, path: Path, hold: Callable[[Checkpoint], object] | None = None) -> Checkpoint:
+        """The checkpoint that is there, or the newest whole one of a folder of them; every byte of it is read.
+
+        `hold` compares a checkpoint with what it is for: that is asked before gigabytes are read.
+        Raises DamagedError where it, or every one of the folder, is damaged; UnreadableError where memory, file
+        handles or permission are wanting, which says nothing of the files; and CheckpointError.
+        """
+        found = found_at(path)
+        wrong: list[DamagedError] = []
+        for each in found:
+            try:
+                if each != path and leads_out(each):
+                    raise damaged(each, "it is a link that leads out of its folder")
+                checkpoint = cls(each, read_manifest(each), tuple(map(_passed_over, found, wrong)))
+                checkpoint.check_files(hold)
+                return checkpoint
+            except DamagedError as error:
+                wrong.append(error)
+        if len(wrong) == 1:
+            raise wrong[0]
+        listed = "".join(f"\n{each.name}: {error.why}" for each, error in zip(found, wrong, strict=True))
+        raise DamagedError(f"{path}: none of its {len(found)} checkpoints is whole.{listed}")
+
+    def warn_of_passed_over(self, stacklevel: int) -> None:
+        """Warn of each newer checkpoint that is damaged: the training goes on from further back than expected."""
+        for text in self.passed_over:
+            warnings.warn(text, stacklevel=stacklevel + 1)
 
     @property
     def step(self) -> int:
@@ -75,35 +107,47 @@ class Checkpoint:
         """The optimiser's state of each weight that it moved."""
         with self.reading():
             stored = self.manifest["optimiser"] or {"options": [], "weights": {}}
-            return {
-                name: WeightState(stored["options"][each["options"]], each["values"], tuple(each["tensors"]))
-                for name, each in stored["weights"].items()
-            }
+            return {name: _weight_state(stored["options"], each) for name, each in stored["weights"].items()}
 
-    def check_files(self) -> None:
-        """Read every file once. Raises CheckpointError where one is missing, cut short or damaged."""
+    def check_files(self, hold: Callable[[Checkpoint], object] | None = None) -> None:
+        """Read every file once. Raises DamagedError where one is missing, cut short or changed; `hold` as in `open`."""
+        sums: dict[str, int] = {}
+        size = 0
         for name, told in self.manifest["files"].items():
             with self.reading():
-                file, size, crc32 = self.path / name, int(told["bytes"]), int(told["crc32"])
-            if file.parent != self.path or file.is_symlink():
-                raise self._damaged(f"{name!r} is no file of its own")
-            self._check_file(file, size, crc32)
+                file, sums[name] = self.path / name, int(told["crc32"])
+                if file.parent != self.path or file.is_symlink():
+                    raise damaged(self.path, f"{name!r} is no file of its own")
+                size += self._check_size(file, int(told["bytes"]))
+        if other := sums.keys() - set(_FILES):
+            raise damaged(self.path, f"{min(other)!r} is no file of a checkpoint")
+        if hold and size > _LARGE_BYTES:
+            hold(self)
+        for name, crc32 in sums.items():
+            self._check_sum(self.path / name, crc32)
 
-    def _check_file(self, file: Path, size: int, crc32: int) -> None:
+    def _check_size(self, file: Path, size: int) -> int:
         try:
             found = file.stat()
-            if not stat.S_ISREG(found.st_mode):
-                raise self._damaged(f"{file.name} is no regular file")  # a pipe, say, which would be waited for
-            if found.st_size != size:
-                raise self._damaged(f"{file.name} has {found.st_size:,} bytes instead of {size:,}")
-            if _file_sum(file) != crc32:
-                raise self._damaged(f"the contents of {file.name} are not those that were written")
         except OSError as error:
-            raise self._damaged(f"{file.name} cannot be read: {error.strerror}") from error
+            raise failed(self.path, file.name, error) from error
+        if not stat.S_ISREG(found.st_mode):
+            raise damaged(self.path, f"{file.name} is no regular file")  # a pipe, say, which would be waited for
+        if found.st_size != size:
+            raise damaged(self.path, f"{file.name} has {found.st_size:,} bytes instead of {size:,}")
+        return size
+
+    def _check_sum(self, file: Path, crc32: int) -> None:
+        try:
+            found = _file_sum(file)
+        except (OSError, MemoryError) as error:
+            raise failed(self.path, file.name, error) from error
+        if found != crc32:
+            raise damaged(self.path, f"the contents of {file.name} are not those that were written")
 
     def shapes(self, file: str) -> dict[str, tuple[tuple[int, ...], str]]:
         """The shape of each tensor of a file, and its type in the format's words."""
-        with self.reading(), safe_open(self.path / file, "pt") as opened:
+        with self._opened(file) as opened:
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
             return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
 
@@ -111,34 +155,59 @@ class Checkpoint:
         """Some tensors of a file, by the names that `names` gives to each."""
         if not names:
             return {}
-        with self.reading(), safe_open(self.path / file, "pt") as opened:
+        with self._opened(file) as opened:
             return {wanted: opened.get_tensor(name) for wanted, name in names.items()}
 
     def tensor(self, file: str, name: str) -> Tensor:
         """One tensor of a file."""
         return self.tensors(file, {name: name})[name]
 
-    def reading(self) -> _Reading:
+    @contextmanager
+    def _opened(self, file: str) -> Iterator[Any]:
+        """A file that `check_files` has seen, as the library reads it."""
+        if file not in self.manifest["files"]:
+            raise damaged(self.path, f"{file} is not among the files that it lists")
+        with self.reading():
+            with open_regular(self.path / file) as own:
+                header = own.read(8)
+            if len(header) == 8 and (size := int.from_bytes(header, "little")) > HEADER_BYTES:
+                raise damaged(self.path, f"the header of {file} would have {size:,} bytes")
+            try:
+                opened = safe_open(self.path / file, "pt")
+            except FileNotFoundError as error:  # the library says so of every file that it cannot open
+                open_regular(self.path / file).close()
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from error
+            with opened:
+                yield opened
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
         """Within it, whatever is not as it should be is a CheckpointError, unless it is an error of ours already."""
-        return _Reading(self)
+        try:
+            yield
+        except Mpi4dlError:
+            raise
+        except _WRONG as error:
+            raise failed(self.path, "", error) from error
 
-    def _damaged(self, why: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path}: this checkpoint is damaged: {why}. Load another one of {self.path.parent}."
-        )
+
+def _passed_over(path: Path, error: DamagedError) -> str:
+    return f"{path} is damaged, and an older checkpoint is taken: {error.why}."
 
 
-class _Reading:
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        told = (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-        told += (RuntimeError, MemoryError)  # nested without end; a number too large for torch
-        if isinstance(error, told) and not isinstance(error, Mpi4dlError):
-            raise self.checkpoint._damaged(f"{type(error).__name__}: {error}") from error
+def _weight_state(options: Any, each: Any) -> WeightState:
+    """Raises TypeError, LookupError or ValueError where it is none."""
+    number = each["options"]
+    if not isinstance(options, list) or isinstance(number, bool) or not 0 <= number < len(options):
+        raise IndexError(f"there are no options {str(number)[:20]}")
+    tensors, values = each["tensors"], each["values"]
+    if not all(isinstance(found, dict) for found in (options[number], values)):
+        raise TypeError("the options or values of a weight are no dict")
+    if not isinstance(tensors, list) or not all(isinstance(key, str) for key in tensors):
+        raise TypeError("the names of a weight's tensors are no list of texts")
+    if reserved := {"params", "param_names"} & options[number].keys():
+        raise ValueError(f"{min(reserved)!r} is no option")
+    return WeightState(options[number], values, tuple(tensors))
 
 
 def _file_sum(file: Path) -> int:
@@ -147,28 +216,3 @@ def _file_sum(file: Path) -> int:
         while chunk := opened.read(_CHUNK_BYTES):
             crc32 = zlib.crc32(chunk, crc32)
     return crc32
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    """A checkpoint's JSON. Raises CheckpointError."""
-    damaged = Checkpoint(path, {})._damaged
-    try:
-        read = json.loads(read_bounded(path / MANIFEST))
-        whole = isinstance(read, dict) and read.pop(_SEAL, None) == _sum(read)
-    except OSError as error:
-        raise damaged(f"{MANIFEST} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise damaged(f"{MANIFEST} is no JSON ({error})") from error
-    if not isinstance(read, dict) or not isinstance(read.get("format"), int):
-        raise CheckpointError(f"{path}: {MANIFEST} is not that of a checkpoint of this package.")
-    if read["format"] != FORMAT:
-        raise CheckpointError(
-            f"{path}: this checkpoint has format {read['format']} (written by version {read.get('package')}), but "
-            f"this version reads format {FORMAT}. Use the version that wrote it, or load its weights alone: "
-            "safetensors.torch.load_file."
-        )
-    if not whole:
-        raise damaged(f"the contents of {MANIFEST} are not those that were written")
-    if wrong := [name for name, kind in _FIELDS.items() if not isinstance(read.get(name), kind)]:
-        raise damaged(f"{MANIFEST} does not say what {wrong[0]!r} is")
-    return read

@@ -18,7 +18,10 @@ from torch import Tensor
 from engines.errors import CheckpointError
 from engines.layer.graph import TensorSpec
 
-__all__ = ["TensorFile", "file_bytes", "spec_of_tensor"]
+__all__ = ["HEADER_BYTES", "TensorFile", "dtype_of", "file_bytes", "spec_of_tensor"]
+
+HEADER_BYTES = 1 << 24
+"""The most that is read: of some 150,000 tensors."""
 
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -35,6 +38,18 @@ def spec_of_tensor(tensor: Tensor, where: str) -> TensorSpec:
     return TensorSpec(tuple(tensor.shape), dtype)
 
 
+def dtype_of(code: str) -> torch.dtype:
+    """The type that the format's word stands for. Raises ValueError for one that is not written here.
+
+    >>> dtype_of("F32")
+    torch.float32
+    """
+    found = next((name for name, known in _CODES.items() if known == code), None)
+    if found is None:
+        raise ValueError(f"{code!r} is no type of tensor that a checkpoint holds")
+    return getattr(torch, found)  # type: ignore[no-any-return]
+
+
 def _bytes(spec: TensorSpec) -> int:
     return spec.numel * getattr(torch, spec.dtype).itemsize
 
@@ -48,6 +63,8 @@ def _header(specs: Mapping[str, TensorSpec]) -> bytes:
         start = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_BYTES:
+        raise CheckpointError(f"{len(specs):,} tensors are more than a checkpoint's file can list.")
     return len(text).to_bytes(8, "little") + text
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engines.errors import CheckpointError
 
-__all__ = ["check_like", "check_state", "from_json", "to_json"]
+__all__ = ["check_like", "check_state", "from_json", "is_finite", "to_json"]
 
 _KIND = "python"  # the key that marks what JSON itself has no word for
 _MOST = 1024  # elements of a tensor that is written as text
@@ -111,16 +111,37 @@ def check_like(found: Any, fresh: Any, where: str) -> None:
     """
     if isinstance(found, dict) and isinstance(fresh, dict) and all(isinstance(key, str) for key in fresh):
         if unknown := [key for key in found if key not in fresh]:
-            raise ValueError(f"{where} has no {unknown[0]!r}")
+            raise ValueError(f"{where} has no {str(unknown[0])!r}")
         for key, value in found.items():
             check_like(value, fresh[key], f"{where}.{key}")
     elif _kind_of(found) != _kind_of(fresh) and not (
         (fresh is None and _kind_of(found) in ("number", "text")) or (found is None and isinstance(fresh, bool))
     ):
         raise ValueError(f"{where} is of type {type(found).__name__}, and here of type {type(fresh).__name__}")
+    elif _kind_of(found) == "number" and not is_finite(found) and (fresh is None or is_finite(fresh)):
+        said = found.item() if isinstance(found, Tensor) else found
+        raise ValueError(f"{where} is {str(said)[:20]}, which is no number that a step can take")
     elif isinstance(found, list | tuple) and fresh:
         for index, value in enumerate(found):
             check_like(value, fresh[min(index, len(fresh) - 1)], f"{where}[{index}]")
+    elif isinstance(found, dict) and fresh:
+        for key, value in found.items():  # by number, such as milestones
+            check_like(key, next(iter(fresh)), f"a key of {where}")
+            check_like(value, next(iter(fresh.values())), f"{where}[{key}]")
+
+
+def is_finite(number: Any) -> bool:
+    """Whether a number, or a tensor of one element, is neither infinite nor NaN nor beyond all floats.
+
+    >>> is_finite(3), is_finite(torch.tensor(0.5)), is_finite(float("nan")), is_finite(10**400)
+    (True, True, False, False)
+    """
+    if isinstance(number, Tensor):
+        return number.is_meta or bool(torch.isfinite(number).all())
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
 
 
 def _kind_of(value: Any) -> str:

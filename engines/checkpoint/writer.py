@@ -12,14 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
+from engines.checkpoint.failures import how_to_mend
 from engines.checkpoint.folder import MANIFEST, check_space, complete, draft, free_bytes, locked, no_room, prune
-from engines.checkpoint.stored import sealed
+from engines.checkpoint.manifest import sealed
 from engines.checkpoint.tensor_file import TensorFile
 from engines.errors import CheckpointError
 from engines.layer.graph import TensorSpec
 
 __all__ = ["Writer", "check_writable"]
 
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)  # nothing that another folder would mend
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -103,9 +105,10 @@ class Writer:
     def _said(self, error: OSError) -> CheckpointError:
         if error.errno in _FULL:
             return no_room(self.folder, self.needed_bytes, free_bytes(self.folder), error.strerror)
+        mend = how_to_mend(error.errno) if error.errno in _PASSING else "Name a folder that this user may write to."
         return CheckpointError(
             f"{self.folder}: no checkpoint can be written here: {error.strerror or error}. Those that are there are as "
-            "they were. Name a folder that this user may write to."
+            f"they were. {mend}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -121,18 +121,20 @@ class Feed:
 
     def state(self) -> dict[str, Any]:
         """Plain JSON: where the training goes on, once the last step that was served is done."""
-        return {**asdict(self.place), "skipped": list(self.place.skipped), "images": len(self.own.images)}
+        return self.place.state(len(self.own.images))
 
-    def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on from there: the same images, draws and order as without the break. Raises ImageError."""
+    def resume(self, state: Mapping[str, Any], anew: bool = False) -> None:
+        """Go on from there: the same images, draws and order as without the break. Raises ImageError.
+
+        `anew`: whoever begins here has heard of no step of the epoch; where none is left of it the next one begins.
+        """
         if state["images"] != len(self.own.images):
             raise ImageError(
                 f"The training that is to go on had {state['images']} images, but there are {len(self.own.images)}. "
                 "Give it the same images, or begin a new one."
             )
-        self.place = Place(
-            *(int(state[name]) for name in ("seed", "epoch", "step", "position")), tuple(state["skipped"])
-        )
+        place = Place.of(state)
+        self.place = self.order.begun(place) if anew else place
 
     def advance(self) -> None:
         """The step that was served is done."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from engines.images.labelled import in_order
 from engines.spatial.draws import step_seed
@@ -12,6 +13,8 @@ __all__ = ["Drawn", "Order", "Place"]
 
 Drawn = tuple[int, int | None]
 """The number of an image, and its draw."""
+
+_MOST = 1 << 53
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,30 @@ class Place:
     step: int = 0
     position: int = 0
     skipped: tuple[int, ...] = ()
+
+    def state(self, images: int) -> dict[str, Any]:
+        """As plain JSON, of a training on so many images.
+
+        >>> Place.of(Place(seed=3, epoch=1, step=2, position=4).state(images=9)).step
+        2
+        """
+        return {**asdict(self), "skipped": list(self.skipped), "images": images}
+
+    @classmethod
+    def of(cls, state: Any) -> Place:
+        """What `state` has told. Raises ValueError or TypeError where it is something else."""
+        if not isinstance(state, dict) or not isinstance(state.get("skipped"), list):
+            raise TypeError("where the training is in its images is no dict with a list of those that are left out")
+        numbers = [state.get(name) for name in ("images", "seed", "epoch", "step", "position")]
+        if wrong := [number for number in (*numbers, *state["skipped"]) if type(number) is not int]:
+            raise TypeError(f"{str(wrong[0])[:20]!r} is no number of an image, epoch or step")
+        images, seed, epoch, step, position = numbers
+        if not (0 <= step <= position <= images and 0 <= epoch < _MOST and abs(seed) < 1 << 64):
+            raise ValueError(f"there is no step {step} at image {position} of {images} in epoch {epoch}")
+        skipped = tuple(state["skipped"])
+        if len(set(skipped)) != len(skipped) or not all(0 <= each < images for each in skipped):
+            raise ValueError(f"some of the images that are left out are none of the {images}")
+        return cls(seed, epoch, step, position, skipped)
 
     @property
     def next_epoch(self) -> Place:
@@ -61,7 +88,7 @@ class Order:
 
         An image's draw follows from seed, epoch and image.
         """
-        if place.step == self.steps or not (good := self._good(place)):
+        if (self.steps is not None and place.step >= self.steps) or not (good := self._good(place)):
             return None
         seed = step_seed(place.seed, place.epoch)
         return [(index, step_seed(seed, 1 + index)) for _, index in good]
@@ -69,6 +96,10 @@ class Order:
     def after(self, place: Place) -> Place:
         """The place behind the step at a place."""
         return replace(place, step=place.step + 1, position=self._good(place)[-1][0] + 1)
+
+    def begun(self, place: Place) -> Place:
+        """The place itself; where no step of its epoch is left, the beginning of the next one."""
+        return place.next_epoch if place.step and self.members(place) is None else place
 
     def coming(self, place: Place) -> Iterator[list[Drawn]]:
         """The steps from a place on, epoch after epoch, as far as anyone knows now."""

@@ -8,21 +8,24 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from engines.checkpoint.folder import newest
+from engines.checkpoint.stored import Checkpoint, tensors_of
 from engines.errors import CheckpointError
 
 __all__ = ["load_weights"]
 
-_FILE = "model.safetensors"
 _SHOWN = 3
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Give a model the weights and buffers of a file, of a checkpoint, or of the newest one in a folder of them.
+    """Give a model the weights and buffers of a file, of a checkpoint, or of the newest whole one in a folder of them.
 
     Raises CheckpointError where they cannot be read, or are those of another model; the model is as it was then.
     """
-    file = newest(path) / _FILE if path.is_dir() else path
+    file = path
+    if path.is_dir():
+        checkpoint = Checkpoint.open(path)
+        checkpoint.warn_of_passed_over(stacklevel=2)
+        file = checkpoint.path / tensors_of("model")
     try:
         found = load_file(file)
     except (OSError, SafetensorError) as error:

@@ -7,6 +7,7 @@ long as four: with evenly divided cores (processor sharing) they would take thre
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from engines.predict.machine import Machine
 __all__ = ["RunQueue"]
 
 _NOTHING_S = 1e-12
+_ROUNDING = 4 * sys.float_info.epsilon  # of the time that it is: less than that a clock can't go on by
+_TURNS = 2000  # that work takes at most: where it lasts for seconds, slices are longer than the machine's
 
 
 @dataclass(eq=False, slots=True)
@@ -82,7 +85,7 @@ class RunQueue:
         known = [core for core in self._places.get(rank, ()) if core not in places]
         while len(places) < count:
             place = self._place(known.pop(0) if known else None, places)
-            place.queue.append(_Task(rank, work.seconds, work.crowded, self.machine.slice_s))
+            place.queue.append(_Task(rank, work.seconds, work.crowded, self._slice_s(work.seconds)))
             places.append(place)
         self._places[rank] = places
 
@@ -97,7 +100,8 @@ class RunQueue:
                 core.ended, core.looks_until_s = None, self._now + self.machine.resume_s
             if core.running is None and core.queue:
                 core.running = core.queue.popleft()
-        then = min(self._take_over(core) for core in self.cores)
+        waiting = any(core.queue for core in self.cores)
+        then = min(self._take_over(core) for core in self.cores) if waiting else math.inf
         busy = self._busy
         for core in self.cores:
             if core.running:
@@ -110,11 +114,11 @@ class RunQueue:
         found = []
         for core in self.cores:
             task = core.running
-            if task is None or core.turn_s > _NOTHING_S:
+            if task is None or core.turn_s > self._nothing_s:
                 continue
             core.running = None
-            if task.left_s > _NOTHING_S:
-                task.slice_s = self.machine.slice_s
+            if task.left_s > self._nothing_s:
+                task.slice_s = self._slice_s(task.left_s)
                 core.queue.append(task)
                 continue
             core.ended = task
@@ -130,19 +134,31 @@ class RunQueue:
             free = not core.load and (core is known or core.looks_until_s <= self._now)
             return not free, core is not known, core.load
 
-        return min((core for core in self.cores if core not in used), key=worse)
+        if known is not None and not known.load:
+            return known  # none would be better
+        taken = set(map(id, used))
+        return min((core for core in self.cores if id(core) not in taken), key=worse)
 
     def _take_over(self, core: _Core) -> float:
         """Begin with what has waited longest in the longest queue, if the core has nothing; or when it will do that."""
-        other = max(self.cores, key=lambda each: len(each.queue))
-        if core.running or not other.queue:
+        if core.running:
             return math.inf
-        if core.looks_until_s > self._now + _NOTHING_S:
+        other = max(self.cores, key=lambda each: len(each.queue))
+        if not other.queue:
+            return math.inf
+        if core.looks_until_s > self._now + self._nothing_s:
             return core.looks_until_s
         core.running = other.queue.popleft()
         places = self._places[core.running.rank]
         places[places.index(other)] = core
         return math.inf
+
+    def _slice_s(self, left_s: float) -> float:
+        return max(self.machine.slice_s, left_s / _TURNS)
+
+    @property
+    def _nothing_s(self) -> float:
+        return max(_NOTHING_S, _ROUNDING * self._now)
 
     @property
     def _busy(self) -> int:

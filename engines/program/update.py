@@ -20,7 +20,7 @@ from engines.program.instructions import RunningStatistics, SumGradients, Update
 from engines.program.parcels import memory_for, place_for
 from engines.spatial.kernels import batch_statistics
 
-__all__ = ["SCALE", "Descent", "GradientSum", "Scheduler", "UpdateRules", "update_buffers"]
+__all__ = ["GOOD_STEPS", "SCALE", "Descent", "GradientSum", "Scheduler", "UpdateRules", "update_buffers"]
 
 Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 

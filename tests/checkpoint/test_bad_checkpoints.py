@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from engines.checkpoint.load import check, load
+from engines.checkpoint.manifest import sealed
 from engines.checkpoint.plain import optimiser_state
-from engines.checkpoint.stored import sealed
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError
 from engines.training import RankTraining, Recipe
-from tests.checkpoint.trainings import PLANS, Net, Weighted, net, on_ranks, recipe_of, tensors_of
+from tests.checkpoint.trainings import PLANS, Net, Weighted, held_by, is_same, net, on_ranks, recipe_of
 
 PLAN = PLANS["stages"]
 
@@ -35,13 +35,10 @@ def refused(recipe: Recipe, path: Path) -> str:
 
     def work(world: LoopbackWorld) -> str:
         training = RankTraining(world, recipe)
-        before, descent = tensors_of(training), training.worker.descent
+        before = held_by(training)
         with pytest.raises(CheckpointError) as caught:
             load(training, path)
-        after = tensors_of(training)
-        assert before.keys() == after.keys()
-        assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
-        assert (training.worker.steps, training.worker.descent) == (1, descent)
+        assert is_same(before, held_by(training)), "what was refused has changed the training"
         return str(caught.value)
 
     said = set(run_ranks(recipe.plan.ranks, work))
@@ -104,7 +101,7 @@ DAMAGES = {
     ),
     "a device as JSON": (
         lambda path: ((path / "checkpoint.json").unlink(), (path / "checkpoint.json").symlink_to("/dev/zero")),
-        "there is no checkpoint in this folder",
+        "checkpoint.json is no regular file of its own, but a link",
     ),
     "JSON nested without end": (
         lambda path: (path / "checkpoint.json").write_text('{"a":' * 100_000),

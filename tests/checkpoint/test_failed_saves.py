@@ -23,6 +23,7 @@ from engines.checkpoint.values import from_json, to_json
 from engines.checkpoint.writer import check_writable
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError
+from engines.images.order import Place
 from engines.training import RankTraining, Recipe
 from tests.checkpoint.trainings import data, on_ranks
 
@@ -178,7 +179,8 @@ def test_a_keeper_saves_when_it_is_time(recipe: Recipe, tmp_path: Path, capsys):
 
     def work(world: LoopbackWorld, every: int | None) -> list[list[str]]:
         training = RankTraining(world, recipe)
-        keeper = keeper_of_ranks(training, tmp_path / str(every), lambda: {"at": training.worker.steps}, every, keep=9)
+        place = lambda: Place(0, training.worker.steps).state(4)  # noqa: E731
+        keeper = keeper_of_ranks(training, tmp_path / str(every), place, every, keep=9)
         for step in range(5):
             training.step(training.cut(whole))
             keeper.after_step()
@@ -192,7 +194,7 @@ def test_a_keeper_saves_when_it_is_time(recipe: Recipe, tmp_path: Path, capsys):
     assert by_epoch == ["00001-step-3", "00002-step-5"]
     by_steps, *_ = run_ranks(recipe.plan.ranks, partial(work, every=2))
     assert by_steps == ["00001-step-2", "00002-step-4", "00003-step-5"]
-    assert check(tmp_path / "2", recipe).feed == {"at": 6}
+    assert check(tmp_path / "2", recipe).feed == Place(0, 6).state(4)
 
 
 def test_a_keeper_trains_on_where_the_disk_is_full(recipe: Recipe, tmp_path: Path, monkeypatch, capsys):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,6 +129,30 @@ def tensors_of(training: RankTraining) -> dict[str, Tensor]:
         for key, value in state.items()
         if isinstance(value, Tensor)
     }
+
+
+def held_by(training: RankTraining) -> dict[str, Any]:
+    """All that a load might change, as copies."""
+    descent = training.worker.descent
+    moved = (descent.optimiser, descent.scheduler)
+    return {
+        "tensors": tensors_of(training),
+        "states": copy.deepcopy([each.state_dict() if each else None for each in moved]),
+        "objects": [id(each) for each in (descent, *moved)],
+        "numbers": (training.worker.steps, training.worker.seed, descent.scale, descent.good_steps),
+        "random": torch.get_rng_state(),
+    }
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Bit for bit."""
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return type(one) is type(other) and one == other
 
 
 def on_ranks(

@@ -1,0 +1,135 @@
+"""A checkpoint of an epoch's last step: the next epoch begins from it, and nothing is trained without a word."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from engines.checkpoint.folder import checkpoints
+from engines.errors import CheckpointError, PlanError
+from engines.images.order import Order, Place
+from engines.images.synthetic import SyntheticImages
+from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb import fitting as fits
+from tests.checkpoint.test_bad_checkpoints import changed, flip
+from tests.checkpoint.test_notebook_checkpoints import close, made
+from tests.checkpoint.test_train_saves import alone
+from tests.checkpoint.trainings import SHAPE
+from tests.faulty import Heard
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Cluster(3, backend="loopback") as started:
+        yield started
+
+
+IMAGES = SyntheticImages(2 * SHAPE[0], SHAPE[2:], 5)  # two steps
+
+
+@pytest.fixture(scope="module")
+def straight(cluster, tmp_path_factory):
+    """Three epochs saved after every step: a training, its history, its folder."""
+    folder, training = tmp_path_factory.mktemp("saved"), made(cluster)
+    history = training.fit(IMAGES, epochs=3, progress=False, seed=3, save=folder, save_every=1, keep=9)
+    return training, history, folder
+
+
+@pytest.mark.parametrize(("step", "epoch"), [(1, 0), (2, 1), (3, 1), (4, 2)])
+def test_one_more_epoch_is_trained(cluster, straight, step: int, epoch: int):
+    """Behind an epoch's last step the whole next one, else the rest of the one that has begun."""
+    whole, folder = straight[1], straight[2]
+    training, heard = made(cluster, seed=8), Heard()
+    assert training.load(folder / f"0000{step}-step-{step}") == step
+    history = training.fit(IMAGES, epochs=1, progress=False, monitor=heard)
+    done = 2 - step % 2
+    assert history.losses == pytest.approx(whole.losses[step : step + done], rel=1e-12)
+    assert [(each.epoch, each.steps) for each in history.epochs] == [(epoch, done)]
+
+
+def test_all_epochs_that_are_left_are_trained(cluster, straight):
+    other = made(cluster, seed=8)
+    other.load(straight[2] / "00002-step-2")
+    history = other.fit(IMAGES, epochs=2, progress=False)
+    assert history.losses == pytest.approx(straight[1].losses[2:], rel=1e-12)
+    assert close(other.state_dict(), straight[0].state_dict())
+
+
+def test_a_training_whose_epochs_are_all_done_goes_on_with_another_one(cluster, straight):
+    training = made(cluster)
+    training.load(straight[2])
+    history = training.fit(IMAGES, progress=False)
+    assert [(each.epoch, each.steps) for each in history.epochs] == [(3, 2)]
+
+
+@pytest.mark.parametrize("epochs", [0, -1, 1.5, None])
+def test_no_epoch_is_no_fit(cluster, straight, epochs):
+    with pytest.raises(PlanError, match=r"epochs=.* must be a whole number of epochs still to come, at least 1"):
+        straight[0].fit(IMAGES, epochs=epochs, progress=False)
+
+
+def test_where_nothing_is_trained_that_is_said(cluster, straight, monkeypatch):
+    """Such as where all images that were left of an epoch turn out to be bad."""
+    training = made(cluster)
+    monkeypatch.setattr(fits, "run", lambda *given: iter(()))
+    with pytest.warns(UserWarning, match="Nothing was trained: no step was left"):
+        training.fit(IMAGES, progress=False)
+
+
+def test_an_epoch_that_was_longer_is_over():
+    """A checkpoint of step 3 goes on with at most 2 steps in an epoch: none is left."""
+    order = Order(total=8, count=2, steps=2)
+    place = Place(0, epoch=1, step=3, position=6)
+    assert order.members(place) is None
+    assert order.begun(place) == Place(0, epoch=2)
+    assert order.begun(Place(0, epoch=1, step=1, position=2)) == Place(0, epoch=1, step=1, position=2)
+    assert order.begun(Place(0, epoch=1)) == Place(0, epoch=1)
+
+
+def test_the_command_counts_a_finished_epoch_as_done(tmp_path: Path, capsys):
+    """An epoch of two steps, saved after each: one epoch is all, and of two the second is left."""
+    assert alone("--save", tmp_path, "--save-every", 1)
+    assert alone("--resume", tmp_path / "00002-step-2")
+    assert "No steps are left to do: all epochs are done." in capsys.readouterr().out
+    assert alone("--resume", tmp_path / "00002-step-2", "--num-epochs", 2)
+    printed = capsys.readouterr().out
+    assert printed.count("Epoch: 1 images per sec") == 2
+    assert "No steps are left" not in printed
+
+
+def test_the_command_says_which_checkpoint_was_damaged(tmp_path: Path, capsys):
+    assert alone("--save", tmp_path, "--save-every", 1)
+    flip("model.safetensors")(tmp_path / "00002-step-2")
+    assert alone("--resume", tmp_path)
+    printed = capsys.readouterr().out
+    assert f"{tmp_path}/00002-step-2 is damaged, and an older checkpoint is taken: the contents of model" in printed
+    assert f"Resumed after 1 steps: {tmp_path}/00001-step-1" in printed
+
+
+# ---- a notebook's folder
+
+
+def test_a_notebook_is_warned_of_a_damaged_checkpoint(cluster, straight, tmp_path: Path):
+    training: Training = made(cluster)
+    for _ in range(2):
+        training.save(tmp_path)
+    flip("model.safetensors")(checkpoints(tmp_path)[-1])
+    with pytest.warns(UserWarning, match="00002-step-0 is damaged, and an older checkpoint is taken") as caught:
+        assert training.load(tmp_path) == 0
+    assert caught[0].filename == __file__
+
+
+def test_a_refused_load_changes_nothing_in_the_notebook(cluster, straight, tmp_path: Path):
+    training = made(cluster)
+    training.fit(IMAGES, progress=False)
+    before = training.state_dict(), training.steps, training.feed_state, training.plan, training.recipe
+    path = training.save(tmp_path)
+    changed(feed={"images": "many"})(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(CheckpointError, match="where the training is in its images"):
+            training.load(path)
+    assert close(training.state_dict(), before[0])
+    assert (training.steps, training.feed_state, training.plan, training.recipe) == before[1:]

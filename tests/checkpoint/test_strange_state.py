@@ -1,0 +1,211 @@
+"""What strangers may have put into a checkpoint that is whole by its sums: refused before anything changes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from engines.checkpoint.load import load
+from engines.checkpoint.plain import optimiser_state
+from engines.checkpoint.stored import STATE
+from engines.comm.loopback import LoopbackWorld, run_ranks
+from engines.errors import CheckpointError
+from engines.images.order import Place
+from engines.training import RankTraining
+from tests.checkpoint.test_bad_checkpoints import refused
+from tests.checkpoint.trainings import OPTIMISERS, PLANS, data, distance, net, on_ranks, recipe_of
+from tests.fuzz.checkpoints import sealed_again
+
+KEPT = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+WEIGHT = "model.head.2.weight"  # (5, 6)
+
+
+@pytest.fixture
+def copied(stored: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stored, tmp_path / stored.name))
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object], file: str = STATE) -> None:
+    """The tensors of a file, changed, and sealed as if they had been written so."""
+    tensors = safetensors.torch.load_file(path / file)
+    change(tensors)
+    safetensors.torch.save_file(tensors, path / file)
+    sealed_again(path)
+
+
+TENSORS: dict[str, tuple[str, Callable[[torch.Tensor], Any], str]] = {
+    "another shape": ("exp_avg", lambda t: torch.zeros(6, 5), r"exp_avg has the shape \(6, 5\) instead of \(5, 6\)"),
+    "one that would be spread out": ("exp_avg", lambda t: torch.zeros(1, 6), r"the shape \(1, 6\) instead of \(5, 6\)"),
+    "more than its weight": ("exp_avg_sq", lambda t: torch.zeros(60, 60), r"\(60, 60\), and its weight \(5, 6\)"),
+    "whole numbers": ("exp_avg", lambda t: t.long(), r"exp_avg is of type torch.int64, and here of type torch.float64"),
+    "complex": ("exp_avg_sq", lambda t: t.to(torch.complex64), "is of type torch.complex64"),
+    "steps of each element": ("step", lambda t: torch.ones(5, 6), "step is of type Tensor, and here of type Tensor"),
+    "steps backward": ("step", lambda t: torch.tensor(-1.0), "step is -1.0, which is no number of steps"),
+    "no number of steps": ("step", lambda t: torch.tensor(float("nan")), "step is nan"),
+    "endless steps": ("step", lambda t: torch.tensor(float("inf")), "step is inf"),
+}
+
+
+@pytest.mark.parametrize("how", TENSORS)
+def test_an_optimisers_tensors_are_those_of_its_weights(how: str, copied: Path):
+    key, made, words = TENSORS[how]
+    name = f"{WEIGHT}/{key}"
+    rewrite(copied, lambda tensors: tensors.update({name: made(tensors[name])}))
+    said = refused(recipe_of(PLANS["stages"]), copied)
+    assert words.replace("\\", "") in said.replace("\\", "")
+    assert f"{name}" in said
+
+
+def test_a_tensor_of_no_weight(copied: Path):
+    rewrite(copied, lambda tensors: tensors.update(more=torch.zeros(1 << 20)))
+    assert "1 of no weight: more" in refused(recipe_of(PLANS["stages"]), copied)
+
+
+def test_weights_are_numbers_with_fractions(copied: Path):
+    rewrite(copied, lambda t: t.update({"head.2.bias": t["head.2.bias"].long()}), "model.safetensors")
+    assert "head.2.bias (5,) of torch.int64 instead of (5,)" in refused(recipe_of(PLANS["stages"]), copied)
+
+
+def test_a_text_for_a_number(copied: Path):
+    rewrite(copied, lambda tensors: tensors.pop(f"{WEIGHT}/step"))
+    sealed_again(copied, lambda m: weight(m).update(values={"step": "3"}, tensors=KEPT))
+    assert "step is of type str, and here of type Tensor" in refused(recipe_of(PLANS["stages"]), copied)
+
+
+def weight(manifest: dict[str, Any]) -> dict[str, Any]:
+    return manifest["optimiser"]["weights"][WEIGHT]
+
+
+def options(manifest: dict[str, Any]) -> dict[str, Any]:
+    return manifest["optimiser"]["options"][0]
+
+
+def scheduler(manifest: dict[str, Any]) -> dict[str, Any]:
+    return manifest["scheduler"]["state"]
+
+
+def a_tuple(*values: float) -> dict[str, Any]:
+    return {"python": "tuple", "value": list(values)}
+
+
+def a_counter(key: Any, value: Any) -> dict[str, Any]:
+    return {"python": "Counter", "value": [[key, value]]}
+
+
+VALUES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "an unknown key": (lambda m: weight(m)["values"].update(more=1), f"{WEIGHT}/more is none of what it keeps"),
+    "the last options": (lambda m: weight(m).update(options=-1), "there are no options -1"),
+    "one beta": (lambda m: options(m).update(betas=a_tuple(0.9)), "with these options cannot step"),
+    "a beta of one": (lambda m: options(m).update(betas=a_tuple(1.0, 0.9)), "ZeroDivisionError"),
+    "a rate that is none": (lambda m: options(m).update(lr={"python": "float", "value": "nan"}), "Adam.lr is nan"),
+    "a rate beyond floats": (lambda m: options(m).update(lr=10**400), "Adam.lr is 1000"),
+    "other weights": (lambda m: options(m).update(params=[0]), "'params' is no option"),
+    "for captured graphs": (lambda m: options(m).update(capturable=True), "with these options cannot step"),
+    "steps to come": (lambda m: scheduler(m).update(last_epoch=9), "has made 9 steps, and the training 1"),
+    "steps below none": (lambda m: scheduler(m).update(last_epoch=-5), "has made -5 steps"),
+    "milestones that are texts": (
+        lambda m: scheduler(m).update(milestones=a_counter(2, "x")), r"milestones[2] is of type"
+    ),
+    "a factor beyond floats": (lambda m: scheduler(m).update(gamma=1e400), "no JSON"),
+    "steps below none of the training": (lambda m: m.update(step=-1), "what 'step' is, but -1"),
+    "too many steps": (lambda m: m.update(step=1 << 70), "what 'step' is"),
+    "a seed beyond all": (lambda m: m.update(seed=1 << 70), "what 'seed' is"),
+    "true for a seed": (lambda m: m.update(seed=True), "what 'seed' is, but True"),
+    "a scale of nothing": (lambda m: m.update(loss_scale=0.0), "what 'loss_scale' is, but 0.0"),
+    "a negative scale": (lambda m: m.update(loss_scale=-2.0), "what 'loss_scale' is, but -2.0"),
+    "good steps that never end": (lambda m: m.update(loss_scale=2.0, good_steps=2000), "it counts 2000 good steps"),
+    "negative good steps": (lambda m: m.update(good_steps=-1), "what 'good_steps' is, but -1"),
+    "no scale": (lambda m: m.pop("loss_scale"), "what 'loss_scale' is"),
+    "a feed that is a text": (lambda m: m.update(feed="start"), "where the training is in its images is no dict"),
+    "behind the last image": (lambda m: m.update(feed=Place(0, 0, 1, 9).state(8)), "no step 1 at image 9 of 8"),
+    "before the first step": (lambda m: m.update(feed=Place(0, 0, -1, 3).state(8)), "no step -1 at image 3 of 8"),
+    "an epoch before the first": (lambda m: m.update(feed=Place(0, -1).state(8)), "in epoch -1"),
+    "an image twice": (lambda m: m.update(feed=Place(0, skipped=(3, 3)).state(8)), "left out are none of the 8"),
+    "an image by name": (lambda m: m.update(feed={**Place(0).state(8), "skipped": ["a"]}), "'a' is no number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", VALUES)
+def test_values_that_would_fail_later_are_refused(how: str, copied: Path):
+    change, words = VALUES[how]
+    try:
+        sealed_again(copied, change)
+    except ValueError:  # such as no JSON has
+        (copied / "checkpoint.json").write_text('{"gamma": 1e999}')
+    assert words in refused(recipe_of(PLANS["stages"]), copied)
+
+
+def test_a_step_that_overflows_is_found(copied: Path):
+    sealed_again(
+        copied, lambda m: scheduler(m).update(gamma=1e300, milestones={"python": "Counter", "value": [[2, 9]]})
+    )
+    assert "MultiStepLR cannot step from this state: OverflowError" in refused(recipe_of(PLANS["stages"]), copied)
+
+
+def test_plain_pytorch_is_not_given_it_either(copied: Path):
+    rewrite(copied, lambda tensors: tensors.update({f"{WEIGHT}/exp_avg": torch.zeros(6, 5)}))
+    model = net().double()
+    trained = [weight for name, weight in model.named_parameters() if name != "scale"]
+    with pytest.raises(CheckpointError, match=r"exp_avg has the shape \(6, 5\)"):
+        optimiser_state(copied, model, OPTIMISERS["adam"](trained))
+
+
+@pytest.mark.parametrize("name", ["Adadelta", "Adafactor", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "Rprop"])
+def test_every_optimiser_of_pytorch_goes_on_from_its_own_state(name: str, tmp_path: Path):
+    """Also those that keep numbers, or parts of a weight's sides, or look at their numbers as they step."""
+    made = partial(getattr(torch.optim, name), lr=1e-3)
+    recipe = replace(recipe_of(PLANS["one rank"], scheduler="cosine"), optimiser=made)
+    whole = data(recipe, 3)
+    path = on_ranks(recipe, whole[:2], into=tmp_path).saved
+    straight = on_ranks(recipe, whole)
+    again = on_ranks(recipe, whole[2:], resume=path)
+    assert again.losses == straight.losses[2:]
+    assert distance(again.tensors, straight.tensors) <= 1e-7  # PyTorch loads numbers in the weights' type
+
+
+class Sparing(torch.optim.Optimizer):
+    """Keeps something from its second step on only, of another size than its weight, and looks at numbers."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                kept = self.state[weight]
+                if weight.grad is None or weight.grad.norm().item() < 0:
+                    continue
+                kept["count"] = kept.get("count", 0) + 1
+                if kept["count"] > 1:
+                    kept["norms"] = weight.grad.flatten(1).norm(dim=1) if weight.dim() > 1 else weight.grad.abs()
+                weight.sub_(weight.grad, alpha=group["lr"])
+
+
+def test_an_optimiser_of_others_goes_on(tmp_path: Path):
+    recipe = replace(recipe_of(PLANS["one rank"], scheduler="none"), optimiser=Sparing)
+    whole = data(recipe, 3)
+    path = on_ranks(recipe, whole[:2], into=tmp_path).saved
+    assert on_ranks(recipe, whole[2:], resume=path).losses == on_ranks(recipe, whole).losses[2:]
+
+
+def test_a_scheduler_that_has_come_to_its_end_is_loaded(tmp_path: Path):
+    """A model that is trained can predict, though OneCycleLR has no step more."""
+    recipe = recipe_of(PLANS["one rank"], "adam", "cycle")
+    path = on_ranks(recipe, data(recipe, 9), into=tmp_path).saved
+    done = json.loads((path / "checkpoint.json").read_text())["scheduler"]["state"]
+    assert done["last_epoch"] == done["total_steps"] - 1
+
+    def work(world: LoopbackWorld) -> int:
+        return load(RankTraining(world, recipe), path).step
+
+    assert run_ranks(1, work) == [9]

@@ -1,0 +1,77 @@
+"""`fit(on_failure="heal")` goes back to the newest whole checkpoint, and says which was damaged."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engines.checkpoint import stored
+from engines.errors import DamagedError, UnreadableError
+from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.training import Training
+from tests.faulty import Heard
+from tests.notebook.test_healing import DATA, hurt, training
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Cluster(3, backend="loopback", hang_after_s=5) as started:
+        yield started
+
+
+def spoil_from(found: Training, step: int) -> None:
+    """Whatever is saved from then on is damaged at once."""
+    save = found.save
+
+    def spoiled(*given: Any) -> Path:
+        path = save(*given)
+        if found.steps >= step:
+            os.truncate(path / "model.safetensors", 100)
+        return path
+
+    found.save = spoiled  # type: ignore[method-assign]
+
+
+def fitted(cluster: Cluster, folder: Path, note: Path, spoiled: int, steps: int = 6) -> tuple[Any, Any, Heard]:
+    """Two epochs of four steps, saved after each step; a rank fails in the midst of an update."""
+    found, heard = training(cluster), Heard()
+    if spoiled:
+        spoil_from(found, spoiled)
+        hurt(found, "raise", note, steps=steps, at=len(found.programs[1].steps) - 1)
+    losses = found.fit(
+        DATA, epochs=2, progress=False, save=folder, save_every=1, keep=4, on_failure="heal", monitor=heard
+    ).losses
+    return losses, found.state_dict(), heard
+
+
+@pytest.mark.parametrize("spoiled", [6, 5, 4])
+def test_it_goes_on_from_the_newest_that_is_whole(cluster, tmp_path, spoiled):
+    """Six steps are done, and the last one, two or three checkpoints are damaged, once over an epoch's end."""
+    losses, state, heard = fitted(cluster, tmp_path / "spoiled", tmp_path, spoiled)
+    wanted, weights, _ = fitted(cluster, tmp_path / "whole", tmp_path, 0)
+    assert losses == wanted
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
+    (healed,) = heard.healed
+    assert healed.text.count("Passed over: ") == 7 - spoiled
+    assert "00007-step-6: this checkpoint is damaged: model.safetensors has 100 bytes" in healed.text
+    assert (healed.steps, healed.epochs) == (spoiled - 1, (spoiled - 1) // 4)
+
+
+def test_where_none_is_whole_all_are_listed(cluster, tmp_path):
+    with pytest.raises(DamagedError, match="There is no whole checkpoint to go back to") as caught:
+        fitted(cluster, tmp_path / "spoiled", tmp_path, -1, steps=3)
+    assert str(caught.value).count("this checkpoint is damaged") == 4
+
+
+def test_want_of_handles_is_no_reason_to_go_further_back(cluster, tmp_path, monkeypatch):
+    def no_handles(*given: object) -> object:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "it")
+
+    monkeypatch.setattr(stored, "open_regular", no_handles)
+    with pytest.raises(UnreadableError, match=r"00007-step-6: .* cannot be read now: Too many open files"):
+        fitted(cluster, tmp_path / "saved", tmp_path, 99)
