@@ -1,7 +1,9 @@
 # make setup       install everything into .venv (every other target but gpu-check does it first)
 # make demo        a training on several ranks, in a terminal
 # make lab         the tutorials in JupyterLab
-# make test        lint, formatting, types, tests
+# make test        lint, formatting, types, tests, two of the tutorials
+# make test-all    that, all tutorials, also in a page, and ten faults drawn at random
+# make chaos       faults befall trainings on five ranks: SEED=0 COUNT=100; after each the same five questions
 # make notebooks   runs all tutorials from top to bottom, those with widgets in a page of Chromium, too
 # make wheel       builds wheel and sdist, installs the wheel into an empty environment and tries it
 # make bench       measures everything and writes BENCHMARKS.md: ten minutes in which nothing else may run
@@ -31,7 +33,7 @@ ifeq ($(shell id -u),0)
 LAB_FLAGS := --allow-root
 endif
 
-.PHONY: setup demo lab test notebooks wheel bench gpu-check clean
+.PHONY: setup demo lab test test-all chaos notebooks wheel bench gpu-check clean
 
 setup: $(STAMP)
 
@@ -65,6 +67,15 @@ test: $(STAMP)
 	$(BIN)/mypy $(PURE)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules $(PURE) $(SIDE_BY_SIDE)
 	$(BIN)/python -m pytest --doctest-modules tests $(addprefix --ignore=,$(SIDE_BY_SIDE))
+
+SEED ?= 0
+COUNT ?= 10
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos --seed $(SEED) --count $(COUNT)
+
+test-all: test
+	$(BIN)/python -m pytest -m nightly tests
+	$(MAKE) chaos
 
 notebooks: $(STAMP)
 	$(BIN)/python -m pytest -m "nightly or not nightly" tests/notebook/test_notebooks.py tests/browser/test_tutorials.py

@@ -12,6 +12,7 @@ from nbclient.exceptions import CellExecutionError
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
+EVERY_TIME = ("01", "05")
 
 
 def code_cells(book):
@@ -36,7 +37,11 @@ def test_tutorial_is_clean(path: Path):
     assert ".stop()" in code[-1].source, "the last cell stops the cluster"
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=() if path.name.startswith(EVERY_TIME) else pytest.mark.nightly) for path in PATHS],
+    ids=lambda path: path.stem,
+)
 def test_tutorial_runs(path: Path):
     book = nbformat.read(path, as_version=4)
     try:
