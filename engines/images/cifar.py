@@ -134,7 +134,7 @@ def _pickled(path: Path) -> tuple[Bytes, Bytes]:
 
 
 def _check_places(data: bytes) -> None:
-    """Raises UnpicklingError where a pickle speaks of more objects or bytes than it has: a reader makes room for all."""
+    """Raises UnpicklingError where a pickle speaks of more objects or bytes than it has: room is made for them."""
     if not data:
         raise EOFError("it is empty")
     try:
