@@ -135,7 +135,7 @@ OME = (
 
 
 def test_of_ome_xml_only_the_picture_is_read():
-    found = OmeImage.parse(Path("a"), OME.format("", '<TiffData IFD="2"/>', "<this is never read"))
+    found = OmeImage.parse(Path("a"), OME.format("", '<TiffData IFD="2"/><this is never read', ""))
     assert found == OmeImage(1, 2, 0.5)
     found = OmeImage.parse(Path("a"), OME.format("", "<X><TiffData IFD='2'/></X>", "<nor this"))
     assert found == OmeImage(1, 0, 0.5)
