@@ -1,4 +1,4 @@
-"""Opens files that strangers may have made: regular ones only, and text only up to a size."""
+"""Opens files that strangers may have made: regular ones only, inside a folder, and text only up to a size."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["TEXT_BYTES", "NotRegularError", "open_regular", "read_bounded"]
+__all__ = ["TEXT_BYTES", "NotRegularError", "is_within", "open_regular", "read_bounded"]
 
 TEXT_BYTES = 1 << 28  # of tables, lists and JSON: ten times a table of a million lines
 
 
 class NotRegularError(OSError):
     """A pipe, which would be waited for, or a device, which may never end."""
+
+
+def is_within(path: str | Path, folder: str | Path) -> bool:
+    """Whether a path, links followed, lies in a folder, links followed."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -36,7 +41,8 @@ def _handle(path: str, flags: int) -> int:
 def read_bounded(path: str | Path, most_bytes: int = TEXT_BYTES) -> bytes:
     """Read a file of text whole. Raises OSError, also where it is no regular file or larger than `most_bytes`."""
     with open_regular(path) as file:
-        found = file.read(most_bytes + 1)
-    if len(found) > most_bytes:
+        size = os.fstat(file.fileno()).st_size
+        found = file.read(most_bytes + 1) if size <= most_bytes else b""  # it may grow meanwhile
+    if max(size, len(found)) > most_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {most_bytes:,} bytes", str(path))
     return found

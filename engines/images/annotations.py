@@ -11,8 +11,8 @@ from engines.errors import ImageError
 from engines.images.files import reasons
 from engines.images.folder import pictures
 from engines.images.tables import write_table
-from engines.images.xml import parsed
-from engines.regular import read_bounded
+from engines.images.xml import XML_BYTES, parsed
+from engines.regular import TEXT_BYTES, is_within, read_bounded
 
 __all__ = ["boxes_table", "masks_table"]
 
@@ -49,7 +49,8 @@ def boxes_table(folder: Path, chosen: str, table: Path, crop_px: int = 96, most:
     files = {path.stem: path for path in _pictures(folder / "JPEGImages")}
     listed = folder / "ImageSets" / "Main" / f"{chosen}.txt"
     with reasons(listed):
-        names = [line.split()[0] for line in read_bounded(listed).decode().splitlines() if line.strip()]
+        text = _read(listed, folder, TEXT_BYTES).decode()
+        names = [line.split()[0] for line in text.splitlines() if line.strip()]
     missing = [name for name in names if name not in files]
     if missing:
         raise ImageError(
@@ -58,7 +59,7 @@ def boxes_table(folder: Path, chosen: str, table: Path, crop_px: int = 96, most:
     rows = (
         (files[name], label, f"{row - crop_px // 2} {col - crop_px // 2} {crop_px} {crop_px}", name)
         for name in names
-        for label, row, col in _first(_boxes(folder / "Annotations" / f"{name}.xml"), most)
+        for label, row, col in _first(_boxes(folder / "Annotations" / f"{name}.xml", folder), most)
     )
     return write_table(table, rows, ("path", "label", "region", "slide"))
 
@@ -73,9 +74,15 @@ Box = tuple[str, int, int]
 """Its class, and the row and column of its middle."""
 
 
-def _boxes(path: Path) -> Iterator[Box]:
+def _read(path: Path, folder: Path, most_bytes: int) -> bytes:
+    if path.is_file() and not is_within(path, folder):
+        raise ImageError(f"{path} is a link that leads out of {folder}. Copy the folder whole.")
+    return read_bounded(path, most_bytes)
+
+
+def _boxes(path: Path, folder: Path) -> Iterator[Box]:
     with reasons(path):
-        found = parsed(read_bounded(path)).findall("object")
+        found = parsed(_read(path, folder, XML_BYTES)).findall("object")
         boxes = [(each.findtext("name", "").strip(), _middle(each, "y"), _middle(each, "x")) for each in found]
         if not all(label for label, _, _ in boxes):
             raise ValueError("an object has no name")

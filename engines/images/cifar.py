@@ -7,19 +7,22 @@ if they were read as pickles usually are.
 from __future__ import annotations
 
 import pickle
+import pickletools
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from engines.errors import ImageError
+from engines.images.files import reasons
 from engines.images.folder import folder_images
 from engines.images.labelled import LabelledImages, OneClass, network_input
 from engines.images.scaling import scaled
-from engines.regular import open_regular
+from engines.regular import read_bounded
 from engines.spatial.tiles import Tile
 
 __all__ = ["CifarImages", "cifar_images"]
@@ -92,7 +95,8 @@ class CifarImages(OneClass):
 
 def _read(path: Path) -> tuple[Bytes, Bytes]:
     """(N, 3072) pixels and (N,) classes of one file."""
-    pixels, labels = _records(path) if path.suffix == ".bin" else _pickled(path)
+    with reasons(path):
+        pixels, labels = _records(path) if path.suffix == ".bin" else _pickled(path)
     if not len(labels) or labels.max() >= _CLASSES:
         raise _damaged(path, f"it has {len(labels)} images, of classes up to {labels.max(initial=0)}")
     return pixels, labels
@@ -108,19 +112,37 @@ def _records(path: Path) -> tuple[Bytes, Bytes]:
 
 
 def _pickled(path: Path) -> tuple[Bytes, Bytes]:
-    with open_regular(path) as file:
-        try:
-            batch = _Unpickler(file).load()
-            pixels, labels = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"], np.uint8)
-        except ImageError:
-            raise
-        except Exception as error:  # a damaged pickle fails in any way
-            raise _damaged(path, f"{type(error).__name__}: {error}") from error
+    data = read_bounded(path)
+    try:
+        _check_places(data)
+        batch = _Unpickler(path, data).load()
+        pixels, labels = batch[b"data"], batch[b"labels"]
+        if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and labels.ndim == 1:
+            labels = labels.tolist()
+        if not isinstance(pixels, np.ndarray) or not all(type(label) is int for label in labels):
+            raise ValueError("its data are no array, or its labels no numbers")
+        labels = np.asarray(labels, np.uint8)
+    except ImageError:
+        raise
+    except Exception as error:  # a damaged pickle fails in any way
+        raise _damaged(path, f"{type(error).__name__}: {error}") from error
     if pixels.dtype != np.uint8 or pixels.shape != (len(labels), _PIXELS):
         raise _damaged(
             path, f"it has {len(labels)} classes, and pixels of shape {pixels.shape} and type {pixels.dtype}"
         )
     return pixels, labels
+
+
+def _check_places(data: bytes) -> None:
+    """Raises UnpicklingError where a pickle speaks of more objects or bytes than it has: room is made for them."""
+    if not data:
+        raise EOFError("it is empty")
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > len(data):
+                raise ValueError(f"it speaks of its object {argument}, and has {len(data)} bytes")
+    except ValueError as error:
+        raise pickle.UnpicklingError(str(error)) from error
 
 
 def _damaged(path: Path, reason: str) -> ImageError:
@@ -134,10 +156,21 @@ def _latin1(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
+class _Array:
+    """Stands for NumPy's class in a pickle, which may name it, but not call it: it makes room for any shape."""
+
+
+def _empty_array(kind: object, shape: object, _dtype: object) -> NDArray[Any]:
+    """What NumPy's pickles begin with, and fill later from bytes that are there."""
+    if kind is not _Array or shape != (0,):
+        raise ValueError(f"an array that begins with shape {shape}")
+    return np.empty(0, np.uint8)
+
+
 _MADE: dict[tuple[str, str], Callable[..., Any]] = {
-    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "ndarray"): _Array,
     ("numpy", "dtype"): np.dtype,
-    ("numpy._core.multiarray", "_reconstruct"): np.empty(1).__reduce_ex__(2)[0],  # type: ignore[dict-item]
+    ("numpy._core.multiarray", "_reconstruct"): _empty_array,
     ("numpy._core.numeric", "_frombuffer"): np.empty(1).__reduce_ex__(5)[0],  # type: ignore[dict-item]
     ("_codecs", "encode"): _latin1,
 }
@@ -147,9 +180,9 @@ _MADE: dict[tuple[str, str], Callable[..., Any]] = {
 class _Unpickler(pickle.Unpickler):
     """Makes numbers, bytes, texts, lists, mappings and arrays; nothing else is looked up, imported or called."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        super().__init__(file, encoding="bytes")
-        self.name = file.name
+    def __init__(self, path: Path, data: bytes) -> None:
+        super().__init__(BytesIO(data), encoding="bytes")  # which, unlike a file, makes no room for more than there is
+        self.name = path
 
     def find_class(self, module: str, name: str) -> Any:
         """Raises ImageError where the file wants anything but an array."""

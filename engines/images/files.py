@@ -14,7 +14,7 @@ from engines.errors import ImageError
 from engines.images.reader import Level, Reader
 from engines.regular import NotRegularError, open_regular
 
-__all__ = ["MEND", "FileReader", "beginning", "changed", "check_size", "damaged", "reasons"]
+__all__ = ["MEND", "PIXELS_PER_BYTE", "FileReader", "beginning", "changed", "check_size", "damaged", "reasons"]
 
 MEND = "Copy or export it again."
 PIXELS_PER_BYTE = 4096  # no compression does better, but that of blank fax pages
@@ -82,10 +82,10 @@ def changed(path: Path) -> ImageError:
     return ImageError(f"{path} has changed since it was opened. Open it again.")
 
 
-def check_size(path: Path, rows: int, cols: int) -> None:
+def check_size(path: Path, rows: int, cols: int, pixels_per_byte: int = PIXELS_PER_BYTE) -> None:
     """A damaged header can ask for more memory than there is, and the system would end the process."""
     there = path.stat().st_size
-    if rows * cols > there * PIXELS_PER_BYTE:
+    if rows * cols > there * pixels_per_byte:
         raise damaged(path, f"it says that it holds {rows} x {cols} pixels, but it has only {there} bytes")
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import struct
 
-__all__ = ["jpeg_2000_size", "jpeg_size"]
+__all__ = ["MOST_SCANS", "jpeg_2000_size", "jpeg_scans", "jpeg_size"]
+
+MOST_SCANS = 32  # of a progressive picture: programs write about 10, and a decoder visits each block in each scan
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # that ends a scan: not a stuffed 0, a restart, or padding
+_SCAN, _END = 0xDA, 0xD9
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
@@ -17,6 +22,19 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
             return rows, cols
         at += 1 if marker == 0xFF else 2 + length
     return None
+
+
+def jpeg_scans(data: bytes) -> int:
+    """How many scans JPEG data hold (B.2.3), counted no further than `MOST_SCANS` + 1."""
+    at, scans = 2, 0
+    while scans <= MOST_SCANS and (found := _MARKER.search(data, at)) and found.end() + 2 <= len(data):
+        marker, at = data[found.end() - 1], found.end()
+        if marker == _END:
+            break
+        scans += marker == _SCAN
+        (length,) = struct.unpack_from(">H", data, at)
+        at += length
+    return scans
 
 
 def jpeg_2000_size(data: bytes) -> tuple[int, int] | None:

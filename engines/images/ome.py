@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from xml.etree.ElementTree import Element, ParseError
+from xml.parsers.expat import ExpatError
 
 from engines.errors import ImageError
 from engines.images.files import damaged
-from engines.images.xml import parsed
+from engines.images.xml import first_within
 
 __all__ = ["OmeImage"]
 
@@ -27,14 +27,13 @@ class OmeImage:
     def parse(cls, path: Path, text: str) -> OmeImage:
         """Raises ImageError where the file holds a stack, or channels that are no colours."""
         try:
-            root = parsed(text)
-            pixels = next(node for node in root.iter() if _name(node) == "Pixels")
-            depth, times, channels = (int(pixels.attrib[f"Size{axis}"]) for axis in "ZTC")
-            found = [node for node in pixels if _name(node) == "Channel"]
-            samples = int(found[0].attrib.get("SamplesPerPixel", 1)) if found else 1
-            data = next((node.attrib for node in pixels if _name(node) == "TiffData"), {})
-            first, planes = int(data.get("IFD", 0)), channels // max(1, samples)
-        except (ParseError, StopIteration, LookupError, ValueError, OverflowError) as error:
+            found = first_within(text, "Pixels", ("Channel", "TiffData"))
+            pixels = found["Pixels"]
+            depth, times, channels = (int(pixels[f"Size{axis}"]) for axis in "ZTC")
+            samples = int(found.get("Channel", {}).get("SamplesPerPixel", 1))
+            first = int(found.get("TiffData", {}).get("IFD", 0))
+            planes = channels // max(1, samples)
+        except (ExpatError, LookupError, ValueError, OverflowError) as error:
             raise damaged(path, f"its OME-XML cannot be read ({type(error).__name__}: {error})") from error
         if (depth, times) != (1, 1) or (planes, samples) not in ((1, 1), (1, 2), (1, 3), (1, 4), (3, 1)):
             raise ImageError(
@@ -43,12 +42,7 @@ class OmeImage:
             )
         if first < 0:
             raise damaged(path, f"its OME-XML speaks of page {first}")
-        return cls(planes, first, _microns(pixels.attrib))
-
-
-def _name(node: Element) -> str:
-    """Without its namespace, which changes from year to year."""
-    return node.tag.rpartition("}")[2]
+        return cls(planes, first, _microns(pixels))
 
 
 def _microns(attributes: dict[str, str]) -> float | None:

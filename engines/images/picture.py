@@ -80,7 +80,8 @@ def open_image(source: Source) -> Picture:
     known by what is in them, not by their names. Each process opens a file for itself and reads what it is asked
     for. Grey becomes three equal channels, and what is transparent is laid on white. Numbers are uint8, or floats
     from 0 to 1. An object with OpenSlide's `read_region`, `level_dimensions` and `level_downsamples` is taken as
-    it is. Raises ImageError, which names the file and the reason.
+    it is. Raises ImageError, which names the file and the reason, also where a file that can only be decoded whole
+    (PNG, JPEG, TIFF in one strip) would take more memory than 2 GB or 128 times its bytes, or half of what is free.
 
     >>> import numpy as np
     >>> from mpi4dl_nb import open_image

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
 from engines.errors import ImageError
 from engines.images.arrays import on_white
+from engines.images.budget import check_budget
 from engines.images.decoded import Decoded
-from engines.images.files import changed, check_size, reasons
-from engines.images.reader import Level, Pixels, Reader
+from engines.images.files import PIXELS_PER_BYTE, changed, check_size, reasons
+from engines.images.jpeg import MOST_SCANS, jpeg_scans
+from engines.images.reader import Level, Pixels, Reader, bands
+from engines.regular import open_regular
 
-__all__ = ["FORMATS", "PillowPicture", "quiet_at_any_size"]
+__all__ = ["FORMATS", "PillowPicture", "check_decoding", "in_bands", "quiet_at_any_size", "whole_file"]
 
 FORMATS = ("PNG", "JPEG", "TIFF")
 _GREY, _COLOUR = ("1", "L"), ("P", "RGB", "YCbCr")
 _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 _EXTRA_SAMPLES = 338
+ORIENTATION = 0x0112  # of EXIF
+TILED = "Save it as a TIFF file in tiles, which is read tile by tile (such as `vips copy IN OUT.tif[tile,pyramid]`)."
 _HOLDS = {"CMYK": "printing inks", "F": "floating-point numbers", "I": "integers of more than 8 bits"}
 
 
@@ -74,13 +81,13 @@ def quiet_at_any_size() -> Iterator[None]:
 def _decode(path: Path, page: int) -> Pixels:
     try:
         with reasons(path):
-            file = BytesIO(path.read_bytes())  # which, unlike a file, makes no room for more than there is
+            data = whole_file(path)
             with quiet_at_any_size():
-                image = Image.open(file, formats=FORMATS)
+                image = Image.open(BytesIO(data), formats=FORMATS)
                 if page:
                     image.seek(page)
                 _check_mode(path, image)
-                check_size(path, image.height, image.width)
+                check_decoding(path, image, data, 3)
                 image.getexif()
                 if image.format == "TIFF":
                     image.load()  # only now are its tags looked at, and warned of
@@ -91,6 +98,45 @@ def _decode(path: Path, page: int) -> Pixels:
                 f"{path} is not a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} picture that can be read."
             ) from None
         raise
+
+
+def whole_file(path: Path) -> bytes:
+    """Its bytes: a decoder that is given these, unlike a file, makes no room for more than there is.
+
+    Raises ImageError where they are more than may be read at once.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        check_budget(path, size, f"it has {size:,} bytes and is read whole", TILED)
+        return file.read()
+
+
+def check_decoding(path: Path, image: Image.Image, data: bytes, result_bytes: int) -> None:
+    """Raises ImageError where decoding an image to `result_bytes` a pixel is not worth what it takes.
+
+    Pillow holds a byte for each pixel of grey and four for each of colours, libjpeg six more where scans refine each
+    other, and libtiff a strip or a tile, which may be everything.
+    """
+    rows, cols = image.height, image.width
+    check_size(path, rows, cols, _pixels_per_byte(image))
+    if image.format == "JPEG" and (scans := jpeg_scans(data)) > MOST_SCANS:
+        raise ImageError(f"{path} has more than {scans - 1} scans, where a JPEG picture has about 10. Save it again.")
+    held = 1 if image.mode in ("1", "L", "P") else 4
+    more = {"TIFF": held, "JPEG": 6 if image.info.get("progressive") else 0}.get(str(image.format), 0)
+    turned = held if image.getexif().get(ORIENTATION, 1) != 1 else 0
+    wanted = len(data) + rows * cols * (held + more + turned + result_bytes)
+    check_budget(path, wanted, f"its {rows} x {cols} px can only be decoded all at once", TILED)
+
+
+def _pixels_per_byte(image: Image.Image) -> int:
+    """As many as a format can pack into a byte of its file, where that is less than what any can.
+
+    JPEG has a bit or more for each block of 8 x 8 (T.81, F.1.2), and deflate packs 258 bytes into 2 bits (RFC 1951).
+    """
+    if image.format == "JPEG":
+        return 8 * 64
+    bands = len(image.getbands())
+    return 1032 // bands if image.format == "PNG" and bands > 1 else PIXELS_PER_BYTE
 
 
 def _check_mode(path: Path, image: Image.Image) -> None:
@@ -109,10 +155,24 @@ def _check_mode(path: Path, image: Image.Image) -> None:
 
 
 def _from_pillow(image: Image.Image) -> Pixels:
-    upright = ImageOps.exif_transpose(image)
-    if _has_alpha(image):
-        return on_white(np.array(upright.convert("RGBA")))
-    return np.array(upright.convert("RGB"))
+    alpha = _has_alpha(image)
+    ImageOps.exif_transpose(image, in_place=True)
+    if alpha:
+        return in_bands(image, lambda band: on_white(np.array(band.convert("RGBA"))))
+    return in_bands(image, lambda band: np.array(band.convert("RGB")))
+
+
+def in_bands(image: Image.Image, read: Callable[[Image.Image], NDArray[Any]]) -> NDArray[Any]:
+    """What `read` makes of an image, band by band: of a large one, a second copy is half of the memory."""
+    found = None
+    for top, bottom in bands(0, image.height, 4 * image.width):
+        band = read(image.crop((0, top, image.width, bottom)))
+        if found is None:
+            found = np.empty((image.height, *band.shape[1:]), band.dtype)
+        found[top:bottom] = band
+    if found is None:
+        raise ValueError(f"it has {image.height} x {image.width} px")
+    return found
 
 
 def _has_alpha(image: Image.Image) -> bool:

@@ -16,7 +16,7 @@ from engines.errors import ImageError
 from engines.images.shown import picture_facts, picture_html
 from engines.images.thumbnails import shrunk
 
-__all__ = ["WHITE", "Level", "Pixels", "Reader", "bands"]
+__all__ = ["WHITE", "Level", "Pixels", "Reader", "Segment", "bands"]
 
 Pixels = NDArray[np.uint8]
 """(H, W, 3), red, green, blue."""
@@ -37,6 +37,15 @@ class Level:
     def shape(self) -> tuple[int, int]:
         """Height and width in pixels."""
         return self.height, self.width
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What is decoded at once, and how long that takes: as long as decoding so many pixels."""
+
+    rows: int = 1
+    cols: int = 1
+    cost_px: int = 1
 
 
 class Tally:
@@ -75,7 +84,7 @@ class Reader(ABC):
         """Height and width in pixels of one level. Raises ImageError where there is no such level."""
         if level not in range(len(self.levels)):
             raise ImageError(
-                f"{self.name} has no level {level}: its levels are 0 to {len(self.levels) - 1} "
+                f"{getattr(self, 'path', self.name)} has no level {level}: its levels are 0 to {len(self.levels) - 1} "
                 f"({', '.join(f'{each.height} x {each.width}' for each in self.levels)} px)."
             )
         return self.levels[level].shape
@@ -95,6 +104,10 @@ class Reader(ABC):
             self._fill(inside, top, left, level)
             self._tally.add(inside.nbytes)
         return found
+
+    def segment(self, level: int) -> Segment:
+        """What of a level is decoded at once, where that is more than the pixels that are asked for."""
+        return Segment()
 
     def thumbnail(self, longest_px: int) -> Pixels:
         """The whole picture, shrunk until neither side is longer than `longest_px`; see `thumbnails.shrunk`."""

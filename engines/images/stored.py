@@ -7,6 +7,7 @@ pixel follows the file: where it says that it is turned (EXIF, TIFF's Orientatio
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import weakref
@@ -20,9 +21,10 @@ from PIL import Image
 from tifffile import TiffFile, TiffPage
 
 from engines.errors import ImageError
+from engines.images.budget import check_budget
 from engines.images.decoded import Decoded
 from engines.images.files import beginning, changed, check_size, reasons
-from engines.images.pillow import quiet_at_any_size
+from engines.images.pillow import check_decoding, in_bands, quiet_at_any_size, whole_file
 from engines.images.tiff_layout import find_picture
 from engines.images.tiff_page import DECODED, JPEG, Page, alpha_channel, check_segment_size
 from engines.images.zarr import is_zarr
@@ -97,7 +99,7 @@ class _DecodedWhole:
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
-        with reasons(path), quiet_at_any_size(), _opened(path) as image:
+        with reasons(path), quiet_at_any_size(), _opened(whole_file(path)) as image:
             check_size(path, image.height, image.width)
             turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
             self.shape = image.size if turned else (image.height, image.width)
@@ -136,6 +138,8 @@ class _InTiff:
 
     def read(self, tile: Tile) -> Numbers:
         if self._orientation in range(2, 9):
+            wanted = 2 * math.prod(self.shape) * self._channels * self._pages[0].dtype.itemsize
+            check_budget(self.path, wanted, "it is turned, so that it is read all at once", "Save it upright.")
             return _cut(_upright(self._read(Tile.whole(*self._pages[0].shape)), self._orientation), tile)
         return self._read(tile)
 
@@ -162,8 +166,8 @@ def _upright(values: Numbers, orientation: int) -> Numbers:
 # ---- PNG and JPEG
 
 
-def _opened(path: Path) -> Image.Image:
-    return Image.open(BytesIO(path.read_bytes()), formats=("PNG", "JPEG"))  # no room is made for more than there is
+def _opened(data: bytes) -> Image.Image:
+    return Image.open(BytesIO(data), formats=("PNG", "JPEG"))
 
 
 def _png_bits(path: Path) -> int:
@@ -196,14 +200,16 @@ def _is_grey_ramp(palette: NDArray[np.integer[Any]]) -> bool:
 def _decode(path: Path, _page: int) -> Numbers:
     """(H, W, channels) of a PNG or JPEG file, upright."""
     with reasons(path):
+        data = whole_file(path)
         with quiet_at_any_size():
-            image = _opened(path)
-            check_size(path, image.height, image.width)
+            image = _opened(data)
+            check_decoding(
+                path, image, data, np.dtype(np.int32).itemsize if image.mode == "I" else len(image.getbands())
+            )
             orientation = int(image.getexif().get(_ORIENTATION, 1))
-        values = np.array(image)
         bits = _png_bits(path) if image.format == "PNG" else 8
-        if image.mode == "L" and bits in (2, 4):
-            values = values // (255 // ((1 << bits) - 1))
+        factor = 255 // ((1 << bits) - 1) if image.mode == "L" and bits in (2, 4) else 1
+        values = in_bands(image, lambda band: np.array(band) // factor if factor > 1 else np.array(band))
         return _upright(np.atleast_3d(values), orientation)
 
 

@@ -14,7 +14,7 @@ from engines.errors import ImageError
 from engines.images.example import Example
 from engines.images.examples import ExampleImages
 from engines.images.masks import Ignore
-from engines.regular import read_bounded
+from engines.regular import is_within, read_bounded
 from engines.spatial.tiles import Span, Tile
 
 __all__ = ["COLUMNS", "table_images", "write_table"]
@@ -204,7 +204,7 @@ class _Place:
         if not name:
             raise ValueError("it has no path")
         path = self.folder / name
-        if "\0" not in name and not Path(os.path.realpath(path)).is_relative_to(self.within):
+        if "\0" not in name and not is_within(path, self.within):
             raise ValueError(
                 f"the {what} {name!r} lies outside of {self.within} (if you trust the table: within=, or --within)"
             )

@@ -12,13 +12,15 @@ from engines.errors import ImageError
 
 if TYPE_CHECKING:
     from engines.images.picture import Picture
-    from engines.images.reader import Pixels
+    from engines.images.reader import Pixels, Segment
 
 __all__ = ["shrunk"]
 
 BAND_PX = 1 << 24  # in memory at a time
 MOST_PX = 1 << 29  # of a level: a larger one is sampled, since reading all of it takes minutes
 SAMPLES, SAMPLE_PX = 64, 16  # along the longer side, and the side of each
+MOST_DECODED_PX = 1 << 32  # for one thumbnail: ten seconds and less
+FEWEST = 4  # samples along the longer side, whatever each of them takes
 
 Box = tuple[int, int, int, int]
 """First row, first column, height and width."""
@@ -28,8 +30,8 @@ def shrunk(picture: Picture, longest_px: int, box: Box | None = None, level: int
     """A rectangle of one level (all of it: None), shrunk by averaging until no side is longer than `longest_px`.
 
     It is read from the coarsest level that has as many pixels as are asked for. Where even that level is larger
-    than 2**29 pixels (a slide without a pyramid), squares of it are looked at, and the result is coarse. Never
-    enlarged. Raises ImageError where `longest_px` is less than 1.
+    than 2**29 pixels (a slide without a pyramid), or would take as long, because its tiles are huge or tiny, squares of
+    it are looked at, and the result is coarse. Never enlarged. Raises ImageError where `longest_px` is less than 1.
     """
     if longest_px < 1:
         raise ImageError(f"A thumbnail of {picture.name} cannot have sides of {longest_px} px: use 1 or more.")
@@ -41,7 +43,8 @@ def shrunk(picture: Picture, longest_px: int, box: Box | None = None, level: int
     top, left, bottom, right = (
         side * ratio for side, ratio in zip((y0, x0, y0 + rows, x0 + cols), ratios * 2, strict=True)
     )
-    if (bottom - top) * (right - left) > MOST_PX:
+    sides = bottom - top, right - left
+    if sides[0] * sides[1] > MOST_PX or _decoded_px(picture, source, sides) > MOST_DECODED_PX:
         return _sampled(picture, (top, left, bottom, right), source, size)
     return _banded(picture, (top, left, bottom, right), source, size)
 
@@ -55,6 +58,27 @@ def _fitting(picture: Picture, sides: tuple[int, int], level: int, size: tuple[i
         if wide and other.downsample > picture.levels[fits].downsample:
             fits = number
     return fits
+
+
+def _segment(picture: Picture, level: int) -> Segment:
+    """What is decoded at once; of somebody's own picture that is not known."""
+    from engines.images.reader import Reader, Segment  # which imports this file
+
+    return picture.segment(level) if isinstance(picture, Reader) else Segment()
+
+
+def _decoded_px(picture: Picture, level: int, sides: tuple[float, float]) -> float:
+    """How much is decoded to read a rectangle in bands, which cut through tiles."""
+    segment, (height, width) = _segment(picture, level), sides
+    bands = max(1.0, height * width / BAND_PX)
+    return bands * (height / bands / segment.rows + 1) * (width / segment.cols + 1) * segment.cost_px
+
+
+def _samples(picture: Picture, level: int) -> int:
+    """How many squares along the longer side are worth what is decoded for them."""
+    segment = _segment(picture, level)
+    each = math.ceil(SAMPLE_PX / segment.rows) * math.ceil(SAMPLE_PX / segment.cols) * segment.cost_px
+    return min(SAMPLES, max(FEWEST, math.isqrt(MOST_DECODED_PX // each)))
 
 
 def _banded(picture: Picture, edges: tuple[float, ...], level: int, size: tuple[int, int]) -> Pixels:
@@ -77,7 +101,7 @@ def _banded(picture: Picture, edges: tuple[float, ...], level: int, size: tuple[
 def _sampled(picture: Picture, edges: tuple[float, ...], level: int, size: tuple[int, int]) -> Pixels:
     """The mean colours of squares in a grid, each drawn as large as its cell."""
     top, left, bottom, right = edges
-    cell = max(bottom - top, right - left) / min(SAMPLES, *size)
+    cell = max(bottom - top, right - left) / min(_samples(picture, level), *size)
     rows, cols = max(1, round((bottom - top) / cell)), max(1, round((right - left) / cell))
     grid = np.empty((rows, cols, 3), np.uint8)
     for row, col in np.ndindex(rows, cols):

@@ -13,7 +13,7 @@ from tifffile import TiffFile, TiffPage
 
 from engines.errors import ImageError
 from engines.images.files import FileReader, changed, reasons
-from engines.images.reader import WHITE, Level, Pixels, bands
+from engines.images.reader import WHITE, Level, Pixels, Segment, bands
 from engines.images.tiff_layout import check_picture, find_picture, list_pages, sub_pages
 from engines.images.tiff_page import Page, check_segment_size, in_colours, is_plain
 
@@ -91,6 +91,10 @@ class TiffPicture(FileReader[_Handle]):
     def _microns(self, handle: _Handle) -> float | None:
         return handle.microns
 
+    def segment(self, level: int) -> Segment:
+        """A tile or a strip, of what is compressed."""
+        return self.handle.levels[level][0].decoded
+
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
         handle = self.handle
         planes, (height_px, width_px) = handle.levels[level], out.shape[:2]
@@ -113,7 +117,7 @@ def _levels(path: Path, file: TiffFile) -> tuple[tuple[_Planes, ...], float | No
     base = layout.base
     if not all(map(is_plain, base)):
         raise changed(path)
-    named = [sub_pages(page) for page in base]  # level by level, those that each channel's page has
+    named = [sub_pages(path, page) for page in base]  # level by level, those that each channel's page has
     coarser = [group for group in zip(*named, strict=False) if group] or [(page,) for page in layout.others]
     chosen = [tuple(Page(path, page) for page in base)]
     for group in sorted(coarser, key=lambda group: -group[0].imagewidth):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,10 @@ from engines.images.tiff_page import DECODED, alpha_channel
 __all__ = ["Layout", "check_picture", "find_picture", "list_pages", "sub_pages"]
 
 MOST_PAGES = 64  # that are looked at: a pyramid has ten, and a time series thousands
+MOST_SUB_PAGES = 16  # of each: one for each halving
+MOST_TAGS = 1000  # of a page: makers of microscopes add dozens
+TEXT_BYTES = 1 << 26  # of a description: what a large screen writes into it is a tenth of that
+_TEXTS = (270, 700)  # what the picture is, by the maker's words or OME-XML; and Adobe's XMP
 WIDEST_UM = 50.0  # of a pixel: a resolution as of a screen or printer (72 ... 300 dots per inch) is no measure
 _MICRONS = {2: 25_400.0, 3: 10_000.0}  # in an inch, in a centimetre
 _BY_PILLOW = (2, 3, 4, 6, 32771, 34925)  # compressions: of a fax, old JPEG, none in words of 16 bits, LZMA
@@ -64,7 +68,7 @@ def find_picture(path: Path, file: TiffFile) -> Layout:
         if len({page.shape for page in base}) > 1:
             raise damaged(path, f"pages {start} to {stop - 1} are not the channels of one picture")
         return Layout(base, start, (), True, ome.microns_per_px)
-    full = _full_size(pages)
+    full = _full_size(path, pages)
     others = tuple(page for page in pages if page is not full[0] and not page.is_mask)
     _check_single(path, file, full, others)
     number = next((number for number, page in enumerate(pages) if page is full[0]), None)
@@ -90,23 +94,30 @@ def list_pages(path: Path, file: TiffFile) -> list[TiffPage]:
     file.filehandle.seek(file.pages.next_page_offset or 0)
     if any(file.filehandle.read(file.tiff.offsetsize)):
         raise damaged(path, f"its list of pages breaks off after page {len(file.pages)}")
-    pages = [page for page in islice(file.pages, MOST_PAGES) if isinstance(page, TiffPage)]
+    pages = _checked(path, file.pages, MOST_PAGES)
     if not pages:
         raise damaged(path, "it has no pages")
-    for page in pages:
-        _check_tags(path, file, page)
     return pages
 
 
-def sub_pages(page: TiffPage) -> list[TiffPage]:
+def sub_pages(path: Path, page: TiffPage) -> list[TiffPage]:
     """The pages that a page names as its own (SubIFDs)."""
-    inner = list(page.pages)[:MOST_PAGES] if page.subifds else []
-    return [each for each in inner if isinstance(each, TiffPage)]
+    return _checked(path, page.pages, MOST_SUB_PAGES) if page.subifds else []
 
 
-def _full_size(pages: Sequence[TiffPage]) -> list[TiffPage]:
+def _checked(path: Path, pages: Iterable[object], most: int) -> list[TiffPage]:
+    """Each is looked at before the next one is parsed: thousands of them may be one, with all the tags there can be."""
+    found = []
+    for page in islice(pages, most):
+        if isinstance(page, TiffPage):
+            _check_tags(path, page)
+            found.append(page)
+    return found
+
+
+def _full_size(path: Path, pages: Sequence[TiffPage]) -> list[TiffPage]:
     """The pages that are neither a smaller copy nor a mask; if all of them are, the largest copy, or else the first."""
-    inner = [each for page in pages for each in sub_pages(page)]
+    inner = (each for page in pages for each in sub_pages(path, page))
     for group in (pages, inner):  # camera files have the preview as their page, and the picture within it
         if found := [page for page in group if not page.is_reduced and not page.is_mask]:
             return found
@@ -143,16 +154,20 @@ def _declares_more(file: TiffFile, first: TiffPage) -> bool:
     return (file.imagej_metadata or {}).get("images", 1) > 1 or values > first.size
 
 
-def _check_tags(path: Path, file: TiffFile, page: TiffPage) -> None:
+def _check_tags(path: Path, page: TiffPage) -> None:
     """A tag of more values than the file has bytes: the parser leaves it out, but libtiff makes room for them."""
-    handle, form = file.filehandle, file.tiff
+    handle, form = page.parent.filehandle, page.parent.tiff
     handle.seek(page.offset)
     (count,) = struct.unpack(form.tagnoformat, handle.read(form.tagnosize))
+    if count > MOST_TAGS:
+        raise damaged(path, f"page {page.index} says that it has {count} tags, where {MOST_TAGS} are many")
     entries = handle.read(count * form.tagsize)
     entry = struct.Struct(form.byteorder + ("HHQ8x" if form.is_bigtiff else "HHI4x"))
     for code, _, values in entry.iter_unpack(entries) if form.tagsize == entry.size else ():
         if values > handle.size:
             raise damaged(path, f"tag {code} of page {page.index} says that it has {values} values")
+        if code in _TEXTS and values > TEXT_BYTES:
+            raise damaged(path, f"the text in tag {code} of page {page.index} has {values} bytes")
 
 
 def _check_depth(path: Path, page: TiffPage) -> None:

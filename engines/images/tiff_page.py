@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from tifffile import TiffPage
 
 from engines.images.arrays import on_white
+from engines.images.budget import check_budget
 from engines.images.files import check_size, damaged
 from engines.images.jpeg import jpeg_2000_size, jpeg_size
-from engines.images.reader import WHITE, Pixels
+from engines.images.reader import WHITE, Pixels, Segment
 
 __all__ = ["DECODED", "Page", "alpha_channel", "check_segment_size", "in_colours", "is_plain"]
 
@@ -23,6 +24,7 @@ JPEG_2000 = (33005, 34712)
 DECODED = (PLAIN, 5, JPEG, 8, 32773, 32946, 50000, *JPEG_2000)  # none, LZW, JPEG, deflate, PackBits, Zstandard
 MOST_BYTES = 1 << 26  # of one decoded segment; of larger ones, decoding the whole picture once is no worse
 LARGE_TILE_PX = 1 << 20
+TILE_PX = 1 << 14  # are decoded in the time that it takes to find a tile
 _GREY, _RGB, _YCBCR = 1, 2, 6
 _MULTIPLIED, _ALPHA = 1, 2
 
@@ -109,6 +111,9 @@ class Page:
         self._offsets = np.asarray(page.dataoffsets, np.int64)
         self._counts = np.asarray(page.databytecounts, np.int64)
         self._check_segments(path.stat().st_size)
+        if not self._stored_plainly:
+            told = f"its tiles or strips of {' x '.join(map(str, self._segment))} px are decoded whole"
+            check_budget(path, 3 * self._segment_bytes, told, "Save it in smaller tiles, such as 512 x 512.")
         self._decode: Callable[..., Any] = page.decode
         self._tables = {"jpegtables": page.jpegtables} if self._compression == JPEG else {}
 
@@ -116,6 +121,17 @@ class Page:
     def segment_rows(self) -> int:
         """Rows of a tile, or of a strip."""
         return self._segment[0]
+
+    @property
+    def decoded(self) -> Segment:
+        """What is decoded at once."""
+        if self._stored_plainly:
+            return Segment()
+        return Segment(*self._segment, max(TILE_PX, self._segment[0] * self._segment[1]))
+
+    @property
+    def _segment_bytes(self) -> int:
+        return self._segment[0] * self._segment[1] * self.channels // self._planes * self.dtype.itemsize
 
     @property
     def _grid(self) -> tuple[int, int]:
@@ -132,7 +148,7 @@ class Page:
         beyond = (self._offsets < 0) | (self._counts < 0) | (self._offsets + self._counts > file_bytes)
         if beyond.any():
             raise damaged(self.path, f"{beyond.sum()} of its {expected} segments lie beyond its end")
-        size = self._segment[0] * self._segment[1] * self.channels // self._planes * self.dtype.itemsize
+        size = self._segment_bytes
         if self._compression == PLAIN and self._counts.max() > size:
             raise damaged(self.path, f"a segment of {self._counts.max()} bytes cannot lie in {size}")
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 from xml.etree import ElementTree as ET
+from xml.parsers import expat
 
-__all__ = ["parsed"]
+__all__ = ["XML_BYTES", "first_within", "parsed"]
+
+XML_BYTES = 1 << 25  # of a text that is parsed to a tree, which takes some ten times as much
+
+Attributes = dict[str, str]
+
+
+def _refuse(*named: object) -> NoReturn:
+    raise ValueError("it has a document type, whose entities could grow without end")
 
 
 class _Plain(ET.TreeBuilder):
     def doctype(self, *named: object) -> NoReturn:
-        raise ValueError("it has a document type, whose entities could grow without end")
+        _refuse()
 
 
 def parsed(text: str | bytes) -> ET.Element:
@@ -20,3 +31,44 @@ def parsed(text: str | bytes) -> ET.Element:
     '1'
     """
     return ET.fromstring(text, ET.XMLParser(target=_Plain()))
+
+
+def first_within(text: str | bytes, outer: str, inner: Sequence[str]) -> dict[str, Attributes]:
+    """Attributes of the first element `outer`, and of the first of each name in `inner` that lies right in it.
+
+    Names are without their namespaces. No tree is made, and nothing is read behind them: what they are in may have
+    megabytes of other things. Raises expat.ExpatError, and ValueError at a document type.
+
+    >>> first_within("<a><n:b c='1'><d e='2'/><d e='3'/></n:b><b/></a>", "b", ["d", "f"])
+    {'b': {'c': '1'}, 'd': {'e': '2'}}
+    """
+    parser, found, depth = expat.ParserCreate(), dict[str, Attributes](), 0
+
+    def find_outer(name: str, attributes: Attributes) -> None:
+        if name.endswith(outer) and name.rpartition(":")[2] == outer:
+            found[outer] = attributes
+            parser.StartElementHandler, parser.EndElementHandler = find_inner, leave
+
+    def find_inner(name: str, attributes: Attributes) -> None:
+        nonlocal depth
+        depth += 1
+        plain = name.rpartition(":")[2]
+        if depth == 1 and plain in inner:
+            found.setdefault(plain, attributes)
+        if len(found) == 1 + len(inner):
+            raise _EnoughError
+
+    def leave(_name: str) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth < 0:
+            raise _EnoughError
+
+    parser.StartDoctypeDeclHandler, parser.StartElementHandler = _refuse, find_outer
+    with suppress(_EnoughError):
+        parser.Parse(text, True)
+    return found
+
+
+class _EnoughError(Exception):
+    """What was looked for is found."""

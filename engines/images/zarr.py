@@ -13,13 +13,15 @@ import numpy as np
 from engines.errors import ImageError
 from engines.images.arrays import from_array
 from engines.images.files import FileReader, damaged, reasons
-from engines.images.reader import Level, Pixels, bands
-from engines.images.zarr_chunks import check_chunks, check_metadata, check_stored
+from engines.images.reader import Level, Pixels, Segment, bands
+from engines.images.zarr_chunks import check_array, check_metadata, check_stored
 
 __all__ = ["ZarrPicture", "is_zarr"]
 
 _FILES = ("zarr.json", ".zarray", ".zgroup")
 _IMPLIED = "tczyx"  # the axes of OME-NGFF 0.1 and 0.2, which do not name them
+_MOST_LEVELS = 32  # of a picture, each half as large; and of folders, each in the other
+_CHUNK_PX = 1 << 18  # are decoded in the time that it takes to find a chunk
 _MICRONS = {"micrometer": 1.0, "nanometer": 1e-3, "millimeter": 1e3}
 
 
@@ -64,6 +66,12 @@ class ZarrPicture(FileReader[_Handle]):
     def _microns(self, handle: _Handle) -> float | None:
         return handle.microns
 
+    def segment(self, level: int) -> Segment:
+        """A chunk."""
+        handle = self.handle
+        sides = [handle.arrays[level].chunks[handle.axes.index(axis)] for axis in "yx"]
+        return Segment(*sides, max(_CHUNK_PX, sides[0] * sides[1]))
+
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
         handle = self.handle
         array, (height_px, width_px) = handle.arrays[level], out.shape[:2]
@@ -74,7 +82,9 @@ class ZarrPicture(FileReader[_Handle]):
             wanted = {"y": slice(top, bottom), "x": slice(x0, x0 + width_px), "c": slice(None)}
             with reasons(self.path):
                 part_of = tuple(wanted.get(axis, 0) for axis in handle.axes)
-                check_stored(self.path, array, part_of)
+                if not check_stored(self.path, array, part_of):
+                    out[top - y0 : bottom - y0] = array.fill_value or 0
+                    continue
                 part = np.asarray(array[part_of])
                 out[top - y0 : bottom - y0] = from_array(part.transpose(order), str(self.path))
 
@@ -88,6 +98,9 @@ def _multiscale(path: Path, group: Any) -> tuple[list[Any], str, float | None]:
             f"{path} is a Zarr group of {', '.join(_names(path)) or 'nothing'}, and no OME-Zarr picture. "
             "Give the path of one array, or of one picture, in it."
         )
+    count = len(scales[0]["datasets"])
+    if count > _MOST_LEVELS:
+        raise damaged(path, f"it says that it has {count:,} levels, where {_MOST_LEVELS} are many")
     for each in scales[0]["datasets"]:
         _check_path(path, each["path"])
     arrays = [group[each["path"]] for each in scales[0]["datasets"]]
@@ -98,6 +111,8 @@ def _multiscale(path: Path, group: Any) -> tuple[list[Any], str, float | None]:
 def _check_path(path: Path, name: object) -> None:
     """Every group on the way to a level is of this store."""
     parts = str(name).strip("/").split("/")
+    if len(parts) > _MOST_LEVELS:
+        raise damaged(path, f"a level lies {len(parts):,} folders deep")
     for count in range(1, len(parts) + 1):
         check_metadata(path, "/".join(parts[:count]))
 
@@ -156,7 +171,7 @@ def _checked(path: Path, arrays: Sequence[Any], axes: str | None) -> str:
             )
         if array.dtype != np.uint8:
             raise ImageError(f"{path} holds {array.dtype} numbers, and pictures here have uint8. Scale and save it.")
-        check_chunks(path, array)
+        check_array(path, array)
     return letters
 
 

@@ -1,79 +1,122 @@
-"""Chunks of a Zarr array that unpack to more than memory holds: noticed before they are unpacked."""
+"""Chunks of a Zarr array that are elsewhere, or unpack to more than memory holds: noticed before they are unpacked."""
 
 from __future__ import annotations
 
 import math
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import numpy as np
 
 from engines.errors import ImageError
 from engines.images.files import damaged
-from engines.regular import TEXT_BYTES, open_regular
+from engines.images.zarr_codecs import check_codecs, packer, unpacked_bytes
+from engines.regular import is_within, open_regular
 
-__all__ = ["check_chunks", "check_metadata", "check_stored"]
+__all__ = ["check_array", "check_metadata", "check_stored"]
 
 METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
 """What describes a group or an array in a folder."""
 
+METADATA_BYTES = 1 << 24  # which JSON of lists in lists makes twenty times as much of
 _LARGEST_BYTES = 1 << 30  # a chunk is unpacked whole, on every rank that reads a pixel of it
+_SMALLEST_PX, _MOST_SMALL = 1 << 10, 1 << 16  # of chunks, and how many smaller ones there may be
+_MOST_IN_SHARD = 1 << 20  # whose places are read at once
 _SLACK_BYTES = 1 << 16
-_ZSTD = b"\x28\xb5\x2f\xfd"
+_NO_CHUNK = (1 << 64) - 1
+
+Wanted = Sequence[slice | int]
+Place = tuple[int, ...]
 
 
 def check_metadata(path: Path, within: str = "") -> None:
     """Raises ImageError where what describes a store, or a group or array `within`, is no file of its own, or huge."""
     for name in METADATA:
         file = Path(path, within, name)
-        if os.path.lexists(file) and _own_bytes(path, file) > TEXT_BYTES:
-            raise damaged(path, f"its {Path(within, name)} has more than {TEXT_BYTES:,} bytes")
+        if os.path.lexists(file) and (size := _own_bytes(path, file)) > METADATA_BYTES:
+            told = f"its {Path(within, name)} has {size:,} bytes, and {METADATA_BYTES:,} are the most that are parsed"
+            raise damaged(path, told)
 
 
 def _own_bytes(path: Path, file: Path) -> int:
     """The size of a store's file. Raises ImageError where a link leads out of the store, or to a pipe or a device."""
-    real = Path(os.path.realpath(file))
     name = os.path.relpath(file, path)
-    if not real.is_relative_to(os.path.realpath(path)):
+    if not is_within(file, path):
         raise ImageError(f"{path} is no store of its own: a link leads out of it, at {name}. Copy the store whole.")
-    found = real.stat()
+    found = file.stat()
     if not stat.S_ISREG(found.st_mode):
         raise damaged(path, f"its {name} is no regular file")
     return found.st_size
 
 
-def check_chunks(path: Path, array: Any) -> None:
-    """Raises ImageError where an array says that its chunks are too large to be read."""
-    size = math.prod(array.chunks) * array.dtype.itemsize
+def check_array(path: Path, array: Any) -> None:
+    """Raises ImageError where an array says that its chunks are too large to be read, or too many, or oddly packed."""
+    sides, pixels = " x ".join(map(str, array.chunks)), math.prod(array.chunks)
+    size = pixels * array.dtype.itemsize
     if size > _LARGEST_BYTES:
         raise ImageError(
-            f"{path} has chunks of {' x '.join(map(str, array.chunks))}, {size / (1 << 30):.1f} GiB each, and a chunk "
+            f"{path} has chunks of {sides}, {size / (1 << 30):.1f} GiB each, and a chunk "
             f"is read whole: {_LARGEST_BYTES >> 30} GiB is the most. Save it in smaller chunks, such as 512 x 512."
         )
+    count = math.prod(-(-side // part) for side, part in zip(array.shape, array.chunks, strict=True))
+    if pixels < _SMALLEST_PX and count > _MOST_SMALL:
+        raise ImageError(
+            f"{path} has {count:,} chunks of {sides}, each of them a file or a search: a look at the picture would "
+            "never end. Save it in larger chunks, such as 512 x 512."
+        )
+    if array.shards and math.prod(_per_shard(array)) > _MOST_IN_SHARD:
+        raise ImageError(
+            f"{path} has shards of {' x '.join(map(str, array.shards))}, with {math.prod(_per_shard(array)):,} chunks "
+            f"in each: {_MOST_IN_SHARD:,} are the most. Save it in larger chunks, such as 512 x 512."
+        )
+    check_codecs(path, array)
 
 
-def check_stored(path: Path, array: Any, wanted: Sequence[slice | int]) -> None:
-    """Raises ImageError where a chunk of the part that is `wanted` is elsewhere, or unpacks to more than is said.
+def check_stored(path: Path, array: Any, wanted: Wanted) -> bool:
+    """Whether anything is stored of the part that is `wanted`: what is not is blank.
 
-    Stored, a chunk is about as large as unpacked at most; and of the usual codecs only Zstandard makes more than some
-    thousand times as much of it, but says beforehand how much. For stores in folders.
+    Stored, a chunk is about as large as unpacked at most. How much it unpacks to is told by what packed it, or tried
+    out. For stores in folders. Raises ImageError where a chunk is elsewhere, or unpacks to more than is said.
     """
     root = getattr(array.store_path.store, "root", None)
     if root is None:
-        return
+        return True
+    found = False
     sides = array.shards or array.chunks
     most = math.prod(sides) * array.dtype.itemsize
     for place in product(*map(_chunks, wanted, array.shape, sides)):
         file = Path(root, array.store_path.path, array.metadata.encode_chunk_key(place))
         if not os.path.lexists(file):  # it is blank
             continue
+        found = True
         size = _own_bytes(path, file)
+        if size > most + _SLACK_BYTES:
+            raise _bomb(path, file, size - _SLACK_BYTES, most)
         with open_regular(file) as stored:
-            holds = max(size - _SLACK_BYTES - most, _announced(stored.read(18)))
-        if holds > most:
-            raise damaged(path, f"its chunk {file.name} unpacks to {holds} bytes or more, where {most} are due")
+            for start, length in _packed(path, array, file, stored, size, place, wanted):
+                _check_unpacked(path, array, file, stored, start, length)
+    return found
+
+
+def _check_unpacked(path: Path, array: Any, file: Path, stored: BinaryIO, start: int, length: int) -> None:
+    """One chunk, which may be a part of a file."""
+    most = math.prod(array.chunks) * array.dtype.itemsize
+
+    def read(offset: int, count: int) -> bytes:
+        stored.seek(start + offset)
+        return stored.read(min(count, length - offset))
+
+    holds = max(length - _SLACK_BYTES, unpacked_bytes(packer(array), length, read, most))
+    if holds > most + (0 if packer(array) else _SLACK_BYTES):
+        raise _bomb(path, file, holds, most)
+
+
+def _bomb(path: Path, file: Path, holds: int, most: int) -> ImageError:
+    return damaged(path, f"its chunk {file.name} unpacks to {holds} bytes or more, where {most} are due")
 
 
 def _chunks(part: slice | int, size: int, side: int) -> range:
@@ -82,17 +125,46 @@ def _chunks(part: slice | int, size: int, side: int) -> range:
     return range(start // side, -(-stop // side))
 
 
-def _announced(head: bytes) -> int:
-    """How many bytes a Zstandard frame says that it holds (RFC 8878, 3.1.1); 0 for others, or if it doesn't say.
+# ---- shards: files with several chunks, and an index of where each of them lies
 
-    >>> _announced(b"(\\xb5/\\xfd" + bytes([0b1110_0000]) + (1 << 40).to_bytes(8, "little")) == 1 << 40
-    True
-    """
-    if not head.startswith(_ZSTD) or len(head) < 6:
-        return 0
-    flags = head[4]
-    size_flag, single = flags >> 6, bool(flags & 0x20)
-    at = 5 + (not single) + (0, 1, 2, 4)[flags & 3]
-    width = (int(single), 2, 4, 8)[size_flag]
-    size = int.from_bytes(head[at : at + width], "little")
-    return size + 256 if width == 2 else size
+
+def _per_shard(array: Any) -> Place:
+    return tuple(-(-shard // chunk) for shard, chunk in zip(array.shards, array.chunks, strict=True))
+
+
+def _packed(
+    path: Path, array: Any, file: Path, stored: BinaryIO, size: int, place: Place, wanted: Wanted
+) -> Iterator[tuple[int, int]]:
+    """Where the wanted chunks of a file begin, and how long they are."""
+    if not array.shards:
+        yield 0, size
+        return
+    index = _index(path, array, file, stored, size)
+    for inner in product(*map(_inner, wanted, array.shape, array.shards, array.chunks, place)):
+        start, length = (int(number) for number in index[inner])
+        if start == length == _NO_CHUNK:
+            continue
+        if start + length > size:
+            raise damaged(path, f"its chunk {file.name} has a part that lies beyond its end")
+        yield start, length
+
+
+def _index(path: Path, array: Any, file: Path, stored: BinaryIO, size: int) -> Any:
+    """(..., 2): the first byte of each chunk in a shard, and how many there are (Zarr 3, sharding codec)."""
+    codec = next(each for each in array.metadata.to_dict()["codecs"] if each["name"] == "sharding_indexed")
+    told, count = codec["configuration"], math.prod(_per_shard(array))
+    names = [each["name"] for each in told["index_codecs"]]
+    if names not in (["bytes"], ["bytes", "crc32c"]):
+        raise ImageError(f"{path} has shards whose index is packed ({', '.join(names)}). Save it without.")
+    length = 16 * count + (4 if len(names) > 1 else 0)
+    if size < length:
+        raise damaged(path, f"its chunk {file.name} has {size} bytes, and an index of {length}")
+    stored.seek(0 if str(told.get("index_location", "end")) == "start" else size - length)
+    return np.frombuffer(stored.read(16 * count), "<u8").reshape(*_per_shard(array), 2)
+
+
+def _inner(part: slice | int, size: int, shard: int, chunk: int, place: int) -> range:
+    """Which chunks of one shard a part lies in."""
+    start, stop = (part, part + 1) if isinstance(part, int) else part.indices(size)[:2]
+    first, last = max(start, place * shard), min(stop, (place + 1) * shard)
+    return range((first - place * shard) // chunk, -(-(last - place * shard) // chunk))

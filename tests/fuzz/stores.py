@@ -23,6 +23,7 @@ from tests.images.made_slides import tissue
 __all__ = ["damaged", "wholes"]
 
 _METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
+_HUGE = 1 << 20  # of a file that has been made so
 _CODECS = ("default", "gzip", "plain", "shards")
 KINDS = [(version, codec, ome) for version in (2, 3) for codec in _CODECS for ome in (False, True)]
 KINDS = [kind for kind in KINDS if kind[:2] != (2, "shards")]
@@ -68,6 +69,7 @@ def damaged(folder: Path, number: int, random: Random, outside: Outside) -> Case
     told = []
     for _ in range(int(random.integers(1, 3))):
         files = sorted(each for each in path.rglob("*") if each.is_file() and not each.is_symlink())
+        files = [each for each in files if each.stat().st_size < _HUGE]
         metadata = [each for each in files if each.name in _METADATA]
         chunks = [each for each in files if each.name not in _METADATA]
         group = metadata if metadata and (random.integers(3) or not chunks) else chunks
@@ -89,7 +91,7 @@ def _damage(file: Path, path: Path, random: Random, leads: list[str], canary: Pa
         return "in a folder elsewhere"
     try:
         json.loads(file.read_bytes())
-    except ValueError:  # a chunk, or what was damaged before
+    except (ValueError, RecursionError):  # a chunk, or what was damaged before
         told, data = damaged_bytes(file.read_bytes(), random)
     else:
         told, data = damaged_json(file.read_bytes(), random, leads)

@@ -238,7 +238,7 @@ def test_a_file_that_may_not_be_read_is_told(tmp_path, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")  # root, as whom tests may run, may read everything
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(ImageError, match=r"a\.png may not be read by this user"):
         open_image(path)
 

@@ -1,0 +1,282 @@
+"""Bounds that bound: what a header asks for is refused before memory or time is spent on it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+from engines.errors import ImageError
+from engines.images import annotations, budget, tiff_layout
+from engines.images.cifar import cifar_images
+from engines.images.jpeg import jpeg_scans
+from engines.images.ome import OmeImage
+from engines.images.picture import open_image
+from engines.images.reader import Level, Pixels, Reader, Segment
+from engines.images.stored import stored
+from engines.spatial.tiles import Tile
+from tests.images.made_slides import tissue
+from tests.images.test_annotations import make_voc
+
+# ---- pictures that are decoded whole
+
+
+def claiming(path: Path, rows: int, cols: int, file_bytes: int) -> Path:
+    """A small JPEG file whose header claims another size, and which is as long as that could be."""
+    Image.new("RGB", (64, 64)).save(path)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"\xff\xc0")
+    struct.pack_into(">HH", data, at + 5, rows, cols)
+    path.write_bytes(data)
+    os.truncate(path, file_bytes)
+    return path
+
+
+def test_a_picture_that_takes_more_memory_than_its_file_is_worth(tmp_path: Path):
+    path = claiming(tmp_path / "a.jpg", 60_000, 60_000, 8 << 20)
+    says = (
+        r"a\.jpg: its 60000 x 60000 px can only be decoded all at once, which takes 23\.5 GB of memory, and 2\.0 GB are"
+    )
+    for read in (open_image, lambda path: stored(path).read(Tile.whole(1, 1))):
+        with pytest.raises(
+            ImageError, match=says + r" the most for a file of 8\.0 MB\. Save it as a TIFF file in tiles"
+        ):
+            read(path)
+
+
+def test_what_is_free_bounds_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "a.png"
+    Image.fromarray(tissue(64, 64)).save(path)
+    monkeypatch.setattr(budget, "SMALL_BYTES", 0)
+    monkeypatch.setattr(budget, "_free_bytes", lambda: 40_000)
+    with pytest.raises(ImageError, match=r"19\.5 KB are the most here, half of what is free"):
+        open_image(path)
+
+
+def test_a_real_photograph_of_30_000_px_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """At a tenth of a byte for each pixel, which is little; and a mask of as many, which packs into nothing."""
+    monkeypatch.setattr(budget, "_free_bytes", lambda: 16 << 30)
+    (tmp_path / "a.jpg").touch()
+    os.truncate(tmp_path / "a.jpg", 90 << 20)
+    budget.check_budget(tmp_path / "a.jpg", 7 * 30_000**2, "", "")
+    (tmp_path / "mask.png").touch()
+    budget.check_budget(tmp_path / "mask.png", 2 * 30_000**2, "", "")
+
+
+def test_a_header_that_claims_more_than_a_format_can_pack(tmp_path: Path):
+    with pytest.raises(ImageError, match="it says that it holds 60000 x 60000 pixels, but it has only 1048576 bytes"):
+        open_image(claiming(tmp_path / "a.jpg", 60_000, 60_000, 1 << 20))
+
+
+def test_a_file_without_end_is_not_read_to_its_end(tmp_path: Path):
+    path = tmp_path / "a.png"
+    Image.fromarray(tissue(8, 8)).save(path)
+    os.truncate(path, 1 << 42)
+    for read in (open_image, stored):
+        with pytest.raises(ImageError, match=r"it has 4,398,046,511,104 bytes and is read whole"):
+            read(path)
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from engines.images.picture import open_image
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+
+open_image(sys.argv[1])
+before = peak()
+open_image(sys.argv[2])
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.png"])
+def test_a_picture_takes_what_was_asked_for_it(name: str, tmp_path: Path):
+    """Pillow's four bytes and our three for a pixel, and not each of them twice."""
+    Image.new("RGB", (8, 8)).save(tmp_path / f"small{name}")
+    Image.new("RGB", (6000, 6000)).save(tmp_path / name)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", PEAK, tmp_path / f"small{name}", tmp_path / name]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert int(told) < 10 * 6000**2
+
+
+def test_scans_that_never_end(tmp_path: Path):
+    path = tmp_path / "a.jpg"
+    Image.fromarray(tissue(64, 64)).save(path, progressive=True)
+    data = path.read_bytes()
+    scans = jpeg_scans(data)
+    assert 6 <= scans <= 14
+    assert jpeg_scans(data + b"\xff\xda\0\2" * 100) == scans, "what lies behind the picture is not the picture"
+    last = data.rindex(b"\xff\xda")
+    path.write_bytes(data[:-2] + data[last:-2] * 40 + data[-2:])
+    with pytest.raises(ImageError, match=r"a\.jpg has more than 32 scans, where a JPEG picture has about 10"):
+        open_image(path)
+
+
+# ---- XML
+
+
+OME = (
+    '<OME>{}<Image><Pixels SizeZ="1" SizeT="1" SizeC="3" PhysicalSizeX="0.5" PhysicalSizeY="0.5">'
+    '<Channel SamplesPerPixel="3"/>{}</Pixels></Image>{}'
+)
+
+
+def test_of_ome_xml_only_the_picture_is_read():
+    found = OmeImage.parse(Path("a"), OME.format("", '<TiffData IFD="2"/><this is never read', ""))
+    assert found == OmeImage(1, 2, 0.5)
+    found = OmeImage.parse(Path("a"), OME.format("", "<X><TiffData IFD='2'/></X>", "<nor this"))
+    assert found == OmeImage(1, 0, 0.5)
+
+
+def test_no_tree_is_made_of_what_comes_before():
+    text = OME.format('<Well Row="1"/>' * 50_000, "", "</OME>")
+    tracemalloc.start()
+    try:
+        assert OmeImage.parse(Path("a"), text).planes == 1
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(text)
+    finally:
+        tracemalloc.stop()
+
+
+def test_annotations_of_many_megabytes_are_not_parsed(tmp_path: Path):
+    make_voc(tmp_path)
+    os.truncate(tmp_path / "Annotations" / "one.xml", annotations.XML_BYTES + 1)
+    with pytest.raises(ImageError, match=r"one\.xml .*larger than 33,554,432 bytes"):
+        annotations.boxes_table(tmp_path, "train", tmp_path / "t.csv")
+
+
+def test_a_link_of_annotations_is_not_followed_out(tmp_path: Path):
+    voc = make_voc(tmp_path / "voc")
+    (voc / "Annotations" / "one.xml").rename(tmp_path / "canary.xml")
+    (voc / "Annotations" / "one.xml").symlink_to(tmp_path / "canary.xml")
+    with pytest.raises(ImageError, match=r"one\.xml is a link that leads out of .*voc\. Copy the folder whole"):
+        annotations.boxes_table(voc, "train", tmp_path / "t.csv")
+
+
+# ---- TIFF
+
+
+def test_pages_within_pages_are_looked_at_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Thousands of them may be one and the same page, with tens of thousands of tags."""
+    with tifffile.TiffWriter(tmp_path / "a.tif") as file:
+        file.write(tissue(64, 64), photometric="rgb", subifds=20, metadata=None)
+        for _ in range(20):
+            file.write(tissue(32, 32), photometric="rgb", subfiletype=1, metadata=None)
+    with tifffile.TiffFile(tmp_path / "a.tif") as file:
+        assert len(tiff_layout.sub_pages(tmp_path / "a.tif", file.pages.first)) == 16
+    assert open_image(tmp_path / "a.tif").shape() == (64, 64)
+    monkeypatch.setattr(tiff_layout, "MOST_TAGS", 5)
+    with pytest.raises(ImageError, match=r"page 0 says that it has \d+ tags, where 5 are many"):
+        open_image(tmp_path / "a.tif")
+
+
+def test_a_description_of_many_megabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tifffile.imwrite(tmp_path / "a.tif", tissue(8, 8), photometric="rgb", description="x" * 2000)
+    assert open_image(tmp_path / "a.tif").shape() == (8, 8)
+    monkeypatch.setattr(tiff_layout, "TEXT_BYTES", 1000)
+    with pytest.raises(ImageError, match="the text in tag 270 of page 0 has 2001 bytes"):
+        open_image(tmp_path / "a.tif")
+
+
+def test_a_strip_that_is_decoded_whole_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, np.zeros((64, 64), np.uint8), compression="zlib", rowsperstrip=64)
+    for name, value in {"SMALL_BYTES": 0, "ANY_FILE_BYTES": 1000, "PER_BYTE": 1}.items():
+        monkeypatch.setattr(budget, name, value)
+    for read in (open_image, stored):
+        with pytest.raises(
+            ImageError, match=r"its tiles or strips of 64 x 64 px are decoded whole, .* in smaller tiles"
+        ):
+            read(path)
+
+
+@pytest.mark.parametrize("tag", [b"\x00\x01\x04\x00", b"\x01\x01\x04\x00"], ids=["width", "length"])
+def test_a_tiff_header_that_claims_a_million_px(tag: bytes, tmp_path: Path):
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, tissue(64, 64), photometric="rgb", compression="zlib", rowsperstrip=64)
+    data = bytearray(path.read_bytes())
+    at = data.index(tag)
+    struct.pack_into("<I", data, at + 8, 1 << 30)
+    path.write_bytes(data)
+    with pytest.raises(ImageError, match=r"a\.tif is damaged: it says that it holds .*1073741824"):
+        open_image(path)
+
+
+# ---- thumbnails
+
+
+MILLION = (1 << 20, 1 << 20)
+
+
+class Coarse(Reader):
+    """A picture of which so much is decoded at once, that counts how often it is read."""
+
+    def __init__(self, sides: tuple[int, int], segment: Segment) -> None:
+        super().__init__("coarse", [Level(*sides)])
+        self.decoded, self.reads = segment, 0
+
+    def segment(self, level: int) -> Segment:
+        return self.decoded
+
+    def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
+        self.reads += 1
+
+
+@pytest.mark.parametrize(
+    ("sides", "segment", "reads"),
+    [
+        (MILLION, Segment(), 64 * 64),
+        (MILLION, Segment(512, 512, 1 << 18), 64 * 64),
+        (MILLION, Segment(8192, 8192, 1 << 26), 8 * 8),
+        (MILLION, Segment(1 << 15, 1 << 15, 1 << 30), 4 * 4),
+        (MILLION, Segment(1, 1 << 20, 1 << 20), 16 * 16),
+        ((20_000, 20_000), Segment(20_000, 20_000, 400_000_000), 4 * 4),
+        ((20_000, 20_000), Segment(32, 32, 1 << 18), 64 * 64),
+    ],
+)
+def test_a_thumbnail_decodes_only_so_much(sides: tuple[int, int], segment: Segment, reads: int):
+    picture = Coarse(sides, segment)
+    assert max(picture.thumbnail(100).shape) == 100
+    assert picture.reads <= reads
+
+
+# ---- pickles of CIFAR-10
+
+
+def test_a_pickle_makes_room_for_no_more_than_it_has(tmp_path: Path):
+    doubled: list[object] = [1]
+    for _ in range(40):
+        doubled = [doubled, doubled]
+    pixels = np.zeros((1, 3072), np.uint8)
+    array = b"\x80\x02}(U\x04datacnumpy\nndarray\n\x8a\x05" + (1 << 35).to_bytes(5, "little") + b"\x85RU\x06labels]u."
+    for data, says in (
+        (b"\x80\x02}r\xff\xff\xff\x7f.", "it speaks of its object 2147483647, and has 9 bytes"),
+        (b"\x80\x05\x96" + struct.pack("<Q", 1 << 36) + b"x.", "expected 68719476736 bytes in a bytearray8"),
+        (array, "takes no arguments"),
+        (pickle.dumps({b"data": pixels, b"labels": doubled}, 2), "labels no numbers"),
+    ):
+        (tmp_path / "data_batch_1").write_bytes(data)
+        with pytest.raises(ImageError, match=f"data_batch_1 is no CIFAR-10 batch, or damaged: .*{says}"):
+            cifar_images(tmp_path, (32, 32))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "loop"])
+def test_a_batch_that_is_no_file_is_named(kind: str, tmp_path: Path):
+    path = tmp_path / "data_batch_1"
+    make = {"pipe": os.mkfifo, "folder": Path.mkdir, "loop": lambda path: path.symlink_to(path)}
+    make.get(kind, lambda path: path.symlink_to("/dev/zero"))(path)
+    with pytest.raises(ImageError, match="data_batch_1"):
+        cifar_images(tmp_path, (32, 32))
