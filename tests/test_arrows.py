@@ -61,6 +61,7 @@ PURE = (
     "engines.replica.staleness",
     "engines.spoken",
     "engines.whereabouts",
+    "engines.working",
 )
 NOTEBOOK_SIDE = ("ipyparallel", "ipywidgets", "matplotlib", "IPython", "mpi4dl_nb")
 

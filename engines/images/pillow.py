@@ -19,6 +19,7 @@ from engines.images.arrays import on_white
 from engines.images.decoded import Decoded
 from engines.images.files import changed, check_size, reasons
 from engines.images.reader import Level, Pixels, Reader
+from engines.working import absolute
 
 __all__ = ["FORMATS", "PillowPicture", "quiet_at_any_size"]
 
@@ -37,7 +38,7 @@ class PillowPicture(Reader):
     """
 
     def __init__(self, path: Path, page: int = 0) -> None:
-        self.path, self.page = path.absolute(), page
+        self.path, self.page = absolute(path), page
         self._pixels: Pixels | None = _DECODED.pixels(self.path, page)
         super().__init__(path.name, [Level(*self._pixels.shape[:2])])
 

@@ -6,11 +6,9 @@ import json
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from io import BytesIO
-from pathlib import Path
-from threading import Lock
-from typing import Any, BinaryIO
+from typing import Any
 
 from engines.guard import MARK
 from engines.whereabouts import Whereabouts
@@ -70,44 +68,26 @@ class Still:
 
 
 class Reports:
-    """Reads a file as it grows. `ended` and `still` are by number of the rank when MPI started.
+    """Of all ranks. `ended` and `still` are by number of the rank when MPI started."""
 
-    Where mpiexec ends at once, ipyparallel has read its file and removed it before anyone else could: nothing is told.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        try:
-            self._file: BinaryIO = Path(path).open("rb")  # noqa: SIM115 (read to the end of the ranks' life)
-        except FileNotFoundError:
-            self._file = BytesIO()
-        self._rest, self._lock = b"", Lock()
+    def __init__(self) -> None:
         self.ended: dict[int, Ended] = {}
         self.still: dict[int, Still] = {}
 
-    def look(self) -> None:
-        """Take in what has come since."""
-        with self._lock:  # a call, and whoever counts ranks meanwhile
-            *lines, self._rest = (self._rest + (b"" if self._file.closed else self._file.read())).split(b"\n")
-            for line in lines:
-                _, mark, told = line.partition(MARK.encode())
-                if mark:
-                    self._take(told)
+    def take(self, line: bytes) -> None:
+        """A line that mpiexec has written: of a guard, or of anybody."""
+        _, mark, told = line.partition(MARK.encode())
+        if mark:
+            with suppress(ValueError, TypeError, LookupError, RecursionError):  # others have written into it
+                self._take(json.loads(told))
 
-    def _take(self, told: bytes) -> None:
-        try:
-            facts = json.loads(told)
-        except ValueError:  # a line that others have written into
-            return
+    def _take(self, facts: Mapping[str, Any]) -> None:
         rank, event = facts["rank"], facts["event"]
         self.still.pop(rank, None)
         if event == "still":
             self.still[rank] = Still(_place(facts), _STATES.get(facts["state"], ""))
         if event == "ended":
             self.ended[rank] = Ended(facts["code"], _place(facts) if facts["text"] else None)
-
-    def close(self) -> None:
-        """Read no more."""
-        self._file.close()
 
 
 def _place(facts: Mapping[str, Any]) -> Whereabouts:

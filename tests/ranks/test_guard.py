@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -104,16 +103,14 @@ def line(rank: int, event: str, **facts: object) -> str:
 PLACE = {"text": "stage 1", "step": 2, "waits": True, "for_s": 3.0}
 
 
-def test_reports_are_found_among_what_else_is_written(tmp_path: Path):
-    path = tmp_path / "output"
-    path.write_text("noise" + line(0, "still", state="S", **PLACE) + "half a li")
-    reports = Reports(path)
-    reports.look()
+def test_reports_are_found_among_what_else_is_written():
+    reports = Reports()
+    for text in ("noise" + line(0, "still", state="S", **PLACE)).encode().split(b"\n"):
+        reports.take(text)
     assert 3 <= reports.still[0].for_s < 4
-    with path.open("a") as file:
-        file.write("ne\n" + line(0, "moves") + line(1, "ended", code=-15, **PLACE) + f"\n{MARK}not json\n" + MARK)
-    reports.look()
-    reports.close()
+    more = line(0, "moves") + line(1, "ended", code=-15, **PLACE) + f"\n{MARK}not json\n" + MARK
+    for text in more.encode().split(b"\n"):
+        reports.take(text)
     assert reports.still == {}
     assert str(reports.ended[1]) == "its process was killed by SIGTERM in stage 1, step 2"
 
@@ -168,10 +165,3 @@ def test_a_board_holds_what_fits_on_it():
         board.waits(True)
         assert board.read().waits
     assert board.read() is None
-
-
-def test_of_a_file_that_is_gone_already_nothing_is_told(tmp_path):
-    reports = Reports(tmp_path / "gone.log")
-    reports.look()
-    reports.close()
-    assert (reports.ended, reports.still) == ({}, {})
