@@ -23,7 +23,7 @@ PURE := $(wildcard engines/errors.py engines/facts.py engines/guard.py engines/k
 	engines/predict/machine.py engines/predict/machines.py engines/predict/noise.py engines/predict/plausible.py engines/predict/processors.py engines/predict/shares.py \
 	engines/predict/simulate.py engines/predict/sums.py engines/predict/tallies.py engines/predict/walk.py \
 	engines/replica/asynchrony.py engines/replica/staleness.py \
-	engines/spoken.py)
+	engines/spoken.py engines/working.py)
 
 # Tests that measure no time, and seldom start processes, may run beside each other.
 SIDE_BY_SIDE := $(addprefix tests/,draw images layer loss models pipeline program spatial)

@@ -1,0 +1,11 @@
+"""The ranks' side: models, plans, programs, messages between ranks."""
+
+import sys
+
+from engines.working import is_deleted
+
+if "torch" not in sys.modules and is_deleted():
+    raise ImportError(
+        "The folder that this process works in was deleted, and PyTorch cannot be loaded there: it would end the "
+        "process without a word of this. Go to another one (cd, os.chdir)."
+    )

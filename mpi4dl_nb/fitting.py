@@ -22,6 +22,7 @@ from engines.errors import RankError
 from engines.log import EpochLog
 from engines.report import Epoch, Event, Healed, LeftOut, Told
 from engines.train import run
+from engines.working import absolute
 from mpi4dl_nb.courses import BatchCourse, ImageCourse
 from mpi4dl_nb.healing import Healing, Mark, is_whole
 
@@ -78,7 +79,7 @@ class Saving:
         """What saves a training; None where there is no folder. Raises CheckpointError if it cannot be written to."""
         if self.folder is None:
             return None
-        check_writable(Path(self.folder).absolute())
+        check_writable(absolute(self.folder))
         save = partial(training.save, self.folder, self.keep)
         return Keeper(save, lambda: training.steps, self.every, asked, tqdm.write)
 

@@ -92,7 +92,7 @@ class Modules:
             if known.reloaded and known.version not in (None, _ANOTHER) and name in sys.modules
         }
         changed = tuple(name for name, known in self._known.items() if known.version is not None and not known.current)
-        return Followed(tuple(os.path.abspath(path) for path in sys.path), reloaded, changed)  # noqa: PTH100 (keeps links)
+        return Followed(tuple(_search_path()), reloaded, changed)
 
     def pack(self, values: Iterable[Any]) -> list[bytes]:
         """Raises PlanError where a module must be sent by value and cannot be, with its name."""
@@ -169,6 +169,13 @@ class Modules:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _search_path() -> Iterator[str]:
+    """The folders that Python looks in. In the one that it works in, where that was deleted, there is nothing."""
+    for path in sys.path:
+        with suppress(FileNotFoundError):
+            yield os.path.abspath(path)  # noqa: PTH100 (keeps links)
 
 
 def _owners(values: Iterable[object]) -> Iterator[str]:

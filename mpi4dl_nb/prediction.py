@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from engines.layer.kept import mixes_images
 from engines.program.compile import compile_plan
 from engines.program.worker import Inputs
 from engines.training import RankTraining, Recipe, cut_inputs
+from engines.working import absolute
 
 if TYPE_CHECKING:
     from engines.host import Host
@@ -79,11 +79,11 @@ def predict_picture(
 ) -> Swept:  # fmt: skip
     """A region of a picture, tile after tile, on all ranks of the training."""
     check_kind(kind)
-    where = Path(source).absolute() if isinstance(source, str | PathLike) else source
+    where = absolute(source) if isinstance(source, str | PathLike) else source
     asked = region_of(open_image(where), region, level)
     recipe, asked = prepare_region(training.model, asked, training.plan.precision, training.recipe.device)
     ask = Ask(asked, kind, memory_mb * 10**6)
-    sink: MakeSink = partial(pyramid_of, Path(to).absolute(), asked, kind) if to is not None else ArraySink
+    sink: MakeSink = partial(pyramid_of, absolute(to), asked, kind) if to is not None else ArraySink
     if to is None:
         _check_small(recipe, ask)
     try:

@@ -48,6 +48,7 @@ from engines.training import (
     say_changed_precision,
     sgd,
 )
+from engines.working import absolute
 from mpi4dl_nb import on_ranks
 from mpi4dl_nb.bar import Bar
 from mpi4dl_nb.batch import checked
@@ -362,7 +363,7 @@ class Training:
         The weights are in `model.safetensors` there, for `model.load_state_dict(safetensors.torch.load_file(...))`.
         Raises CheckpointError; the training can go on then, and the checkpoints before are as they were.
         """
-        folder = Path(folder).absolute()
+        folder = absolute(folder)
         return self.cluster.call(on_ranks.save, self.name, folder, self.feed_state, keep, self.steps)[0]
 
     def load(self, path: str | PathLike[str], plan: Plan | None = None) -> int:
@@ -377,7 +378,7 @@ class Training:
         plan = plan or self.plan
         check_fits(plan, self.cluster.n)
         recipe = self.recipe if plan == self.plan else self._prepare(plan)
-        found = check(Path(path).absolute(), recipe)
+        found = check(absolute(path), recipe)
         found.warn_of_passed_over(stacklevel=2)
         if recipe is not self.recipe or not all(self.cluster.call(on_ranks.holds, self.name)):
             warn_of_mean(recipe.graph, plan, stacklevel=2)

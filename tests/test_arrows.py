@@ -63,6 +63,7 @@ PURE = (
     "engines.replica.staleness",
     "engines.spoken",
     "engines.whereabouts",
+    "engines.working",
 )
 NOTEBOOK_SIDE = ("ipyparallel", "ipywidgets", "matplotlib", "IPython", "mpi4dl_nb")
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from engines.checkpoint.failures import failed
 from engines.errors import CheckpointError
+from engines.working import absolute
 
 __all__ = [
     "MANIFEST",
@@ -128,7 +129,7 @@ def check_space(folder: Path, needed_bytes: int) -> None:
 
 def free_bytes(folder: Path) -> int:
     """Of the disk that a folder is on, or will be."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    there = next(path for path in (absolute(folder), *absolute(folder).parents) if path.exists())
     return shutil.disk_usage(there).free
 
 

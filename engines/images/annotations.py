@@ -13,6 +13,7 @@ from engines.images.folder import pictures
 from engines.images.tables import write_table
 from engines.images.xml import XML_BYTES, parsed
 from engines.regular import TEXT_BYTES, is_within, read_bounded
+from engines.working import working_folder
 
 __all__ = ["boxes_table", "masks_table"]
 
@@ -66,7 +67,7 @@ def boxes_table(folder: Path, chosen: str, table: Path, crop_px: int = 96, most:
 
 def _pictures(folder: Path) -> list[Path]:
     if not folder.is_dir() or not (found := pictures(folder)):
-        raise ImageError(f"There are no pictures in {folder} (looked for in {Path.cwd()}).")
+        raise ImageError(f"There are no pictures in {folder} (looked for in {working_folder()}).")
     return found
 
 

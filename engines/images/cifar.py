@@ -24,6 +24,7 @@ from engines.images.labelled import LabelledImages, OneClass, network_input
 from engines.images.scaling import scaled
 from engines.regular import read_bounded
 from engines.spatial.tiles import Tile
+from engines.working import working_folder
 
 __all__ = ["CifarImages", "cifar_images"]
 
@@ -53,7 +54,7 @@ def cifar_images(folder: Path, size: tuple[int, int], test: bool = False) -> Lab
         return folder_images(folder, size)
     binary, pickled = (pattern.replace("*", "1").replace("[0-9]", "1") for _, pattern in _FORMS[test])
     raise ImageError(
-        f"There is no CIFAR-10 in {folder} (looked for in {Path.cwd()}): neither {binary} nor {pickled}, "
+        f"There is no CIFAR-10 in {folder} (looked for in {working_folder()}): neither {binary} nor {pickled}, "
         "nor a folder of pictures for each class. Unpack cifar-10-binary.tar.gz or cifar-10-python.tar.gz there (from "
         "https://www.cs.toronto.edu/~kriz/cifar.html; nothing is downloaded here), or set --datapath."
     )

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from engines.errors import ImageError
 from engines.images.reader import Level, Reader
 from engines.regular import NotRegularError, open_regular
+from engines.working import absolute, working_folder
 
 __all__ = ["MEND", "PIXELS_PER_BYTE", "FileReader", "beginning", "changed", "check_size", "damaged", "reasons"]
 
@@ -31,7 +32,7 @@ class FileReader(Reader, Generic[Handle]):
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
+        self.path = absolute(path)
         self._lock, self._process = threading.Lock(), os.getpid()
         self._handle: Handle | None = self._open()
         super().__init__(path.name, self._levels(self._handle), self._microns(self._handle))
@@ -100,7 +101,7 @@ def reasons(path: Path) -> Iterator[None]:
     except ImageError:
         raise
     except FileNotFoundError:
-        raise ImageError(f"{path} does not exist (looked for in {Path.cwd()}).") from None
+        raise ImageError(f"{path} does not exist (looked for in {working_folder()}).") from None
     except IsADirectoryError:
         raise ImageError(f"{path} is a folder. Give the path of one picture in it.") from None
     except PermissionError:

@@ -9,6 +9,7 @@ from pathlib import Path
 from engines.errors import ImageError
 from engines.images.example import Example
 from engines.images.examples import ExampleImages
+from engines.working import working_folder
 
 __all__ = ["folder_images", "pictures"]
 
@@ -54,7 +55,7 @@ def folder_images(
     folder = Path(folder)
     if not folder.is_dir():
         raise ImageError(
-            f"{folder} is not a folder (looked for in {Path.cwd()}). "
+            f"{folder} is not a folder (looked for in {working_folder()}). "
             "Give the --datapath of a folder that has a folder of pictures for each class."
         )
     there = tuple(path.name for path in _folders(folder))

@@ -14,6 +14,7 @@ from engines.images.files import reasons
 from engines.images.picture import Picture, open_image
 from engines.images.pillow import PillowPicture, quiet_at_any_size
 from engines.regular import open_regular
+from engines.working import absolute
 
 __all__ = ["Opened", "opened", "shape_of"]
 
@@ -34,7 +35,7 @@ class Opened(Generic[Kind]):
         """The file at a path. Raises ImageError, which names it, where it cannot be read."""
         with reasons(path):
             state = path.stat()
-        key = (path.absolute(), state.st_mtime_ns, state.st_size)
+        key = (absolute(path), state.st_mtime_ns, state.st_size)
         with self._lock:
             file = self._files.pop(key, None)
         file = file or self._open(path)

@@ -24,6 +24,7 @@ from engines.images.files import PIXELS_PER_BYTE, changed, check_size, reasons
 from engines.images.jpeg import MOST_SCANS, jpeg_scans
 from engines.images.reader import Level, Pixels, Reader, bands
 from engines.regular import open_regular
+from engines.working import absolute
 
 __all__ = ["FORMATS", "PillowPicture", "check_decoding", "in_bands", "quiet_at_any_size", "whole_file"]
 
@@ -44,7 +45,7 @@ class PillowPicture(Reader):
     """
 
     def __init__(self, path: Path, page: int = 0) -> None:
-        self.path, self.page = path.absolute(), page
+        self.path, self.page = absolute(path), page
         self._pixels: Pixels | None = _DECODED.pixels(self.path, page)
         super().__init__(path.name, [Level(*self._pixels.shape[:2])])
 

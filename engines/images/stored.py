@@ -29,6 +29,7 @@ from engines.images.tiff_layout import find_picture
 from engines.images.tiff_page import DECODED, JPEG, Page, alpha_channel, check_segment_size
 from engines.images.zarr import is_zarr
 from engines.spatial.tiles import Tile
+from engines.working import absolute
 
 __all__ = ["Stored", "stored"]
 
@@ -98,7 +99,7 @@ class _DecodedWhole:
     """A PNG or JPEG file. Pillow gives the stored numbers, but spreads 2 and 4 bits of grey over 0 ... 255."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
+        self.path = absolute(path)
         with reasons(path), quiet_at_any_size(), _opened(whole_file(path)) as image:
             check_size(path, image.height, image.width)
             turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
@@ -119,7 +120,7 @@ class _InTiff:
     """A TIFF file, of which the tiles or strips are decoded that a rectangle touches."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
+        self.path = absolute(path)
         with reasons(path), TiffFile(path) as file:
             base = find_picture(path, file).base
             for page in base:

@@ -16,6 +16,7 @@ from engines.images.examples import ExampleImages
 from engines.images.masks import Ignore
 from engines.regular import is_within, read_bounded
 from engines.spatial.tiles import Span, Tile
+from engines.working import working_folder
 
 __all__ = ["COLUMNS", "table_images", "write_table"]
 
@@ -172,7 +173,7 @@ def _rows(table: Path) -> Iterator[_Row]:
                 count += 1
                 yield _Row(reader.line_num, dict(zip(header, map(str.strip, cells), strict=True)))
     except FileNotFoundError:
-        raise ImageError(f"The table {table} does not exist (looked for in {Path.cwd()}).") from None
+        raise ImageError(f"The table {table} does not exist (looked for in {working_folder()}).") from None
     except OSError as error:
         raise ImageError(f"The table {table} cannot be read: {error.strerror}.") from None
     except (UnicodeDecodeError, csv.Error) as error:

@@ -104,7 +104,12 @@ class Across:
         cores = self._told[share.name]["cores"]
         threads = max(1, cores // len(share.ranks))
         home, memory = self._posts.folders(share.name)
-        theirs = {"IPP_PROFILE_DIR": home, "IPP_CLUSTER_ID": cluster_id, "OMPI_MCA_btl_sm_backing_directory": memory}
+        theirs = {
+            "IPYTHONDIR": home,
+            "IPP_PROFILE_DIR": home,
+            "IPP_CLUSTER_ID": cluster_id,
+            "OMPI_MCA_btl_sm_backing_directory": memory,
+        }
         return {**forwarded(os.environ), **mpi_environment(len(share.ranks)), **theirs, "OMP_NUM_THREADS": str(threads)}
 
     def _networks(self) -> list[str]:

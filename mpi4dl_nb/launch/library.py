@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from engines.errors import RankError
+from mpi4dl_nb.launch.environment import home
 
 __all__ = ["Library", "library"]
 
@@ -116,7 +118,10 @@ def _mpi4py(python: str) -> tuple[str, str, Sequence[int], str, bool]:
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_ASKED_S, check=False, errors="replace")
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=_ASKED_S, check=False, errors="replace",
+            env={**os.environ, **home()},
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise RankError(f"{command[0]} does not answer within {_ASKED_S:.0f} s (asked: {command[-1]:.20}).") from None
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Coroutine
 from functools import cache
 from threading import Thread
@@ -12,7 +13,8 @@ __all__ = ["in_loop"]
 
 
 @cache
-def _loop() -> asyncio.AbstractEventLoop:
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """Of this process: one that was forked has a copy of its parent's, but not the thread that runs it."""
     loop = asyncio.new_event_loop()
     Thread(target=loop.run_forever, name="mpi4dl_nb launcher", daemon=True).start()
     return loop
@@ -20,7 +22,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def in_loop(work: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine to its end."""
-    future = asyncio.run_coroutine_threadsafe(work, _loop())
+    future = asyncio.run_coroutine_threadsafe(work, _loop(os.getpid()))
     try:
         return future.result()
     except KeyboardInterrupt:

@@ -14,7 +14,7 @@ from typing import Any
 
 import ipyparallel
 import psutil
-from ipyparallel.cluster.launcher import MPIEngineSetLauncher
+from ipyparallel.cluster.launcher import LocalControllerLauncher, MPIEngineSetLauncher
 
 from engines import guard, host, start
 from engines.errors import RankError
@@ -33,6 +33,8 @@ from mpi4dl_nb.launch.record import Record, sweep
 from mpi4dl_nb.launch.reports import Ended, Reports, Still
 from mpi4dl_nb.launch.spoken import Spoken
 from mpi4dl_nb.launch.starting import Start, business, work_s
+from mpi4dl_nb.launch.surroundings import check_cluster
+from mpi4dl_nb.launch.written import Heard
 from mpi4dl_nb.modules import Modules
 
 __all__ = ["MpiRanks"]
@@ -47,12 +49,13 @@ _HELPERS = ("the controller of the ranks", "mpiexec")  # in the order in which t
 _CONTROLLER = [
     "--nodb",
     "--usethreads",
+    "--IPController.log_level=30",  # every message would be told, which nobody reads
     "--IPController.enable_curve=True",
     "--HeartMonitor.period=250",
     "--HeartMonitor.max_heartmonitor_misses=120",
 ]
 # On a busy machine the hub may take long to answer an engine's first message.
-_ENGINES = ["--IPEngine.max_heartbeat_misses=233", "--IPEngine.timeout=300"]
+_ENGINES = ["--IPEngine.log_level=30", "--IPEngine.max_heartbeat_misses=233", "--IPEngine.timeout=300"]
 
 # What goes wrong is said by our errors, once, and not by the launchers on the side.
 _LOG = logging.getLogger(__name__)
@@ -61,7 +64,11 @@ _LOG.setLevel(logging.CRITICAL)
 _TROUBLES = (OSError, RuntimeError, psutil.Error, ipyparallel.error.IPythonError)
 
 
-class _Launcher(MPIEngineSetLauncher):
+class _Controller(Heard, LocalControllerLauncher):
+    """The process through which the notebook talks to the engines."""
+
+
+class _Launcher(Heard, MPIEngineSetLauncher):
     """Engines under an mpiexec that, where it can, tells the others when one dies and goes on without it."""
 
     def __init__(self, *args: Any, mpi: Library, across: Across | None = None, **kwargs: Any) -> None:
@@ -89,6 +96,7 @@ class MpiRanks:
 
     def __init__(self, n: int, hosts: Hosts | None = None) -> None:
         self._n = n
+        check_cluster(n)
         sweep()
         self._mpi = library(mpiexec())
         self._across = Across.of(n, hosts) if hosts else None
@@ -96,7 +104,7 @@ class MpiRanks:
         self._leash = self._leashed()
         self._client: ipyparallel.Client | None = None
         self._launchers: list[Any] = []
-        self._reports: Reports | None = None
+        self._reports = Reports()
         self._fallen: dict[int, Ended] = {}
         self._modules = Modules()
         self._follow = self._modules.follow
@@ -125,7 +133,7 @@ class MpiRanks:
             far.prepare(str(self._place.home))
         flags, environment = far.controller_flags() if far else [], self._place.environment(alone=not far)
         cluster = ipyparallel.Cluster(
-            n=self._n, engines=_Launcher, controller_args=[*_CONTROLLER, *flags], delay=0,
+            n=self._n, engines=_Launcher, controller=_Controller, controller_args=[*_CONTROLLER, *flags], delay=0,
             profile_dir=str(self._place.home), load_profile=False, cluster_file="", shutdown_atexit=False,
             send_engines_connection_env=not far, parent=None, log=_LOG,
         )  # fmt: skip
@@ -133,13 +141,13 @@ class MpiRanks:
         self._hold(cluster.controller)
         self._await_controller(cluster.controller)
         # Before there are ranks: the leash ends the controller with an mpiexec that refuses.
-        self._client = in_loop(cluster.connect_client(timeout=_CONTROLLER_S * business()))
+        asked = cluster.connect_client(timeout=_CONTROLLER_S * business(), ipython_dir=str(self._place.home))
+        self._client = in_loop(asked)
         if far:
             info = in_loop(cluster.controller.get_connection_info())["engine"]
             far.arm(cluster.controller.connection_files["engine"], info["registration"])
-        in_loop(cluster.start_engines(mpi=self._mpi, across=far, environment=environment))
+        in_loop(cluster.start_engines(mpi=self._mpi, across=far, environment=environment, told=self._reports.take))
         self._hold(cluster.engine_set)
-        self._reports = Reports(cluster.engine_set.output_file)
         self._starting = Start(self._n, lambda: work_s([cluster.engine_set.process]))
         self._await(lambda: len(self._client.ids), "have reported")
         self._sort()
@@ -255,7 +263,6 @@ class MpiRanks:
 
     def lost(self) -> Mapping[int, Ended]:
         """The ranks whose guards have told of their end, in that order, or whose engines are gone, as nannies tell."""
-        self._reports.look()
         cut = self._across.lost() if self._across else {}
         alive, ended = [] if self._ended() else self._client.ids, {**self._reports.ended, **cut}
         if self._ended() and not self._fallen:  # from here on ranks end because of that
@@ -276,7 +283,6 @@ class MpiRanks:
 
     def still(self) -> Mapping[int, Still]:
         """As the guards tell; where they don't, or ranks do nothing, whether that is for a helper that was stopped."""
-        self._reports.look()
         told = self._reports.still()
         known = {rank: told[began_as] for rank, began_as in enumerate(self._began_as) if began_as in told}
         unsure = {rank: still for rank, still in known.items() if still.idle or still.silent}
@@ -318,5 +324,3 @@ class MpiRanks:
             self._across.close()
         for launcher in self._launchers:
             in_loop(launcher.join(timeout=_STOP_S))
-        if self._reports is not None:
-            self._reports.close()

@@ -56,11 +56,12 @@ class Place:
         return self.home.name
 
     def environment(self, alone: bool = True) -> dict[str, str]:
-        """What tells MPI's processes that they belong here. `alone`: on no other machine, where no such folders are."""
+        """What tells processes that they belong here. `alone`: on no other machine, where no such folders are."""
+        ours = {MARK: self.name, "IPYTHONDIR": str(self.home)}  # and not the user's, which may not be there
         if not alone:
-            return {MARK: self.name}
+            return ours
         return {
-            MARK: self.name,
+            **ours,
             "PRTE_MCA_prte_tmpdir_base": str(self.home),
             "OMPI_MCA_btl_sm_backing_directory": str(self.memory),
             # Ranks of one machine talk through its memory: nobody else should find a port of theirs.

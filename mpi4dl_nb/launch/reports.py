@@ -6,11 +6,10 @@ import json
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from io import BytesIO
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Any, BinaryIO
+from typing import Any
 
 from engines.guard import MARK
 from engines.whereabouts import Whereabouts
@@ -19,6 +18,7 @@ __all__ = ["Ended", "Reports", "Still"]
 
 _STOPPED = "it was stopped by a signal"
 _SILENT_S = 3.0  # guards are heard every second
+_PAUSE_S = 1.0  # whoever asks does so many times a second
 _STATES = {"R": "it computes", "D": "it waits for a file", "T": _STOPPED}
 
 
@@ -78,26 +78,36 @@ class Still:
         """How long by now."""
         return time.monotonic() - self.at.since_s
 
+    def later(self, seconds: float) -> Still:
+        """The same, as if it had begun so much later."""
+        return replace(self, at=replace(self.at, since_s=self.at.since_s + seconds))
+
 
 class Reports:
-    """Reads a file as it grows. `ended` and `still()` are by number of the rank when MPI started.
+    """Of all ranks. `ended` and `still()` are by number of the rank when MPI started."""
 
-    Where mpiexec ends at once, ipyparallel has read its file and removed it before anyone else could: nothing is told.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        try:
-            self._file: BinaryIO = Path(path).open("rb")  # noqa: SIM115 (read to the end of the ranks' life)
-        except FileNotFoundError:
-            self._file = BytesIO()
-        self._rest, self._lock = b"", Lock()
+    def __init__(self) -> None:
         self.ended: dict[int, Ended] = {}
         self._still: dict[int, Still] = {}
         self._heard_s: dict[int, float] = {}
+        self._asked_s = time.monotonic()
+        self._lock = Lock()  # lines come in a thread
 
     def still(self) -> dict[int, Still]:
-        """The ranks that do not go on, and those that have work but whose guards say nothing any more."""
-        now_s = time.monotonic()
+        """The ranks that do not go on, and those that have work but whose guards say nothing any more.
+
+        A time in which nobody asked does not count: this process may have been stopped, and has not read yet what came
+        meanwhile.
+        """
+        with self._lock:
+            now_s = time.monotonic()
+            if (pause_s := now_s - self._asked_s) > _PAUSE_S:
+                self._heard_s = {rank: heard_s + pause_s for rank, heard_s in self._heard_s.items()}
+                self._still = {rank: still.later(pause_s) for rank, still in self._still.items()}
+            self._asked_s = now_s
+            return self._found(now_s)
+
+    def _found(self, now_s: float) -> dict[int, Still]:
         silent = {
             rank: Still(Whereabouts("", heard_s), silent=True)
             for rank, heard_s in self._heard_s.items()
@@ -106,20 +116,16 @@ class Reports:
         idle = {rank: still for rank, still in self._still.items() if still.idle}
         return {**self._still, **silent, **idle}
 
-    def look(self) -> None:
-        """Take in what has come since."""
-        with self._lock:  # a call, and whoever counts ranks meanwhile
-            *lines, self._rest = (self._rest + (b"" if self._file.closed else self._file.read())).split(b"\n")
-            for line in lines:
-                _, mark, told = line.partition(MARK.encode())
-                if mark:
-                    self._take(told)
+    def take(self, line: bytes) -> None:
+        """A line that mpiexec has written: of a guard, or of anybody."""
+        _, mark, told = line.partition(MARK.encode())
+        if mark:
+            with suppress(ValueError, TypeError, LookupError, RecursionError):  # others have written into it
+                facts = json.loads(told)
+                with self._lock:
+                    self._take(facts)
 
-    def _take(self, told: bytes) -> None:
-        try:
-            facts = json.loads(told)
-        except ValueError:  # a line that others have written into
-            return
+    def _take(self, facts: Mapping[str, Any]) -> None:
         rank, event = facts["rank"], facts["event"]
         self._heard_s[rank] = time.monotonic()
         if event == "watches":
@@ -130,10 +136,6 @@ class Reports:
         if event == "ended":
             del self._heard_s[rank]
             self.ended[rank] = Ended(facts["code"], _place(facts) if facts["text"] else None)
-
-    def close(self) -> None:
-        """Read no more."""
-        self._file.close()
 
 
 def _place(facts: Mapping[str, Any]) -> Whereabouts:

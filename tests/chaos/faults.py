@@ -140,7 +140,9 @@ def draw(dice: random.Random, ranks: int, note: Path, kinds: Sequence[str] = ())
     if whom == "rank" and kind in RESOURCES and when == "save":
         rank = 0  # which writes
     note.unlink(missing_ok=True)
-    return Fault(kind, whom, when, rank, dice.randrange(_EVENTS.get(when, 1)), dice.random(), note, tuple(others), os.getpid())
+    return Fault(
+        kind, whom, when, rank, dice.randrange(_EVENTS.get(when, 1)), dice.random(), note, tuple(others), os.getpid()
+    )
 
 
 # ---- who there is

@@ -22,7 +22,7 @@ from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.training import Training
 from tests.chaos.faults import SIGNALS, Fault, Images, family
 from tests.chaos.training import PLAN, SHAPE, model
-from tests.chaos.trial import GONE_S, Verdict
+from tests.chaos.trial import GONE_S, HANG_AFTER_S, Verdict
 from tests.mpi import mpi_environment
 
 __all__ = ["Kernels"]
@@ -50,7 +50,7 @@ class Kernels:
         fault.note.write_text(repr(time.time()))
         process.send_signal(SIGNALS[fault.kind])
         if fault.kind == "stop":
-            time.sleep(1 + fault.delay_s)
+            time.sleep(HANG_AFTER_S + 4 * fault.delay_s)
             process.send_signal(signal.SIGCONT)
         said = self._end(process, verdict)
         verdict.happened = True
@@ -127,7 +127,7 @@ class _Told:
 
 def main(folder: Path) -> None:
     """A training of so many steps, from where it is saved."""
-    with Cluster(PLAN.ranks) as cluster:
+    with Cluster(PLAN.ranks, hang_after_s=HANG_AFTER_S) as cluster:
         training = Training(model(), PLAN, cluster, SHAPE)
         if checkpoints(folder):
             training.load(folder)

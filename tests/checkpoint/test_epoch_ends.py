@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from tests.faulty import Heard
 
 from engines.checkpoint.folder import checkpoints
 from engines.errors import CheckpointError, PlanError
@@ -17,7 +18,6 @@ from tests.checkpoint.test_bad_checkpoints import changed, flip
 from tests.checkpoint.test_notebook_checkpoints import close, made
 from tests.checkpoint.test_train_saves import alone
 from tests.checkpoint.trainings import SHAPE
-from tests.faulty import Heard
 
 
 @pytest.fixture(scope="module")

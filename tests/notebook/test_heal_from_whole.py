@@ -14,7 +14,7 @@ from engines.checkpoint import stored
 from engines.errors import DamagedError, UnreadableError
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.training import Training
-from tests.faulty import Heard
+from tests.chaos.training import Heard
 from tests.notebook.test_healing import DATA, hurt, training
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -112,42 +111,59 @@ def line(rank: int, event: str, **facts: object) -> str:
 PLACE = {"text": "stage 1", "step": 2, "waits": True, "for_s": 3.0}
 
 
-def test_reports_are_found_among_what_else_is_written(tmp_path: Path):
-    path = tmp_path / "output"
-    path.write_text("noise" + line(0, "still", state="S", **PLACE) + "half a li")
-    reports = Reports(path)
-    reports.look()
+def reports_of(text: str) -> Reports:
+    reports = Reports()
+    take(reports, text)
+    return reports
+
+
+def take(reports: Reports, text: str) -> None:
+    for each in text.encode().split(b"\n"):
+        reports.take(each)
+
+
+def test_reports_are_found_among_what_else_is_written():
+    reports = reports_of("noise" + line(0, "still", state="S", **PLACE))
     assert 3 <= reports.still()[0].for_s < 4
-    with path.open("a") as file:
-        file.write("ne\n" + line(0, "moves") + line(1, "ended", code=-15, **PLACE) + f"\n{MARK}not json\n" + MARK)
-    reports.look()
-    reports.close()
+    take(reports, line(0, "moves") + line(1, "ended", code=-15, **PLACE) + f"\n{MARK}not json\n" + MARK)
     assert reports.still() == {}
     assert str(reports.ended[1]) == "its process was killed by SIGTERM in stage 1, step 2"
 
 
-def test_a_guard_that_is_not_heard_any_more_watches_no_more(tmp_path: Path, monkeypatch):
+def ask_for(reports: Reports, seconds: float, monkeypatch) -> dict[int, Still]:
+    """What is known after so many seconds in which somebody asked again and again."""
+    begin_s = time.monotonic()
+    for tick in range(1, round(seconds * 2) + 1):
+        monkeypatch.setattr(time, "monotonic", lambda: begin_s + tick / 2)  # noqa: B023 (asked within the turn)
+        found = reports.still()
+    return found
+
+
+def test_a_guard_that_is_not_heard_any_more_watches_no_more(monkeypatch):
     """But for an idle rank, of which it has nothing to say, and for one that has ended."""
-    path = tmp_path / "output"
     idle, waits = {**PLACE, "text": ""}, line(1, "still", state="S", **PLACE)
     end = line(3, "moves") + line(3, "ended", code=0, **PLACE)
-    path.write_text(line(0, "moves") + waits + line(2, "still", state="S", **idle) + end)
-    reports = Reports(path)
-    reports.look()
+    reports = reports_of(line(0, "moves") + waits + line(2, "still", state="S", **idle) + end)
     assert sorted(reports.still()) == [1, 2]
-    now_s = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now_s + 3.5)
-    found = reports.still()
+    found = ask_for(reports, 3.5, monkeypatch)
     assert {rank: (still.silent, still.idle) for rank, still in found.items()} == {
         0: (True, False), 1: (True, False), 2: (False, True),
     }  # fmt: skip
-    hang = hang_of((0, 1, 2), found, after_s=3, began_s=now_s - 20)
+    hang = hang_of((0, 1, 2), found, after_s=3, began_s=time.monotonic() - 20)
     assert hang.words.startswith("Rank 0 does not go on: nothing has been heard of it for 3.5 s.")
-    with path.open("a") as file:
-        file.write(line(0, "watches") + line(1, "watches"))
-    reports.look()
-    reports.close()
+    take(reports, line(0, "watches") + line(1, "watches"))
     assert {rank: still.silent for rank, still in reports.still().items()} == {1: False, 2: False}
+
+
+def test_a_time_in_which_nobody_asked_is_no_silence(monkeypatch):
+    """The notebook was stopped by a signal, and goes on: what came meanwhile is not read yet."""
+    reports = reports_of(line(0, "moves") + line(1, "still", state="S", **PLACE))
+    before_s = reports.still()[1].for_s
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 60)
+    found = reports.still()
+    assert list(found) == [1]
+    assert found[1].for_s == pytest.approx(before_s, abs=1)
 
 
 @pytest.mark.parametrize(
@@ -200,10 +216,3 @@ def test_a_board_holds_what_fits_on_it():
         board.waits(True)
         assert board.read().waits
     assert board.read() is None
-
-
-def test_of_a_file_that_is_gone_already_nothing_is_told(tmp_path):
-    reports = Reports(tmp_path / "gone.log")
-    reports.look()
-    reports.close()
-    assert (reports.ended, reports.still()) == ({}, {})

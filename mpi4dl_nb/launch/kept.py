@@ -1,0 +1,35 @@
+"""Ranks outside of a notebook, of which nothing is left either: no process, no folder, no shared memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from mpi4dl_nb.launch import ending
+from mpi4dl_nb.launch.allocation import allocation
+from mpi4dl_nb.launch.environment import mpi_environment
+from mpi4dl_nb.launch.place import Place
+from mpi4dl_nb.launch.record import Record, sweep
+
+__all__ = ["become"]
+
+
+def become(command: Sequence[str], n: int) -> NoReturn:
+    """Become the process that runs a launcher of `n` ranks and cleans up after it; its exit code is the launcher's.
+
+    It holds 20 MB, where this process may have loaded torch. Should it be killed together with the launcher, the next
+    start finds its record: a process keeps its pid when it becomes another program. Raises RankError where there is no
+    room, and PlanError where a batch system's hosts cannot be understood.
+    """
+    environment = {**os.environ, **mpi_environment(n)}
+    if sys.platform != "linux":
+        os.execve(command[0], command, environment)
+    sweep()
+    job = allocation()
+    place = Place.make(n)
+    paths = [*place.folders, *filter(None, [Record.of(place).write()])]
+    keeper = [sys.executable, "-P", ending.__file__, "keep", place.name, *map(str, paths), "--", *command]
+    is_alone = job is None or len(job.hosts) == 1
+    os.execve(keeper[0], keeper, {**environment, **place.environment(is_alone)})

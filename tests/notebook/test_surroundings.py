@@ -1,0 +1,172 @@
+"""A cluster in odd surroundings: it works, or says in one sentence why it cannot. Notebooks are processes here."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from engines.errors import ImageError, RankError
+from engines.images.picture import open_image
+from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.launch.surroundings import check_cluster
+
+ROOT = Path(__file__).parents[2]
+WORKS = """
+from mpi4dl_nb.cluster import Cluster
+with Cluster(2) as cluster:
+    assert cluster.call(lambda host: host.world.gather(host.world.rank)) == [[0, 1]] * 2
+"""
+
+
+def run(code: str, **changed: str | None) -> subprocess.CompletedProcess[str]:
+    """In a Python process of its own; None takes a variable away."""
+    environment: Mapping[str, str | None] = {**os.environ, "PYTHONPATH": str(ROOT), **changed}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={name: value for name, value in environment.items() if value is not None},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("home", [None, "/dev/null/home", "/proc/self"], ids=["unset", "not there", "not writable"])
+def test_a_home_is_not_needed(home, tmp_path, tmp_path_factory):
+    settings = str(tmp_path_factory.mktemp("matplotlib"))  # it says itself where it has none
+    changed = {"HOME": home, "TMPDIR": str(tmp_path), "MPLCONFIGDIR": settings}
+    done = run(WORKS, **changed, XDG_RUNTIME_DIR=None, XDG_CACHE_HOME=None)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("most", [64, 128])
+def test_too_few_open_files_are_told_before_anything_starts(most):
+    code = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({most}, {most}))\n{WORKS}"
+    done = run(code)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("engines.errors.")]
+    assert f"A process may open {most} files here, but to start 2 ranks takes" in line
+    assert "ulimit -n" in line
+
+
+def test_a_limit_of_open_files_that_may_be_raised_is_raised():
+    done = run(f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))\n{WORKS}")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_limit_of_open_files_that_is_high_enough_is_left_alone():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    check_cluster(2)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+
+
+@pytest.fixture
+def deleted(tmp_path, monkeypatch) -> Path:
+    """The folder that this process works in, which is gone."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    return folder
+
+
+def test_in_a_folder_that_was_deleted_nothing_starts(deleted):
+    with pytest.raises(RankError, match=r"^The folder that this process works in was deleted: .* \(os.chdir\)\.$"):
+        Cluster(2).start()
+
+
+def test_a_picture_of_a_folder_that_was_deleted_is_not_there(deleted):
+    with pytest.raises(ImageError, match=r"^a.png does not exist \(looked for in a folder that was deleted"):
+        open_image("a.png")
+
+
+@pytest.mark.parametrize("backend", ["mpi", "loopback"])
+def test_ranks_work_on_where_the_folder_is_deleted(backend, tmp_path):
+    code = f"""
+import os, pathlib
+from torch import nn
+import torch
+from mpi4dl_nb import Cluster, Plan, Training
+from engines.errors import CheckpointError
+with Cluster(2, backend={backend!r}) as cluster:
+    plan = Plan(split_size=1, num_spatial_parts=2, slice_method="vertical")
+    training = Training(nn.Conv2d(3, 2, 3), plan, cluster, (1, 3, 8, 8))
+    os.rmdir(os.getcwd())
+    assert cluster.call(lambda host: host.world.gather(host.world.rank)) == [[0, 1]] * 2
+    labels = torch.zeros(1, 6, 6, dtype=torch.long)
+    assert training.step(torch.ones(1, 3, 8, 8), labels) > 0
+    try:
+        training.save("here")
+    except CheckpointError as error:
+        print(error)
+"""
+    (tmp_path / "gone").mkdir()
+    done = run(f"import os; os.chdir({str(tmp_path / 'gone')!r})\n{code}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\n") == 1
+
+
+FORKS = """
+import multiprocessing, os, sys
+import torch
+from mpi4dl_nb.cluster import Cluster
+
+def gather(host):
+    return host.world.gather(host.world.rank)
+
+cluster = Cluster(2).start()
+home = cluster._ranks._place.home
+
+def ended(child):
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert home.exists()
+    assert cluster.call(gather) == [[0, 1]] * 2
+    return code
+
+def by_exit():
+    sys.exit(3)
+
+def by_block():
+    with cluster:
+        pass
+    cluster.stop()
+
+def by_garbage():
+    global cluster
+    cluster = None
+    import gc
+    gc.collect()
+
+for leave in (by_exit, by_block, by_garbage):
+    if not (child := os.fork()):
+        leave()
+        sys.exit(3)  # through atexit, as Python ends
+    assert ended(child) == 3
+
+context = multiprocessing.get_context("fork")
+worker = context.Process(target=by_block)
+worker.start()
+worker.join(60)
+assert worker.exitcode == 0 and cluster.call(gather) == [[0, 1]] * 2
+
+images = torch.utils.data.TensorDataset(torch.zeros(4, 1))
+assert len(list(torch.utils.data.DataLoader(images, num_workers=2))) == 4
+assert home.exists() and cluster.call(gather) == [[0, 1]] * 2
+cluster.stop()
+assert not home.exists()
+
+if not (child := os.fork()):
+    with Cluster(1) as mine:  # a copy of this process has no threads of its own yet
+        mine.call(gather)
+    sys.exit(4)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+print("all done")
+"""
+
+
+def test_copies_of_the_notebook_leave_its_ranks_alone():
+    done = run(FORKS)
+    assert done.stdout.endswith("all done\n"), done.stderr
