@@ -102,11 +102,16 @@ class Kernels:
                 training = Training(model(), PLAN, cluster, SHAPE)
                 training.fit(Images(), steps=STEPS, progress=False)
                 self._wanted = training.state_dict()
-        found = load_file(checkpoints(self.folder)[-1] / "model.safetensors") if checkpoints(self.folder) else {}
+        saved = _saved(self.folder)
+        found = load_file(saved[-1] / "model.safetensors") if saved else {}
         unequal = [
             name for name, tensor in self._wanted.items() if not torch.equal(found.get(name, torch.empty(0)), tensor)
         ]
         verdict.wrong += [f"other weights: {unequal}"] * bool(unequal)
+
+
+def _saved(folder: Path) -> list[Path]:
+    return checkpoints(folder) if folder.is_dir() else []
 
 
 class _Told:
@@ -129,7 +134,7 @@ def main(folder: Path) -> None:
     """A training of so many steps, from where it is saved."""
     with Cluster(PLAN.ranks, hang_after_s=HANG_AFTER_S) as cluster:
         training = Training(model(), PLAN, cluster, SHAPE)
-        if checkpoints(folder):
+        if _saved(folder):
             training.load(folder)
         if training.steps < STEPS:
             training.fit(Images(), steps=STEPS, progress=False, save=folder, save_every=1, monitor=_Told())

@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-from tests.faulty import Heard
 
 from engines.checkpoint.folder import checkpoints
 from engines.errors import CheckpointError, PlanError
@@ -14,6 +13,7 @@ from engines.images.order import Order, Place
 from engines.images.synthetic import SyntheticImages
 from mpi4dl_nb import Cluster, Training
 from mpi4dl_nb import fitting as fits
+from tests.chaos.training import Heard
 from tests.checkpoint.test_bad_checkpoints import changed, flip
 from tests.checkpoint.test_notebook_checkpoints import close, made
 from tests.checkpoint.test_train_saves import alone
