@@ -34,7 +34,7 @@ def tell(number: int, verdict: Verdict) -> None:
     """The line of one fault."""
     told = {} if verdict.told_s is None else {"told_s": round(verdict.told_s, 3)}
     say(
-        number=number, fault=str(verdict.fault), happened=verdict.happened, **told, late=verdict.late,
+        number=number, fault=str(verdict.fault), happened=verdict.happened, **told, late=verdict.is_late,
         seconds=round(verdict.seconds, 1), wrong=verdict.wrong,
     )  # fmt: skip
 
@@ -55,7 +55,7 @@ def summary(verdicts: Sequence[Verdict], left: Sequence[str], seconds: float) ->
         "kinds": len({(each.fault.kind, each.fault.whom, each.fault.when) for each in verdicts}),
         "hangs": 0, "left": list(left), "wrong": sum(bool(each.wrong) for each in verdicts),
         "unequal": sum("other weights" in text for each in verdicts for text in each.wrong),
-        "late": sum(each.late for each in verdicts), "told": told,
+        "late": sum(each.is_late for each in verdicts), "told": told,
         "by_kind": dict(Counter(each.fault.kind for each in verdicts)), "seconds": round(seconds),
     }  # fmt: skip
 

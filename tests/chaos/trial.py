@@ -44,13 +44,17 @@ class Verdict:
     told_s: float | None = None
     texts: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    late: bool = False
     seconds: float = 0.0
 
     @property
     def limit_s(self) -> float:
         """How soon it should be told: at once where a process is gone, later where one only does not go on."""
         return HANG_AFTER_S + 2 if self.fault.kind in ("stop", "hang", "pipe") else 1.0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether that was too late. A start has limits of its own, and so has what a fault does to a healing."""
+        return self.told_s is not None and self.told_s > self.limit_s and self.fault.when not in ("start", "heal")
 
     def tell(self, text: str, now_s: float) -> None:
         """Something was told, be it of this fault or of what came of it."""
@@ -208,7 +212,6 @@ class Trial:
         self.heard.healed.clear()
         told = " ".join(filter(None, verdict.texts))
         if verdict.told_s is not None and fault.when not in ("start", "heal"):
-            verdict.late = verdict.told_s > verdict.limit_s
             wanted = _NAMES.get(fault.whom) or [f"{word}ank {rank}" for rank in fault.hurt for word in "Rr"]
             if fault.whom not in ("leash", "notebook") and not any(word in told for word in wanted):
                 verdict.wrong.append(f"told of others: {told}")
