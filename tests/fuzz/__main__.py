@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FUZZERS = {"pictures": "pictures", "tables": "tables", "zarr": "stores"}
+FUZZERS = {"commands": "commands", "pictures": "pictures", "tables": "tables", "zarr": "stores"}
 """Each and its module in this folder."""
 _TOLD = 20  # wrong cases
 
