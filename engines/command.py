@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,8 +30,13 @@ from engines.checkpoint.interrupts import StoppedError
 from engines.comm.world import World
 from engines.errors import CheckpointError, ImageError, PlanError, RankError, ReleasedError, TraceError
 from engines.layout import check_fits
+from engines.spoken import spoken_bytes
 
 __all__ = ["main"]
+
+# How torch says it, which is no error of a kind of its own on a CPU.
+_NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory|bad_alloc", re.IGNORECASE)
+_ASKED = re.compile(r"tried to allocate (\d+) bytes")
 
 Command = Callable[[World, Sequence[str]], bool]
 
@@ -55,11 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     world = MpiWorld()
     if world.rank:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (one voice, whatever is printed by the user's model too)
-    if name not in _COMMANDS:
-        _tell(world, f"Unknown command {name!r}. Commands: {', '.join(_COMMANDS)}, table, published, gpu-check.")
-        world.leave(2)
     try:
-        world.leave(0 if _COMMANDS[name](world, rest) else 1)
+        world.leave(0 if _done(name, world, rest) else 1)
     except (PlanError, TraceError, ImageError, CheckpointError) as error:  # the same on every rank
         _tell(world, f"{type(error).__name__}: {error}")
         world.leave(2)
@@ -71,6 +74,23 @@ def main(arguments: Sequence[str]) -> int:
             print(f"rank {world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         world.fail()
         os._exit(1)
+
+
+def _done(name: str, world: World, arguments: Sequence[str]) -> bool:
+    """Whether all was right. Raises PlanError on an unknown command, and RankError where memory runs out."""
+    if name not in _COMMANDS:
+        commands = ", ".join([*_COMMANDS, "table", "published", "gpu-check"])
+        raise PlanError(f"Unknown command {name[:80]!r}. Commands: {commands}.")
+    try:
+        return _COMMANDS[name](world, arguments)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RankError) or not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
+            raise
+        asked = _ASKED.search(str(error))
+        told = f" ({spoken_bytes(int(asked[1]))} were asked for at once)" if asked else ""
+        raise RankError(
+            f"there is not enough memory for what the flags ask{told}. Use more ranks or tiles, or smaller images."
+        ) from error
 
 
 def _split(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
@@ -177,7 +197,7 @@ def _bench_halo(world: World, arguments: Sequence[str]) -> bool:
 def _bench_bubble(world: World, arguments: Sequence[str]) -> bool:
     """The idle share of a schedule, measured and by formula."""
     flags = options.parser("Measure how long ranks stand idle in a schedule of equal stages, beside the formula.")
-    flags.add_argument("--stage-seconds", type=float, default=0.02, help="how long a stage takes forward")
+    flags.add_argument("--stage-seconds", type=options.duration, default=0.02, help="how long a stage takes forward")
     flags.set_defaults(spatial_size=0)
     chosen = flags.parse_args(arguments)
     plan = options.plan(chosen)

@@ -12,6 +12,8 @@ from engines.spatial.tiles import Grid
 
 __all__ = ["Layout", "Pipe", "Role", "StageRanks", "check_fits", "threads_of"]
 
+_COUNTED = 256  # ranks of a plan that does not fit, stage by stage
+
 
 @dataclass(frozen=True, slots=True)
 class Role:
@@ -169,11 +171,16 @@ def threads_of(plan: Plan, rank: int, cores: int, here: int | None = None) -> in
 def check_fits(plan: Plan, engines: int) -> None:
     """Raises PlanError where a plan does not need exactly `engines` ranks."""
     if plan.ranks != engines:
-        stages = Layout.of(plan).stages
-        counts = {stage.ranks: len(stage.ranks) for stage in stages}
-        tiles = " + ".join(str(count) for count in counts.values())
         times = f", {plan.data_parallel} times" if plan.data_parallel > 1 else ""
         raise PlanError(
-            f"The plan needs {plan.ranks} ranks ({tiles} over {plan.split_size} stages{times}), but there are "
-            f"{engines}. Start {plan.ranks} ranks, or change split_size, spatial_size or num_spatial_parts."
+            f"The plan needs {plan.ranks} ranks ({_ranks_of_stages(plan)}over {plan.split_size} stages{times}), but "
+            f"there are {engines}. Start {plan.ranks} ranks, or change split_size, spatial_size or num_spatial_parts."
         )
+
+
+def _ranks_of_stages(plan: Plan) -> str:
+    """`4 + 1 `; nothing of so many that nobody would read it."""
+    if plan.ranks > _COUNTED:
+        return ""
+    counts = {stage.ranks: len(stage.ranks) for stage in Layout.of(plan).stages}
+    return " + ".join(map(str, counts.values())) + " "

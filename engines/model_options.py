@@ -159,7 +159,7 @@ def _call(path: str, positional: Sequence[Any], keywords: dict[str, Any]) -> Any
     make = _imported(path)
     try:
         return make(*positional, **keywords)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TraceError(f"{path} failed with {type(error).__name__}: {error}. Check --model-args.") from error
 
 
@@ -167,7 +167,7 @@ def _imported(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     try:
         return attrgetter(name)(importlib.import_module(module))  # type: ignore[no-any-return]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TraceError(f"{path!r} cannot be imported ({error}). Name it PACKAGE.MODULE:CALLABLE.") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
@@ -26,6 +27,7 @@ __all__ = [
     "Parser",
     "add_model_flags",
     "build_model",
+    "duration",
     "halo_case",
     "halo_parser",
     "image_size",
@@ -34,8 +36,11 @@ __all__ = [
     "plan",
     "positive",
     "recipe",
+    "seed",
 ]
 
+_SIDE = re.compile(r"\d{1,9}", re.ASCII)
+_SEEDS = range(-(1 << 63), 1 << 63)  # that torch takes
 _OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9),
     "adam": torch.optim.Adam,
@@ -49,7 +54,15 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong as every other part does: in one sentence, raised rather than printed."""
 
     def error(self, message: str) -> Any:
-        raise PlanError(f"{message[0].upper()}{message[1:]}. See --help.")
+        raise PlanError(f"{message[0].upper()}{message[1:].rstrip('.')}. See --help.")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Of `--model=--` Python's own parser makes an empty list, up to its version 3.12."""
+        found = super().parse_args(args, namespace)
+        for name, value in vars(found).items():
+            if value == [] != self.get_default(name):
+                self.error(f"argument --{name.replace('_', '-')}: expected one argument")
+        return found
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -58,7 +71,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     add_model_flags(flags)
     flags.add_argument("--image-size", default="512", help="pixels: one number, or HEIGHTxWIDTH")
     flags.add_argument("--batch-size", type=int, default=1)
-    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--seed", type=seed, default=0)
     flags.add_argument("--optimiser", choices=sorted(_OPTIMISERS), default="sgd")
     flags.add_argument("--learning-rate", type=float, default=0.001)
     flags.add_argument("--clip-norm", type=float, default=None, help="bound of the norm of all gradients together")
@@ -128,6 +141,20 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def duration(text: str) -> float:
+    """Seconds, 0 or more."""
+    if not 0 <= (found := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, 0 or more.")
+    return found
+
+
+def seed(text: str) -> int:
+    """A whole number of 64 bits."""
+    if (found := int(text)) not in _SEEDS:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 64 bits.")
+    return found
+
+
 def plan(options: argparse.Namespace) -> Plan:
     """The plan that the flags ask for. Raises PlanError."""
     return Plan(**{field.name: getattr(options, field.name) for field in fields(Plan)})
@@ -136,8 +163,8 @@ def plan(options: argparse.Namespace) -> Plan:
 def image_size(text: str) -> tuple[int, int]:
     """`512` or `512x768` as (height, width) in pixels."""
     parts = text.lower().split("x")
-    if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
-        raise PlanError(f"--image-size {text!r} must be one number of pixels, or HEIGHTxWIDTH such as 512x768.")
+    if len(parts) > 2 or not all(map(_SIDE.fullmatch, parts)) or not all(map(int, parts)):
+        raise PlanError(f"--image-size {text[:80]!r} must be one number of pixels, or HEIGHTxWIDTH such as 512x768.")
     return int(parts[0]), int(parts[-1])
 
 

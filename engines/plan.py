@@ -16,6 +16,9 @@ __all__ = ["HALF", "PRECISIONS", "SCHEDULES", "Plan"]
 SCHEDULES = ("fill_drain", "1f1b", "interleaved", "zero_bubble", "gems")
 PRECISIONS = ("float32", "float64", "bfloat16", "float16")
 HALF = ("bfloat16", "float16")
+MOST, MOST_TILES = 1 << 20, 1 << 32
+"""Of stages, replicas and micro-batches, and of tiles: more of them would only be counted for ever."""
+_GRID = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})", re.ASCII)
 SLICE_METHODS = "square, vertical, horizontal, or a grid such as 2x3"
 
 
@@ -194,8 +197,10 @@ def grid(method: str, tiles: int | None) -> Grid:
     >>> grid("vertical", 3)
     Grid(rows=1, cols=3)
     """
-    if match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", str(method)):
+    if match := _GRID.fullmatch(str(method)):
         result = Grid(int(match[1]), int(match[2]))
+        if result.tiles > MOST_TILES:
+            raise PlanError(f"slice_method={method!r} makes {result.tiles:,} tiles, but there may be {MOST_TILES:,}.")
         if tiles not in (None, result.tiles):
             raise PlanError(
                 f"slice_method={method!r} makes {result.tiles} tiles but num_spatial_parts={tiles}. "
@@ -243,7 +248,7 @@ def _per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:
 
 
 def _check_counts(plan: Plan) -> None:
-    """Whole numbers, each at least 1 (`spatial_size`: 0)."""
+    """Whole numbers, each at least 1 (`spatial_size`: 0), and no more than any machine could have."""
     names = ["split_size", "spatial_size", "num_spatial_parts", "parts", "times", "local_dp", "data_parallel"]
     names += ["accumulate", "stages_per_rank"]
     names += [] if plan.fused_layers == "auto" else ["fused_layers"]
@@ -256,6 +261,9 @@ def _check_counts(plan: Plan) -> None:
                 isinstance(count, bool) or not isinstance(count, int) or count < low
             ):
                 raise PlanError(f"{name}={value!r} must be a whole number of at least {low}.")
+            most = MOST_TILES if several else MOST
+            if count is not None and count > most:
+                raise PlanError(f"{name} must be a whole number of at most {most:,}.")
 
 
 def _check_switches(plan: Plan) -> None:

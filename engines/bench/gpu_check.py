@@ -112,7 +112,7 @@ def gpu_check(arguments: Sequence[str] = ()) -> int:
         if not names:
             raise PlanError(f"No check begins with {chosen.only}. There are link, {', '.join(CHECKS)}.")
     except PlanError as error:
-        print(error, file=sys.stderr)
+        print(f"PlanError: {error}", file=sys.stderr)
         return 2
     if not torch.cuda.is_available():
         print("There is no GPU that torch can use here: nothing to check.")

@@ -59,6 +59,8 @@ def choose_device(wish: str, rank: int) -> torch.device:
     except RuntimeError as error:
         raise PlanError(f"device={wish!r} is unknown. Use auto, cpu, cuda or cuda:0.") from error
     if not has_own_memory(device):
+        if device.type != "cpu":
+            raise PlanError(f"device={wish!r} is nothing that ranks compute on. Use auto, cpu, cuda or cuda:0.")
         return device
     count = torch.cuda.device_count()
     if not count:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,8 @@ from engines.plan import PRECISIONS
 
 __all__ = ["line_of", "predict", "predict_parser"]
 
+_NUMBER = re.compile(r"-?\d{1,15}", re.ASCII)
+
 
 def predict_parser() -> argparse.ArgumentParser:
     """The flags of `predict`."""
@@ -46,7 +49,7 @@ def predict_parser() -> argparse.ArgumentParser:
     flags.add_argument("--tile-px", type=options.positive, default=None, help="side of the tiles, whatever they take")
     flags.add_argument("--precision", "--dtype", choices=PRECISIONS, default="float32")
     flags.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
-    flags.add_argument("--seed", type=int, default=0, help="of weights that are not given")
+    flags.add_argument("--seed", type=options.seed, default=0, help="of weights that are not given")
     return flags
 
 
@@ -72,8 +75,8 @@ def _box(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     parts = text.split(",")
-    if len(parts) != 4 or not all(part.strip().lstrip("-").isdecimal() for part in parts):
-        raise PlanError(f"--region {text!r} must be four whole numbers of pixels: y0,x0,height,width.")
+    if len(parts) != 4 or not all(_NUMBER.fullmatch(part.strip()) for part in parts):
+        raise PlanError(f"--region {text[:80]!r} must be four whole numbers of pixels: y0,x0,height,width.")
     return tuple(map(int, parts))
 
 

@@ -16,6 +16,8 @@ from engines.spatial.tiles import Tile
 
 __all__ = ["Region", "region_of"]
 
+_MOST_SIDE_PX, _MOST_PX = 1 << 24, 1 << 40
+
 
 @dataclass(frozen=True)
 class Region:
@@ -44,10 +46,14 @@ class Region:
 def region_of(picture: Picture, box: Sequence[int] | None = None, level: int = 0) -> Region:
     """The rectangle (y0, x0, height, width) of a level, in pixels of that level, white outside; None is all of it.
 
-    Raises ImageError where it has no pixels, or none in common with the picture.
+    Raises ImageError where it has no pixels, or none in common with the picture, or more than any slide.
     """
     rows, cols = picture.shape(level)
     if box is not None and (len(box) != 4 or not all(isinstance(px, int) for px in box)):
         raise ImageError(f"region={box!r} must be four whole numbers of pixels: y0, x0, height, width.")
+    if box is not None and (max(box[2:]) > _MOST_SIDE_PX or box[2] * box[3] > _MOST_PX):
+        raise ImageError(
+            f"region={box!r}: {box[2]:,} x {box[3]:,} px are more than any slide has. Ask for a smaller one."
+        )
     cut = region.region(picture, *((0, 0, rows, cols) if box is None else box), level)
     return Region(cut, cut.shape())

@@ -235,7 +235,10 @@ class MpiRanks:
     def submit(self, rank: int, common: bytes, own: bytes) -> Future[bytes]:
         """One message to one engine: only so is a failure known while others are still at work."""
         try:
-            asked = self._views[rank].apply_async(host.run, common, own, self._follow)
+            view = self._views[rank]
+            for numbers in (self._client.history, view.history, view.outstanding):
+                numbers.clear()  # of the messages before: ipyparallel would keep them all
+            asked = view.apply_async(host.run, common, own, self._follow)
             self._spoken[rank].follow(self._client.metadata, asked.msg_ids[0])
             return asked
         except IndexError as error:  # the engine is gone, and so is its number

@@ -20,8 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FUZZERS = {
-    "checkpoints": "checkpoints", "machines": "machines", "pictures": "pictures", "tables": "tables", "zarr": "stores",
-    "faulty": "faulty",
+    "checkpoints": "checkpoints", "commands": "commands", "machines": "machines", "pictures": "pictures",
+    "tables": "tables", "zarr": "stores", "faulty": "faulty",
 }  # fmt: skip
 """Each and its module in this folder; the last one is for the judge's own test."""
 _TOLD = 20  # wrong cases

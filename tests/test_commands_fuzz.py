@@ -1,0 +1,124 @@
+"""Command lines with words changed, before the judge of all fuzzers; and each kind of fault that it has found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines import command, options
+from engines.comm.device import choose_device
+from engines.errors import ImageError, PlanError, RankError, TraceError
+from engines.images.arrays import ArrayPicture
+from engines.inference.region import region_of
+from engines.layout import check_fits
+from engines.plan import Plan
+from tests.fuzz.commands import OneOfMany, run, write_files
+
+ROOT = Path(__file__).parents[1]
+CASES = 240
+
+
+def test_changed_command_lines_run_or_are_refused_in_one_sentence():
+    words = [sys.executable, "-m", "tests.fuzz", "commands", "--count", str(CASES)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert line["cases"] == CASES
+    assert min(line["read"], line["refused"]) > CASES / 10
+
+
+@pytest.mark.parametrize("seed", ["9223372036854775808", "-99999999999999999999"])
+def test_a_seed_has_64_bits(seed):
+    with pytest.raises(PlanError, match="must be a whole number of 64 bits"):
+        options.parser("Test.").parse_args([f"--seed={seed}"])
+    assert options.parser("Test.").parse_args(["--seed=-9"]).seed == -9
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "1x" + "9" * 5000, "1000000000"])
+def test_sizes_have_few_digits(text):
+    with pytest.raises(PlanError, match="must be one number of pixels"):
+        options.image_size(text)
+    with pytest.raises(PlanError, match="is unknown"):
+        Plan(slice_method="1x" + "9" * 5000)
+
+
+@pytest.mark.parametrize("name", ["split_size", "parts", "data_parallel", "num_spatial_parts", "local_dp"])
+def test_a_plan_has_no_more_of_anything_than_can_be_counted(name):
+    with pytest.raises(PlanError, match=rf"{name} must be a whole number of at most|{name}=.* of at least"):
+        Plan(**{name: 10**20})
+    with pytest.raises(PlanError, match=r"makes 1,000,000,000,000 tiles"):
+        Plan(slice_method="1000000x1000000")
+
+
+def test_a_plan_of_a_million_ranks_is_refused_in_few_words():
+    with pytest.raises(
+        PlanError, match=r"^The plan needs 1000000 ranks \(over 1000000 stages\), but there are 1"
+    ) as told:
+        check_fits(Plan(split_size=1_000_000, spatial_size=0), 1)
+    assert len(str(told.value)) < 250
+
+
+def test_of_an_argument_that_is_two_dashes_that_is_told():
+    with pytest.raises(PlanError, match="Argument --model: expected one argument"):
+        options.parser("Test.").parse_args(["--model=--"])
+
+
+def test_a_model_that_ends_the_process_is_refused():
+    with pytest.raises(TraceError, match="sys:exit failed with SystemExit"):
+        options.build_model(options.parser("Test.").parse_args(["--model", "sys:exit"]))
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-1", "inf"])
+def test_a_stage_takes_some_seconds(seconds):
+    with pytest.raises(options.argparse.ArgumentTypeError, match="must be a number of seconds"):
+        options.duration(seconds)
+
+
+def test_there_is_no_device_without_memory():
+    with pytest.raises(PlanError, match="device='meta' is nothing that ranks compute on"):
+        choose_device("meta", 0)
+
+
+def test_a_region_is_no_larger_than_a_slide():
+    picture = ArrayPicture("a", np.zeros((8, 8, 3), np.uint8))
+    with pytest.raises(ImageError, match=r"1 x 99,999,999,999 px are more than any slide has"):
+        region_of(picture, (0, 0, 1, 99_999_999_999))
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError(), "there is not enough memory for what the flags ask. Use"),
+        (RuntimeError("[enforce] can't allocate memory: you tried to allocate 8000000000000 bytes."), r"\(7.3 TB were"),
+    ],
+)
+def test_where_memory_runs_out_that_is_told(monkeypatch, error, told):
+    def takes(world, arguments):
+        raise error
+
+    monkeypatch.setitem(command._COMMANDS, "verify", takes)
+    with pytest.raises(RankError, match=told):
+        command._done("verify", OneOfMany(1), [])
+
+
+def test_other_faults_keep_their_traceback(monkeypatch):
+    def fails(world, arguments):
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setitem(command._COMMANDS, "verify", fails)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        command._done("verify", OneOfMany(1), [])
+
+
+@pytest.mark.parametrize("words", [["no-such"], ["bench"], [], ["gpu-check", "--only", "none such"]], ids=str)
+def test_what_is_no_command_is_told_as_every_fault_is(words, tmp_path):
+    write_files(tmp_path)
+    with pytest.raises(PlanError, match=r"^PlanError: (Unknown command|No check begins)"):
+        run(tmp_path, 1, words)
