@@ -39,7 +39,8 @@ SIZES = (
 _SEGMENTS = 40
 _ROUNDS = 15
 _SLICES_S, _GAP_S = 0.2, 5e-4
-_QUICK_TURNS, _QUICK_REHEARSALS = 3, 1
+# How often rank 0 measures by itself, all ranks do at once, and all train: three is the least that shows a spread.
+_FULL, _QUICK = (TURNS, TURNS, REHEARSALS), (3, 1, 1)
 _LARGE_BYTES, _BLOCKS = 1 << 22, 24
 
 
@@ -69,7 +70,7 @@ class Calibration:
     ) -> None:
         self.world, self.name, self.quick = world, name, quick
         self.rehearsal = rehearsal or Rehearsal.of(world.size)
-        self.turns, self.rehearsals = (_QUICK_TURNS, _QUICK_REHEARSALS) if quick else (TURNS, REHEARSALS)
+        self.alone, self.crowded, self.rehearsals = _QUICK if quick else _FULL
         self.machine: Machine | None = None
         self._spins: list[float] = []
         self._rest = self._run()
@@ -77,8 +78,8 @@ class Calibration:
     @staticmethod
     def parts(ranks: int, quick: bool = False) -> int:
         """How many there are."""
-        turns, rehearsals = (_QUICK_TURNS, _QUICK_REHEARSALS) if quick else (TURNS, REHEARSALS)
-        return turns * (3 if ranks > 1 else 2) + rehearsals + 3
+        alone, crowded, rehearsals = _QUICK if quick else _FULL
+        return 2 * alone + (crowded if ranks > 1 else 0) + rehearsals + 3
 
     def part(self) -> Machine | None:
         """The next one; collective. The machine, if it was the last."""
@@ -98,7 +99,7 @@ class Calibration:
         alone, spread, facts = world.gather((alone, spread, _one_by_one(world, _facts)))[0]
         yield
         crowded = Samples(SIZES, late=world.rank / world.size)
-        for _ in range(self.turns if world.size > 1 else 0):
+        for _ in range(self.crowded if world.size > 1 else 0):
             crowded.turn()
             yield
         of_all = world.gather(crowded.timed) if world.size > 1 else []
@@ -128,7 +129,7 @@ class Calibration:
     ) -> Generator[None, None, list[Timed]]:
         """The samples of rank 0, timed while all others sleep."""
         samples = Samples(SIZES, clock=clock) if self.world.rank == 0 else None
-        for _ in range(self.turns):
+        for _ in range(self.alone):
             _one_by_one(self.world, lambda: how(samples.turn))
             yield
         return samples.timed if samples else []
