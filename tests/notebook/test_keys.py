@@ -1,8 +1,7 @@
 """Somebody else on the same machine, who lacks the key: can't read it, can't connect, can't listen, can't break it.
 
 What listens beside the loopback interface is named here too: two ports of Open MPI's own mpiexec, which no setting of
-it restricts (PRRTE's `create_listen` binds to any address; `prte_if_include` is for its connections, and finds no
-`lo`).
+it restricts: PRRTE's `create_listen` binds to any address; `prte_if_include` is for connections, and refuses `lo`.
 """
 
 from __future__ import annotations
