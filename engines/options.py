@@ -59,9 +59,9 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Of `--model=--` Python's own parser makes an empty list, up to its version 3.12."""
         found = super().parse_args(args, namespace)
-        for name, value in vars(found).items():
-            if value == [] != self.get_default(name):
-                self.error(f"argument --{name.replace('_', '-')}: expected one argument")
+        for action in self._actions:
+            if action.nargs is None and getattr(found, action.dest, None) == []:
+                self.error(f"argument {'/'.join(action.option_strings)}: expected one argument")
         return found
 
 

@@ -107,7 +107,7 @@ def fit(
         fitting.keeper = saving.keeper(course.training, fitting.asked)
         fitting.go()
     if not fitting.losses and not fitting.stopped:
-        text = "Nothing was trained: no step was left of the epoch that had begun. Call fit() again for the next one."
+        text = "Nothing was trained: no step was left to do. Call fit() again for the next epoch."
         warnings.warn(text, stacklevel=3)
     return fitting.history
 

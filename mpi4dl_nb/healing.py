@@ -110,6 +110,8 @@ class Healing:
         wrong: list[DamagedError] = []
         for mark, path in reversed(self._saved):
             try:
+                if not path.exists():
+                    raise DamagedError(f"{path}: it is there no more.")
                 self.training.load(path, plan)
             except DamagedError as error:
                 wrong.append(error)

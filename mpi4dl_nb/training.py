@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import islice
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -241,7 +242,8 @@ class Training:
         each epoch; where TensorBoard is installed, so does the folder `NAME.tensorboard`.
 
         Checkpoints go into the folder `save` after every `save_every` steps, or after each epoch, of which the last
-        `keep` stay; an interrupt is then raised as StoppedError, once all is saved.
+        `keep` stay; an interrupt is then raised as StoppedError, once all is saved. SIGTERM and SIGUSR1, by which batch
+        systems announce an end, are then heard too: it is saved, and the process ends as they ask.
 
         Where a rank fails, dies or hangs, `on_failure="heal"` starts dead ones anew and goes on by itself, from the
         last checkpoint if what they held is lost; `"shrink"` goes on without them, under the fastest plan for those
@@ -249,8 +251,8 @@ class Training:
         twice on the same rank in the same step is raised, and so is the third failure without a step more than before.
         Raises ImageError, on all ranks, where an image cannot be read, LossError, RankError or PlanError.
         """
-        if not isinstance(epochs, int) or epochs < 1:
-            raise PlanError(f"epochs={epochs!r} must be a whole number of epochs still to come, at least 1.")
+        if isinstance(epochs, bool) or not isinstance(epochs, Integral) or epochs < 0:
+            raise PlanError(f"epochs={epochs!r} must be a whole number of epochs still to come.")
         if on_failure not in HOW:
             raise PlanError(f"on_failure={on_failure!r} must be one of {', '.join(map(repr, HOW))}.")
         if on_failure != "raise" and save is None:

@@ -70,6 +70,13 @@ def test_of_an_argument_that_is_two_dashes_that_is_told():
         options.parser("Test.").parse_args(["--model=--"])
 
 
+def test_what_follows_a_command_may_be_nothing():
+    """`python -m mpi4dl_nb` alone: the engines then name the commands there are."""
+    flags = options.Parser()
+    flags.add_argument("command", nargs=options.argparse.REMAINDER)
+    assert flags.parse_args([]).command == []
+
+
 def test_a_model_that_ends_the_process_is_refused():
     with pytest.raises(TraceError, match="sys:exit failed with SystemExit"):
         options.build_model(options.parser("Test.").parse_args(["--model", "sys:exit"]))

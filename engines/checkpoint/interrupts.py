@@ -59,7 +59,7 @@ class Interrupts:
 
     def _give_back(self) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not Python's
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._number, self._since_s = number, time.monotonic()

@@ -79,7 +79,7 @@ def scheduler_state(path: str | Path) -> dict[str, Any] | None:
     >>> scheduler_state(folder)["last_epoch"]
     1
     """
-    checkpoint = Checkpoint.open(Path(path))
+    checkpoint = Checkpoint.open(Path(path), only=())
     checkpoint.warn_of_passed_over(stacklevel=2)
     with checkpoint.reading():
         stored = checkpoint.manifest["scheduler"]

@@ -7,7 +7,7 @@ import os
 import stat
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,10 +64,13 @@ class Checkpoint:
         return cls(path, read_manifest(path))
 
     @classmethod
-    def open(cls, path: Path, hold: Callable[[Checkpoint], object] | None = None) -> Checkpoint:
+    def open(
+        cls, path: Path, hold: Callable[[Checkpoint], object] | None = None, only: Collection[str] | None = None
+    ) -> Checkpoint:
         """The checkpoint that is there, or the newest whole one of a folder of them; every byte of it is read.
 
-        `hold` compares a checkpoint with what it is for: that is asked before gigabytes are read.
+        Of its files `only` these are looked at: others may be missing where nobody needs them. `hold` compares a
+        checkpoint with what it is for: that is asked before gigabytes are read.
         Raises DamagedError where it, or every one of the folder, is damaged; UnreadableError where memory, file
         handles or permission are wanting, which says nothing of the files; and CheckpointError.
         """
@@ -78,7 +81,7 @@ class Checkpoint:
                 if each != path and leads_out(each):
                     raise damaged(each, "it is a link that leads out of its folder")
                 checkpoint = cls(each, read_manifest(each), tuple(map(_passed_over, found, wrong)))
-                checkpoint.check_files(hold)
+                checkpoint.check_files(hold, only)
                 return checkpoint
             except DamagedError as error:
                 wrong.append(error)
@@ -109,11 +112,15 @@ class Checkpoint:
             stored = self.manifest["optimiser"] or {"options": [], "weights": {}}
             return {name: _weight_state(stored["options"], each) for name, each in stored["weights"].items()}
 
-    def check_files(self, hold: Callable[[Checkpoint], object] | None = None) -> None:
-        """Read every file once. Raises DamagedError where one is missing, cut short or changed; `hold` as in `open`."""
+    def check_files(
+        self, hold: Callable[[Checkpoint], object] | None = None, only: Collection[str] | None = None
+    ) -> None:
+        """Read every file once, as in `open`. Raises DamagedError where one is missing, cut short or changed."""
         sums: dict[str, int] = {}
         size = 0
         for name, told in self.manifest["files"].items():
+            if only is not None and name not in only:
+                continue
             with self.reading():
                 file, sums[name] = self.path / name, int(told["crc32"])
                 if file.parent != self.path or file.is_symlink():

@@ -66,8 +66,8 @@ def check_pace(
         warnings.simplefilter("ignore")  # of a scheduler that steps without its optimiser
         fresh: Any = scheduler(_weightless(optimiser))
         check_state(state, fresh)
-        done = state.get("last_epoch", 0)
-        if not isinstance(done, int) or not 0 <= done <= fresh.last_epoch + steps:
+        done, first = state.get("last_epoch", 0), getattr(fresh, "last_epoch", 0)  # those that are chained have none
+        if not isinstance(done, int) or not 0 <= done <= first + steps:
             raise ValueError(f"{kind_of(fresh)} has made {str(done)[:20]} steps, and the training {steps}")
         if not _is_tried(fresh.step):
             return
@@ -106,8 +106,10 @@ def _weightless(optimiser: torch.optim.Optimizer, made: Mapping[str, Any] | None
 
 
 def _take_options(optimiser: torch.optim.Optimizer, made: Mapping[str, Any]) -> None:
+    """But for those by which kernels are chosen, of which some are of GPUs alone: the numbers are the same."""
     for group, said in zip(optimiser.param_groups, made["param_groups"], strict=True):
         group.update({key: copy.deepcopy(said[key]) for key in said.keys() - {"params", "param_names"}})
+        group.update(dict.fromkeys(group.keys() & {"fused", "foreach"}, False))
 
 
 def _is_tried(step: Callable[[], object]) -> bool:

@@ -124,7 +124,8 @@ def check_decoding(path: Path, image: Image.Image, data: bytes, result_bytes: in
         raise ImageError(f"{path} has more than {scans - 1} scans, where a JPEG picture has about 10. Save it again.")
     held = 1 if image.mode in ("1", "L", "P") else 4
     more = {"TIFF": held, "JPEG": 6 if image.info.get("progressive") else 0}.get(str(image.format), 0)
-    turned = held if image.getexif().get(ORIENTATION, 1) != 1 else 0
+    # A PNG is decoded by whoever asks whether it is turned, so that it counts as if it were.
+    turned = held if image.format == "PNG" or image.getexif().get(ORIENTATION, 1) != 1 else 0
     wanted = len(data) + rows * cols * (held + more + turned + result_bytes)
     check_budget(path, wanted, f"its {rows} x {cols} px can only be decoded all at once", TILED)
 

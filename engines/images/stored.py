@@ -23,7 +23,7 @@ from tifffile import TiffFile, TiffPage
 from engines.errors import ImageError
 from engines.images.budget import check_budget
 from engines.images.decoded import Decoded
-from engines.images.files import beginning, changed, check_size, reasons
+from engines.images.files import beginning, changed, reasons
 from engines.images.pillow import check_decoding, in_bands, quiet_at_any_size, whole_file
 from engines.images.tiff_layout import find_picture
 from engines.images.tiff_page import DECODED, JPEG, Page, alpha_channel, check_segment_size
@@ -100,8 +100,9 @@ class _DecodedWhole:
 
     def __init__(self, path: Path) -> None:
         self.path = absolute(path)
-        with reasons(path), quiet_at_any_size(), _opened(whole_file(path)) as image:
-            check_size(path, image.height, image.width)
+        data = whole_file(path)
+        with reasons(path), quiet_at_any_size(), _opened(data) as image:
+            _check_decoding(path, image, data)
             turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
             self.shape = image.size if turned else (image.height, image.width)
             self.bits = _png_bits(path) if image.format == "PNG" else 8
@@ -204,14 +205,18 @@ def _decode(path: Path, _page: int) -> Numbers:
         data = whole_file(path)
         with quiet_at_any_size():
             image = _opened(data)
-            check_decoding(
-                path, image, data, np.dtype(np.int32).itemsize if image.mode == "I" else len(image.getbands())
-            )
+            _check_decoding(path, image, data)
             orientation = int(image.getexif().get(_ORIENTATION, 1))
         bits = _png_bits(path) if image.format == "PNG" else 8
         factor = 255 // ((1 << bits) - 1) if image.mode == "L" and bits in (2, 4) else 1
         values = in_bands(image, lambda band: np.array(band) // factor if factor > 1 else np.array(band))
         return _upright(np.atleast_3d(values), orientation)
+
+
+def _check_decoding(path: Path, image: Image.Image, data: bytes) -> None:
+    """Before anything is asked of the image that Pillow would decode it for, such as whether it is turned."""
+    bytes_per_pixel = np.dtype(np.int32).itemsize if image.mode == "I" else len(image.getbands())
+    check_decoding(path, image, data, bytes_per_pixel)
 
 
 _WHOLE = Decoded(_decode)

@@ -23,7 +23,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """
     file = path
     if path.is_dir():
-        checkpoint = Checkpoint.open(path)
+        checkpoint = Checkpoint.open(path, only=[tensors_of("model")])
         checkpoint.warn_of_passed_over(stacklevel=2)
         file = checkpoint.path / tensors_of("model")
     try:

@@ -132,6 +132,7 @@ def _keep(name: str, paths: Iterable[str], command: Sequence[str]) -> NoReturn:
     A signal that another process sends is passed on. Of one that comes from the terminal the launcher has heard itself.
     """
     told = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever has started this one may have it ignored: never told then
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*told, signal.SIGCHLD})
     # Should this process be killed, the launcher is asked to end, and with it its ranks.
     tied, library = 1, ctypes.CDLL(None)

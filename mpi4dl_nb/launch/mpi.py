@@ -269,6 +269,8 @@ class MpiRanks:
         cut = self._across.lost() if self._across else {}
         alive, ended = [] if self._ended() else self._client.ids, {**self._reports.ended, **cut}
         if self._ended() and not self._fallen:  # from here on ranks end because of that
+            self._launchers[-1].get_output()  # all that guards had told before is read then
+            ended |= self._reports.ended
             self._fallen = {rank: ended.get(rank, Ended(None, helper=self._first_ended())) for rank in self._began_as}
         ended |= self._fallen
         found = {

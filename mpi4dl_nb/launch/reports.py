@@ -79,8 +79,8 @@ class Still:
         return time.monotonic() - self.at.since_s
 
     def later(self, seconds: float) -> Still:
-        """The same, as if it had begun so much later."""
-        return replace(self, at=replace(self.at, since_s=self.at.since_s + seconds))
+        """The same, as if it had begun so much later, but not after now."""
+        return replace(self, at=replace(self.at, since_s=min(time.monotonic(), self.at.since_s + seconds)))
 
 
 class Reports:
@@ -102,7 +102,7 @@ class Reports:
         with self._lock:
             now_s = time.monotonic()
             if (pause_s := now_s - self._asked_s) > _PAUSE_S:
-                self._heard_s = {rank: heard_s + pause_s for rank, heard_s in self._heard_s.items()}
+                self._heard_s = {rank: min(now_s, heard_s + pause_s) for rank, heard_s in self._heard_s.items()}
                 self._still = {rank: still.later(pause_s) for rank, still in self._still.items()}
             self._asked_s = now_s
             return self._found(now_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engines.checkpoint.folder import checkpoints
@@ -64,10 +65,18 @@ def test_a_training_whose_epochs_are_all_done_goes_on_with_another_one(cluster, 
     assert [(each.epoch, each.steps) for each in history.epochs] == [(3, 2)]
 
 
-@pytest.mark.parametrize("epochs", [0, -1, 1.5, None])
+@pytest.mark.parametrize("epochs", [-1, 1.5, None, True])
 def test_no_epoch_is_no_fit(cluster, straight, epochs):
-    with pytest.raises(PlanError, match=r"epochs=.* must be a whole number of epochs still to come, at least 1"):
+    with pytest.raises(PlanError, match=r"epochs=.* must be a whole number of epochs still to come"):
         straight[0].fit(IMAGES, epochs=epochs, progress=False)
+
+
+def test_no_epoch_that_is_left_is_said(cluster, straight):
+    """As `epochs=60 - done` asks for at the end."""
+    training = made(cluster)
+    training.load(straight[2])
+    with pytest.warns(UserWarning, match="Nothing was trained"):
+        assert training.fit(IMAGES, epochs=np.int64(0), progress=False).losses == ()
 
 
 def test_where_nothing_is_trained_that_is_said(cluster, straight, monkeypatch):

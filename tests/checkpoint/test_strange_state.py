@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR
 
+from engines.checkpoint.fits import check_fits_recipe
 from engines.checkpoint.load import load
 from engines.checkpoint.plain import optimiser_state
-from engines.checkpoint.stored import STATE
+from engines.checkpoint.stored import STATE, Checkpoint
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError
 from engines.images.order import Place
@@ -196,6 +198,26 @@ def test_an_optimiser_of_others_goes_on(tmp_path: Path):
     whole = data(recipe, 3)
     path = on_ranks(recipe, whole[:2], into=tmp_path).saved
     assert on_ranks(recipe, whole[2:], resume=path).losses == on_ranks(recipe, whole).losses[2:]
+
+
+def chained(optimiser: torch.optim.Optimizer) -> Any:
+    return ChainedScheduler([ConstantLR(optimiser, 0.5, 3), ExponentialLR(optimiser, 0.9)])
+
+
+def test_schedulers_that_are_chained_go_on(tmp_path: Path):
+    """They don't say how often they have made a step."""
+    recipe = replace(recipe_of(PLANS["one rank"], scheduler="none"), scheduler=chained)
+    whole = data(recipe, 4)
+    path = on_ranks(recipe, whole[:2], into=tmp_path).saved
+    assert on_ranks(recipe, whole[2:], resume=path).losses == on_ranks(recipe, whole).losses[2:]
+
+
+def test_kernels_of_a_gpu_are_no_damage(tmp_path: Path):
+    """Of a training with fused kernels the state is what it is without."""
+    recipe = recipe_of(PLANS["one rank"], "adam", "none")
+    path = on_ranks(recipe, data(recipe, 2), into=tmp_path).saved
+    sealed_again(path, lambda manifest: [each.update(fused=True) for each in manifest["optimiser"]["options"]])
+    check_fits_recipe(Checkpoint.open(path), recipe)
 
 
 def test_a_scheduler_that_has_come_to_its_end_is_loaded(tmp_path: Path):

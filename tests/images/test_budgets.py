@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tifffile
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 
 from engines.errors import ImageError
 from engines.images import annotations, budget, tiff_layout
@@ -51,6 +52,20 @@ def test_a_picture_that_takes_more_memory_than_its_file_is_worth(tmp_path: Path)
             ImageError, match=says + r" the most for a file of 8\.0 MB\. Save it as a TIFF file in tiles"
         ):
             read(path)
+
+
+def test_no_pixel_is_decoded_before_that_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Pillow decodes a PNG for whoever asks whether it is turned."""
+    path = tmp_path / "a.png"
+    Image.fromarray(tissue(64, 64)).save(path)
+    decoded = []
+    monkeypatch.setattr(PngImageFile, "load", decoded.append)
+    monkeypatch.setattr(budget, "SMALL_BYTES", 0)
+    monkeypatch.setattr(budget, "_free_bytes", lambda: 40_000)
+    for read in (open_image, lambda path: stored(path).read(Tile.whole(1, 1))):
+        with pytest.raises(ImageError, match="half of what is free"):
+            read(path)
+    assert decoded == []
 
 
 def test_what_is_free_bounds_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

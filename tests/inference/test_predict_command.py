@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from torch import nn
 
 from engines.comm.loopback import run_ranks
 from engines.errors import CheckpointError, ImageError, PlanError
@@ -18,7 +19,9 @@ from engines.inference.command import predict
 from engines.inference.region import region_of
 from engines.inference.weights import load_weights
 from engines.models.unet import UNet
+from engines.plan import Plan
 from engines.spatial.tiles import Tile
+from mpi4dl_nb import Cluster, Training
 from tests.inference.test_turns import settled
 from tests.inference.turning import even, plain
 
@@ -44,6 +47,15 @@ def flags(files: Path, **others: object) -> list[str]:
         "precision": "float64", **others,
     }  # fmt: skip
     return [f"--{name}={value}" for name, value in given.items() if value is not None]
+
+
+def test_weights_of_a_checkpoint_need_no_other_file_of_it(tmp_path: Path):
+    model, other = (nn.Sequential(nn.Conv2d(3, 2, 1), nn.Flatten(), nn.Linear(32, 2)) for _ in range(2))
+    with Cluster(1, backend="loopback") as cluster:
+        path = Training(model, Plan(split_size=1, spatial_size=0), cluster, (1, 3, 4, 4)).save(tmp_path)
+    (path / "training.safetensors").unlink()
+    load_weights(other, tmp_path)
+    assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_a_region_with_given_weights(files: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from engines.checkpoint import stored
 from engines.errors import DamagedError, UnreadableError
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.healing import Healing, Mark
 from mpi4dl_nb.training import Training
 from tests.chaos.training import Heard
 from tests.notebook.test_healing import DATA, hurt, training
@@ -66,6 +68,18 @@ def test_where_none_is_whole_all_are_listed(cluster, tmp_path):
     with pytest.raises(DamagedError, match="There is no whole checkpoint to go back to") as caught:
         fitted(cluster, tmp_path / "spoiled", tmp_path, -1, steps=3)
     assert str(caught.value).count("this checkpoint is damaged") == 4
+
+
+def test_a_checkpoint_that_is_gone_is_passed_over(cluster, tmp_path):
+    """Whoever makes room on a disk may remove the newest one."""
+    found = training(cluster)
+    healing = Healing(found, False, lambda: None)
+    for steps in range(2):
+        healing.saved(Mark(steps, 0, (), None, is_over=False), found.save(tmp_path / "saved"))
+        found.step(*DATA[steps])
+    shutil.rmtree(tmp_path / "saved" / "00002-step-1")
+    healing._load(found.plan)
+    assert (healing.mark.steps, found.steps) == (0, 0)
 
 
 def test_want_of_handles_is_no_reason_to_go_further_back(cluster, tmp_path, monkeypatch):

@@ -105,6 +105,17 @@ def test_a_signal_is_passed_on(begin, tmp_path):
     assert gone(paths, family)
 
 
+def test_it_ends_where_nobody_is_told_of_children():
+    """As whoever has started it may have left it."""
+    keep = [sys.executable, "-P", ending.__file__, "keep", "mpi4dl_nb-nobody", "--", sys.executable, "-c", "exit(3)"]
+    done = subprocess.run(keep, preexec_fn=_deaf, timeout=20, check=False)
+    assert done.returncode == 3
+
+
+def _deaf() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
 def test_it_ends_as_the_launcher_does_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))

@@ -166,6 +166,18 @@ def test_a_time_in_which_nobody_asked_is_no_silence(monkeypatch):
     assert found[1].for_s == pytest.approx(before_s, abs=1)
 
 
+def test_what_came_after_nobody_had_asked_for_long_is_no_older_than_that(monkeypatch):
+    """Or a hang would be told of as much later."""
+    reports = reports_of(line(0, "moves"))
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 600)
+    take(reports, line(0, "watches") + line(1, "still", state="S", **PLACE))
+    assert reports.still()[1].for_s == pytest.approx(0, abs=0.1)
+    found = ask_for(reports, 3.5, monkeypatch)
+    assert found[0].for_s == pytest.approx(3.5)
+    assert found[1].for_s == pytest.approx(3.5)
+
+
 @pytest.mark.parametrize(
     ("ended", "words"),
     [
