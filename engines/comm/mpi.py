@@ -217,7 +217,7 @@ class MpiWorld:
         _look_after_left()
         self.rest()
         own = seal(value)
-        with self:
+        with self, waited():  # MPI sleeps in these calls, without a word, until the last rank is there
             sizes = array("q", bytes(8 * self.size))
             self.comm.Allgather([array("q", [len(own)]), MPI.INT64_T], [sizes, MPI.INT64_T])
             self._check_whole()
@@ -229,7 +229,7 @@ class MpiWorld:
     def collect(self, value: Any) -> list[Any]:
         """The values of all ranks on rank 0, pickled, one after another."""
         self.rest()
-        with self:
+        with self, waited():
             if self.rank:
                 self.comm.Send([seal(value), MPI.BYTE], 0, _COLLECTED)
                 return []
@@ -281,7 +281,9 @@ class MpiWorld:
             )
         for ended in filter(None, self._collectives.values()):
             ended.end()
-        self._adopt(self.comm.Shrink())
+        with waited():
+            common = self.comm.Shrink()
+        self._adopt(common)
 
 
 def _catch_up(buffers: Sequence[Tensor]) -> None:

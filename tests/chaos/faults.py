@@ -50,7 +50,7 @@ SIGNALS = {
     "interrupt": signal.SIGINT,
 }  # fmt: skip
 RESOURCES = {"disk": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS, "files": resource.RLIMIT_NOFILE}
-_EVENTS = {"step": 50, "save": 12, "load": 8, "calibrate": 40, "reader": 5}  # about as many as there are
+_EVENTS = {"step": 40, "save": 12, "load": 8, "calibrate": 40, "reader": 5}  # about as many as there are
 _NUMBERLESS = ("controller", "mpiexec")
 HELPERS = ("controller", "mpiexec", "guard", "nanny", "leash")
 _WORDS = {"save": b"save", "load": b"load", "calibrate": b"_part"}  # on a rank's board, while it does so

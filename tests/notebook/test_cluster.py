@@ -400,6 +400,28 @@ def test_of_ranks_that_fail_in_the_midst_of_a_gather_the_true_error_is_told(clus
 
 
 @over_mpi
+def test_a_rank_that_hangs_in_the_midst_of_a_gather_is_named(cluster):
+    """The others are in a call of MPI that looks for no messages of ours."""
+
+    def hangs(host):
+        if host.world.rank != 1:
+            return host.world.gather(None)
+        host.world.rest()  # as the others do first
+        return time.sleep(60)
+
+    cluster.hang_after_s = 2
+    try:
+        with Watch() as watch, pytest.raises(RankError, match="Rank 1 does not go on") as caught:
+            cluster.call(hangs)
+    finally:
+        cluster.hang_after_s = 300
+    assert 2 <= watch.s < 6
+    assert "Rank 0 waits" in str(caught.value)
+    cluster.heal()
+    check_usable(cluster)
+
+
+@over_mpi
 @pytest.mark.parametrize("helper", ["controller", "mpiexec", "guard", "nanny"])
 def test_a_helper_that_does_not_go_on_is_named(cluster, helper):
     """Those through which the notebook and the ranks hear of each other; while one is stopped, a rank hangs."""
