@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from engines.comm.world import World
-from engines.errors import ImageError, Mpi4dlError
+from engines.errors import ImageError, Mpi4dlError, ReleasedError
 
 __all__ = ["from_first", "together"]
 
@@ -16,7 +16,8 @@ Made = TypeVar("Made")
 def together(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] = ImageError) -> Made:
     """What `work` makes on this rank; collective. Where it fails on one rank, every rank raises its error of that kind.
 
-    What the system says of files (OSError) becomes one.
+    What the system says of files (OSError) becomes one. Of the others the cause is that they were released, so that
+    the rank that is named is the one where it happened.
     """
     made, failure = None, ""
     try:
@@ -25,7 +26,7 @@ def together(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] = I
         failure = str(error) or type(error).__name__
     for text in world.gather(failure):
         if text:
-            raise kind(text)
+            raise kind(text) from (None if failure else ReleasedError("released: another rank has failed"))
     return made  # type: ignore[return-value]
 
 

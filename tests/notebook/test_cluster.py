@@ -24,8 +24,9 @@ import pytest
 import torch
 
 from engines.comm.device import threads_per_rank
+from engines.comm.together import together
 from engines.comm.total import all_reduce
-from engines.errors import ImageError, LossError, PlanError, RankError, TraceError
+from engines.errors import CheckpointError, ImageError, LossError, PlanError, RankError, TraceError
 from engines.packing import pack
 from engines.whereabouts import here
 from mpi4dl_nb.cluster import Cluster
@@ -397,6 +398,19 @@ def test_of_ranks_that_fail_in_the_midst_of_a_gather_the_true_error_is_told(clus
             cluster.call(saves)
         assert "pickl" not in "".join([str(caught.value), *caught.value.__notes__])
     assert cluster.call(lambda host: os.getpid()) == pids
+
+
+def test_of_work_that_is_done_together_the_rank_is_named_where_it_failed(cluster):
+    def works(host):
+        def writes():
+            if host.world.rank == 2:
+                raise OSError("no space is left")
+
+        together(host.world, writes, CheckpointError)
+
+    for _ in range(5):
+        with pytest.raises(CheckpointError, match=r"Rank 2: no space is left$"):
+            cluster.call(works)
 
 
 @over_mpi
