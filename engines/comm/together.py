@@ -24,9 +24,14 @@ def together(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] = I
         made = work()
     except (kind, OSError) as error:
         failure = str(error) or type(error).__name__
-    for text in world.gather(failure):
-        if text:
-            raise kind(text) from (None if failure else ReleasedError("released: another rank has failed"))
+    try:
+        failures = world.gather(failure)
+    except ReleasedError:
+        if failure:  # the others have heard of it before this one heard of them, and have left
+            raise kind(failure) from None
+        raise
+    for text in filter(None, failures):
+        raise kind(text) from (None if failure else ReleasedError("released: another rank has failed"))
     return made  # type: ignore[return-value]
 
 

@@ -280,11 +280,21 @@ def give_back(pids: Sequence[int]) -> None:
                 psutil.Process(pid).rlimit(kind, (most, most))
 
 
-def aimed(fault: Fault, name: str, leash: int) -> Fault:
+def _leashes(notebook: int, name: str) -> list[int]:
+    """It is none of the cluster's processes, which it ends, but a child of the notebook that knows the name."""
+    children = psutil.Process(notebook).children()
+    return [each.pid for each in children if {"hold", name} <= set(each.cmdline())]
+
+
+def aimed(fault: Fault, name: str) -> Fault:
     """At the processes of this cluster that it is for."""
     found = roles(name)
     ranks = [fault.rank, *fault.others] if fault.whom in ("rank", "ranks") else [fault.rank]
-    known = {"notebook": [fault.notebook], "leash": [leash], **{each: found.get(each, []) for each in _NUMBERLESS}}
+    known = {
+        "notebook": [fault.notebook],
+        "leash": _leashes(fault.notebook, name),
+        **{each: found.get(each, []) for each in _NUMBERLESS},
+    }
     role = "rank" if fault.whom == "ranks" else fault.whom
     pids = known[role] if role in known else [found[role][rank] for rank in ranks if rank < len(found.get(role, ()))]
     return replace(fault, pids=tuple(pids))

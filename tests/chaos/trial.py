@@ -80,7 +80,7 @@ class Trial:
         start_s = time.monotonic()
         cluster, target = self.training.cluster, self.training.steps + STEPS
         self._names.add(cluster._ranks._place.name)
-        fault = aimed(fault, cluster._ranks._place.name, cluster._ranks._leash.pid)
+        fault = aimed(fault, cluster._ranks._place.name)
         self.verdict = verdict = Verdict(fault)
         signal.alarm(_ROUND_S)
         with self._thrown(fault):
@@ -155,7 +155,7 @@ class Trial:
             case "heal":
                 first = replace(fault, kind="kill", whom="rank", when="step", note=fault.note.with_name("first"))
                 first.note.unlink(missing_ok=True)
-                cluster.call(arm, aimed(first, cluster._ranks._place.name, 0))
+                cluster.call(arm, aimed(first, cluster._ranks._place.name))
                 self._began_to_heal = lambda: self._strike_later(fault)
             case "reader":
                 pass
@@ -177,7 +177,7 @@ class Trial:
                 for name in {
                     process.environ()["MPI4DL_NB_CLUSTER"] for process in family() if process.pid not in before
                 }:
-                    if (now := aimed(fault, name, 0)).pids and not before.intersection(now.pids):
+                    if (now := aimed(fault, name)).pids and not before.intersection(now.pids):
                         time.sleep(2 * fault.delay_s)
                         strike(now)
                         return

@@ -409,7 +409,7 @@ def test_of_work_that_is_done_together_the_rank_is_named_where_it_failed(cluster
         together(host.world, writes, CheckpointError)
 
     for _ in range(5):
-        with pytest.raises(CheckpointError, match=r"Rank 2: no space is left$"):
+        with pytest.raises(CheckpointError, match=r"^Rank 2: no space is left\n"):
             cluster.call(works)
 
 
