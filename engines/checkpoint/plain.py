@@ -79,7 +79,7 @@ def scheduler_state(path: str | Path) -> dict[str, Any] | None:
     >>> scheduler_state(folder)["last_epoch"]
     1
     """
-    checkpoint = Checkpoint.open(Path(path), only=())
+    checkpoint = Checkpoint.open(Path(path))  # whole, so that it is the one that `optimiser_state` takes
     checkpoint.warn_of_passed_over(stacklevel=2)
     with checkpoint.reading():
         stored = checkpoint.manifest["scheduler"]

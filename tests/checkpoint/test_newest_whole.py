@@ -106,13 +106,16 @@ def test_plain_pytorch_and_predictions_are_warned(folder: Path):
     cut("training.safetensors")(folder / "00003-step-3")
     model = net().double()
     optimiser = OPTIMISERS["adam"]([weight for name, weight in model.named_parameters() if name != "scale"])
-    for work, wanted in (
-        (lambda: float(next(iter(optimiser_state(folder, model, optimiser)["state"].values()))["step"]), 2),
-        (lambda: scheduler_state(folder)["last_epoch"], 2),
-        (lambda: load_weights(model, folder), None),
+    for work in (
+        lambda: float(next(iter(optimiser_state(folder, model, optimiser)["state"].values()))["step"]),
+        lambda: scheduler_state(folder)["last_epoch"],
     ):
         with pytest.warns(UserWarning, match="00003-step-3 is damaged, and an older checkpoint is taken"):
-            assert work() == wanted
+            assert work() == 2
+    load_weights(model, folder)  # they are whole
+    cut("model.safetensors")(folder / "00003-step-3")
+    with pytest.warns(UserWarning, match="00003-step-3 is damaged, and an older checkpoint is taken"):
+        load_weights(model, folder)
 
 
 def test_a_link_that_leads_out_of_the_folder_is_not_followed(recipe: Recipe, folder: Path, tmp_path: Path):
