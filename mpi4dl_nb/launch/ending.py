@@ -135,11 +135,11 @@ def _keep(name: str, paths: Iterable[str], command: Sequence[str]) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever has started this one may have it ignored: never told then
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*told, signal.SIGCHLD})
     # Should this process be killed, the launcher is asked to end, and with it its ranks.
-    tied, library = 1, ctypes.CDLL(None)
+    set_parent_death_signal, library = 1, ctypes.CDLL(None)  # PR_SET_PDEATHSIG of Linux
 
     def begin() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        library.prctl(tied, signal.SIGTERM)
+        library.prctl(set_parent_death_signal, signal.SIGTERM)
 
     launcher = subprocess.Popen(command, preexec_fn=begin)  # noqa: PLW1509 (there are no threads here)
     while launcher.poll() is None:

@@ -105,7 +105,7 @@ class MpiRanks:
         self._client: ipyparallel.Client | None = None
         self._launchers: list[Any] = []
         self._reports = Reports()
-        self._fallen: dict[int, Ended] = {}
+        self._ended_with_helper: dict[int, Ended] = {}
         self._modules = Modules()
         self._follow = self._modules.follow
         try:
@@ -220,7 +220,7 @@ class MpiRanks:
         self._spoken = [Spoken() for _ in self._ids]
         helpers = dict(zip(_HELPERS, (launcher.pid for launcher in self._launchers), strict=True))
         here = None if self._across else [places[number][2] for number in self._ids]
-        self._near = Processes(helpers, here) if here else None
+        self._local = Processes(helpers, here) if here else None
 
     def pack(self, values: Sequence[Any]) -> list[bytes]:
         """Modules that ranks would have otherwise than the notebook are sent as it has them."""
@@ -256,8 +256,8 @@ class MpiRanks:
 
     def _signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
         """Directly to ranks on this host; to those on others by their nannies."""
-        if self._near:
-            self._near.signal(number, ranks)
+        if self._local:
+            self._local.signal(number, ranks)
             return
         cut = self._across.lost()  # who would not answer is not asked
         ids = [self._ids[rank] for rank in ranks if self._began_as[rank] not in cut]
@@ -268,11 +268,13 @@ class MpiRanks:
         """The ranks whose guards have told of their end, in that order, or whose engines are gone, as nannies tell."""
         cut = self._across.lost() if self._across else {}
         alive, ended = [] if self._ended() else self._client.ids, {**self._reports.ended, **cut}
-        if self._ended() and not self._fallen:  # from here on ranks end because of that
+        if self._ended() and not self._ended_with_helper:  # from here on ranks end because of that
             self._launchers[-1].get_output()  # all that guards had told before is read then
             ended |= self._reports.ended
-            self._fallen = {rank: ended.get(rank, Ended(None, helper=self._first_ended())) for rank in self._began_as}
-        ended |= self._fallen
+            self._ended_with_helper = {
+                rank: ended.get(rank, Ended(None, helper=self._first_ended())) for rank in self._began_as
+            }
+        ended |= self._ended_with_helper
         found = {
             rank: began_as
             for rank, (number, began_as) in enumerate(zip(self._ids, self._began_as, strict=True))
@@ -291,7 +293,7 @@ class MpiRanks:
         told = self._reports.still()
         known = {rank: told[began_as] for rank, began_as in enumerate(self._began_as) if began_as in told}
         unsure = {rank: still for rank, still in known.items() if still.idle or still.silent}
-        why = self._near.stopped_helpers() if unsure and self._near else ""
+        why = self._local.stopped_helpers() if unsure and self._local else ""
         return {**known, **{rank: replace(still, why=why) for rank, still in unsure.items()}}
 
     def leave_out(self, ranks: Iterable[int]) -> None:
@@ -301,8 +303,8 @@ class MpiRanks:
         self._ids, self._began_as, self._views, self._spoken = (
             [each[rank] for rank in kept] for each in (self._ids, self._began_as, self._views, self._spoken)
         )
-        if self._near:
-            self._near.keep(kept)
+        if self._local:
+            self._local.keep(kept)
 
     def listening(self) -> AbstractContextManager[None]:
         """ipyparallel's client does so always."""

@@ -248,7 +248,8 @@ def strike(fault: Fault) -> None:
     if not fault.is_noted:
         fault.note.write_text(repr(time.time()))
     if fault.kind in SIGNALS:
-        for pid in sorted(fault.pids or [os.getpid()], key=os.getpid().__eq__):
+        targets = fault.pids or ([os.getpid()] if fault.whom == "rank" else [])
+        for pid in sorted(targets, key=os.getpid().__eq__):  # this process last, or it would send nothing more
             with suppress(ProcessLookupError):
                 os.kill(pid, SIGNALS[fault.kind])
     elif fault.kind in RESOURCES:

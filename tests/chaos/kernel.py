@@ -43,7 +43,6 @@ class Kernels:
         start_s, verdict = time.monotonic(), Verdict(fault)
         shutil.rmtree(self.folder, ignore_errors=True)
         process = self._started()
-        mine: list[psutil.Process] = []
         self._await(process, fault)
         with_it = {each.pid for each in psutil.Process(process.pid).children(recursive=True)}
         mine = [each for each in family() if each.pid in with_it]

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from engines.checkpoint.interrupts import StoppedError
 from engines.errors import Mpi4dlError
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.launch.ending import MARK
 from mpi4dl_nb.training import Training
 from tests.chaos.faults import Fault, Images, aimed, arm, disarm, family, give_back, roles, strike
 from tests.chaos.training import PLAN, SHAPE, Heard, model
@@ -174,9 +175,7 @@ class Trial:
         def wait_and_strike() -> None:
             deadline = time.monotonic() + 10
             while time.monotonic() < deadline:
-                for name in {
-                    process.environ()["MPI4DL_NB_CLUSTER"] for process in family() if process.pid not in before
-                }:
+                for name in {process.environ()[MARK] for process in family() if process.pid not in before}:
                     if (now := aimed(fault, name)).pids and not before.intersection(now.pids):
                         time.sleep(2 * fault.delay_s)
                         strike(now)
