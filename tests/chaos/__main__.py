@@ -53,7 +53,8 @@ def summary(verdicts: Sequence[Verdict], left: Sequence[str], seconds: float) ->
     return {
         "faults": len(verdicts), "happened": sum(each.happened for each in verdicts),
         "kinds": len({(each.fault.kind, each.fault.whom, each.fault.when) for each in verdicts}),
-        "hangs": sum("hangs" in text for each in verdicts for text in each.wrong), "left": list(left), "wrong": sum(bool(each.wrong) for each in verdicts),
+        "hangs": sum("hangs" in text for each in verdicts for text in each.wrong),
+        "left": list(left), "wrong": sum(bool(each.wrong) for each in verdicts),
         "unequal": sum("other weights" in text for each in verdicts for text in each.wrong),
         "late": sum(each.is_late for each in verdicts), "told": told,
         "by_kind": dict(Counter(each.fault.kind for each in verdicts)), "seconds": round(seconds),
