@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
@@ -13,7 +13,6 @@ from engines.predict.machine import Machine
 from engines.predict.rehearsal import Rehearsal
 
 if TYPE_CHECKING:
-    from engines.host import Host
     from mpi4dl_nb.cluster import Cluster
 
 __all__ = ["calibrated"]
@@ -46,24 +45,12 @@ def calibrated(cluster: Cluster, quick: bool = False, accept_noise: bool = False
 
 def _measured(cluster: Cluster, rehearsal: Rehearsal, quick: bool, progress: bool) -> Machine:
     """A part after the other; an interrupt ends it between two of them, at the latest."""
-    cluster.call(_begin, rehearsal, quick)
+    cluster.call(Calibration.begin, rehearsal, quick)
     parts = Calibration.parts(cluster.n, quick)
     try:
         for _ in tqdm(range(parts), desc="measuring this machine", unit=" parts", disable=not progress, leave=False):
-            found = cluster.call(_part)[0]
+            found = cluster.call(Calibration.go_on)[0]
     finally:
         if cluster.state == "ready":
-            cluster.call(_end)
+            cluster.call(Calibration.end)
     return found
-
-
-def _begin(host: Host, rehearsal: Rehearsal, quick: bool) -> None:
-    host.calibration = Calibration(host.world, rehearsal=rehearsal, quick=quick)
-
-
-def _part(host: Host) -> Any:
-    return host.calibration.part()
-
-
-def _end(host: Host) -> None:
-    host.calibration = None

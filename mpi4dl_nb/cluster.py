@@ -244,7 +244,7 @@ class Cluster:
         It is their processors that are measured, in processor time, and not GPUs.
 
         `store` is a file: what was stored there for as many ranks is read, otherwise it is written. Without one it is
-        remembered for other notebooks all the same. `quick` measures in a quarter of the time, for a first look, where
+        remembered for other notebooks all the same. `quick` measures for a quarter of a minute, for a first look, where
         nothing better is known; False asks for more than such a look, and None takes one that is there.
         Where other programs take the cores meanwhile, or repetitions differ by much (`Machine.noise`), it is measured
         a second time; if that is no better, a warning says so and the machine serves this cluster, but is not

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +22,17 @@ from engines.comm.world import Message, World
 from engines.layer.graph import Ref
 from engines.predict.machine import Machine
 from engines.predict.noise import Noise, Spin, spread_of, taken_elsewhere
+from engines.predict.rehearsal import STEPS, Rehearsal, Rehearsing, explained
 from engines.predict.rehearsal import TURNS as REHEARSALS
-from engines.predict.rehearsal import Rehearsal, Rehearsing, explained
-from engines.predict.sampled import Size
+from engines.predict.sampled import Size, calls
 from engines.predict.samples import TURNS, Samples, Timed, each_seconds, median_seconds, speeds
 from engines.program.instructions import Compute, LocalOp, Phase, RunningStatistics, Update
 from engines.program.program import Feed, Program, Step, Way
 from engines.program.update import update_buffers
 from engines.program.worker import Worker
+
+if TYPE_CHECKING:
+    from engines.host import Host
 
 __all__ = ["Calibration", "calibrate", "overheads"]
 
@@ -39,9 +43,25 @@ SIZES = (
 _SEGMENTS = 40
 _ROUNDS = 15
 _SLICES_S, _GAP_S = 0.2, 5e-4
-# How often rank 0 measures by itself, all ranks do at once, and all train: three is the least that shows a spread.
-_FULL, _QUICK = (TURNS, TURNS, REHEARSALS), (3, 1, 1)
 _LARGE_BYTES, _BLOCKS = 1 << 22, 24
+
+
+@dataclass(frozen=True)
+class _Effort:
+    """How often rank 0 measures by itself on one core, and on all; all ranks do at once; and all train `steps` steps.
+
+    Three times are the least that show a spread. Convolutions of more than `most_operations` are not measured.
+    """
+
+    alone: int
+    spread: int
+    crowded: int
+    rehearsals: int
+    steps: int
+    most_operations: float = math.inf
+
+
+_FULL, _QUICK = _Effort(TURNS, TURNS, TURNS, REHEARSALS, STEPS), _Effort(3, 1, 1, 1, 3, 4e8)
 
 
 def calibrate(
@@ -50,8 +70,8 @@ def calibrate(
     """The machine as these ranks see it, the same on all of them; collective. It takes about a minute.
 
     Kernels are timed on rank 0 while the others sleep, and on all ranks at once; then these train a small network
-    together: `rehearsal` is `Rehearsal.of(world.size)`, where it was traced elsewhere. `quick`: with few repetitions,
-    in a quarter of the time. How far it can be believed, its `noise` says.
+    together: `rehearsal` is `Rehearsal.of(world.size)`, where it was traced elsewhere. `quick`: with few repetitions
+    and without the largest convolutions, in a quarter of a minute. How far it can be believed, its `noise` says.
     """
     calibration = Calibration(world, name, rehearsal, quick)
     while calibration.machine is None:
@@ -70,7 +90,7 @@ class Calibration:
     ) -> None:
         self.world, self.name, self.quick = world, name, quick
         self.rehearsal = rehearsal or Rehearsal.of(world.size)
-        self.alone, self.crowded, self.rehearsals = _QUICK if quick else _FULL
+        self.effort = _QUICK if quick else _FULL
         self.machine: Machine | None = None
         self._spins: list[float] = []
         self._rest = self._run()
@@ -78,8 +98,23 @@ class Calibration:
     @staticmethod
     def parts(ranks: int, quick: bool = False) -> int:
         """How many there are."""
-        alone, crowded, rehearsals = _QUICK if quick else _FULL
-        return 2 * alone + (crowded if ranks > 1 else 0) + rehearsals + 3
+        effort = _QUICK if quick else _FULL
+        return effort.alone + effort.spread + (effort.crowded if ranks > 1 else 0) + effort.rehearsals + 3
+
+    @classmethod
+    def begin(cls, host: Host, rehearsal: Rehearsal, quick: bool) -> None:
+        """Keep a new one for the calls that follow, which do a part each and then `end` it."""
+        host.calibration = cls(host.world, rehearsal=rehearsal, quick=quick)
+
+    @staticmethod
+    def go_on(host: Host) -> Machine | None:
+        """Its next part."""
+        return host.calibration and host.calibration.part()
+
+    @staticmethod
+    def end(host: Host) -> None:
+        """Keep it no longer."""
+        host.calibration = None
 
     def part(self) -> Machine | None:
         """The next one; collective. The machine, if it was the last."""
@@ -93,13 +128,15 @@ class Calibration:
 
     def _run(self) -> Iterator[None]:
         world = self.world
+        kernels = calls(SIZES, self.effort.most_operations)
+        crowded = Samples(kernels, late=world.rank / world.size)
         self._spin()
-        alone = yield from self._first_rank(time.thread_time, lambda work: work())
-        spread = yield from self._first_rank(time.perf_counter, _on_all_cores)
+        alone = yield from self._first_rank(self.effort.alone, Samples(kernels), lambda work: work())
+        on_all = Samples(kernels, clock=time.perf_counter)
+        spread = yield from self._first_rank(self.effort.spread, on_all, _on_all_cores)
         alone, spread, facts = world.gather((alone, spread, _one_by_one(world, _facts)))[0]
         yield
-        crowded = Samples(SIZES, late=world.rank / world.size)
-        for _ in range(self.crowded if world.size > 1 else 0):
+        for _ in range(self.effort.crowded if world.size > 1 else 0):
             crowded.turn()
             yield
         of_all = world.gather(crowded.timed) if world.size > 1 else []
@@ -112,8 +149,8 @@ class Calibration:
             quick=self.quick, **facts,
         )  # fmt: skip
         yield
-        rehearsing = Rehearsing(world, self.rehearsal)
-        for _ in range(self.rehearsals):
+        rehearsing = Rehearsing(world, self.rehearsal, self.effort.steps)
+        for _ in range(self.effort.rehearsals):
             rehearsing.turn()
             yield
         seen = rehearsing.seen()
@@ -125,14 +162,13 @@ class Calibration:
         yield
 
     def _first_rank(
-        self, clock: Callable[[], float], how: Callable[[Callable[[], None]], None]
+        self, turns: int, samples: Samples, how: Callable[[Callable[[], None]], None]
     ) -> Generator[None, None, list[Timed]]:
         """The samples of rank 0, timed while all others sleep."""
-        samples = Samples(SIZES, clock=clock) if self.world.rank == 0 else None
-        for _ in range(self.alone):
+        for _ in range(turns):
             _one_by_one(self.world, lambda: how(samples.turn))
             yield
-        return samples.timed if samples else []
+        return samples.timed
 
     def _spin(self) -> float:
         """How long a rank computes at a time, if others want its core too; and what other programs take is noted."""

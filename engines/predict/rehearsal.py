@@ -25,14 +25,14 @@ from engines.predict.simulate import simulate
 from engines.program.compile import compile_plan
 from engines.training import RankTraining, Recipe, prepare
 
-__all__ = ["TURNS", "Programs", "Rehearsal", "Rehearsed", "Rehearsing", "explained"]
+__all__ = ["STEPS", "TURNS", "Programs", "Rehearsal", "Rehearsed", "Rehearsing", "explained"]
 
 _WIDTHS, _DEPTH = (16, 32, 64), 4
 _STRIP_PX, _WIDTH_PX = 128, 128
 _LARGEST_PX, _SMALL_PX = 320, 32
 _MOST_STAGES = 8
 TURNS = 5
-_WARM_UP, _STEPS = 1, 5
+STEPS, _WARM_UP = 5, 1
 _OVERHEADS = {"compute": "instruction_s", "halo": "exchange_s", "all-reduce": "sum_s"}
 
 
@@ -96,13 +96,13 @@ _UNSEEN = Rehearsed(0.0, ())
 class Rehearsing:
     """Some steps of each, a `turn` at a time; collective."""
 
-    def __init__(self, world: World, rehearsal: Rehearsal) -> None:
-        self._acts = [_Act(world, *each) for each in rehearsal.acts]
+    def __init__(self, world: World, rehearsal: Rehearsal, steps: int = STEPS) -> None:
+        self._acts, self._steps = [_Act(world, *each) for each in rehearsal.acts], steps
 
     def turn(self) -> None:
-        """Some steps more."""
+        """So many steps more of each."""
         for act in self._acts:
-            act.play()
+            act.play(self._steps)
 
     def seen(self) -> list[Rehearsed]:
         """What was found, the same on all ranks."""
@@ -121,9 +121,9 @@ class _Act:
         self.spent: list[list[float]] = []
         self.apart: list[float] = []
 
-    def play(self) -> None:
-        """Some steps; the first ones bring back into caches what others have pushed out."""
-        found = [self._step() for _ in range(_WARM_UP + _STEPS)][_WARM_UP:]
+    def play(self, steps: int) -> None:
+        """So many steps; the first ones bring back into caches what others have pushed out."""
+        found = [self._step() for _ in range(_WARM_UP + steps)][_WARM_UP:]
         self.steps += [step_s for step_s, _ in found]
         self.spent += [spent_s for _, spent_s in found]
         self.apart += [_apart(one, other) for (_, one), (_, other) in pairwise(found)]

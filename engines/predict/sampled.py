@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,11 @@ class Filters:
     images: int = 1
     bias: bool = False
 
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions of a forward pass."""
+        return 2 * self.images * self.side_px**2 * self.made * self.read // self.groups * self.kernel_px**2
+
 
 _THREE_BY_THREE = {
     16: ((16, 4), (96, 1), (128, 2), (128, 4), (256, 1)),
@@ -64,9 +70,10 @@ among cores more evenly. The last ones have a bias, which makes forward up to tw
 """
 
 
-def calls(sizes: Sequence[Size]) -> list[Call]:
-    """Of all classes, as a network of each of these sizes asks for them, and all convolutions."""
-    return [*(call for size in sizes for call in _calls(size)), *map(_convolution, _CONVOLUTIONS)]
+def calls(sizes: Sequence[Size], most_operations: float = math.inf) -> list[Call]:
+    """As networks of these sizes ask for them, of all classes, and the convolutions of at most so many operations."""
+    convolutions = [_convolution(each) for each in _CONVOLUTIONS if each.operations <= most_operations]
+    return [*(call for size in sizes for call in _calls(size)), *convolutions]
 
 
 def _convolution(filters: Filters) -> Call:

@@ -26,7 +26,7 @@ from engines.predict.classes import BY_ARITHMETIC
 from engines.predict.cost import amount_of
 from engines.predict.effects import Local
 from engines.predict.machine import Speed
-from engines.predict.sampled import Call, Size, calls
+from engines.predict.sampled import Call
 from engines.predict.segments import counted
 from engines.predict.tallies import OpTally
 from engines.spatial.kernels import kernel
@@ -60,16 +60,14 @@ class Timed:
 
 
 class Samples:
-    """Samples of all classes, timed with one thread or as many as are set, a `turn` at a time.
+    """Calls of kernels, timed with one thread or as many as are set, a `turn` at a time.
 
     By the clock of one thread, which knows nothing of others that work for it, or another one. The first ones, the
     share `late` of all, come last.
     """
 
-    def __init__(
-        self, sizes: tuple[Size, ...], late: float = 0.0, clock: Callable[[], float] = time.thread_time
-    ) -> None:
-        self._samples = [_Sample(call, clock) for call in calls(sizes)]
+    def __init__(self, calls: Sequence[Call], late: float = 0.0, clock: Callable[[], float] = time.thread_time) -> None:
+        self._samples = [_Sample(call, clock) for call in calls]
         middle = int(late * len(self._samples))
         self._order = [*self._samples[middle:], *self._samples[:middle]]
 

@@ -192,7 +192,7 @@ def test_a_quick_look_serves_until_more_is_asked_for(monkeypatch, remembered):
     assert remembered() is not None
 
 
-class ThreeParts:
+class ThreeParts(calibrating.Calibration):
     """A calibration that measures nothing."""
 
     begun = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -16,7 +17,7 @@ from engines.predict.classes import BY_ARITHMETIC, CLASSES, class_of, shape_of
 from engines.predict.cost import priced, segment_work
 from engines.predict.count import tally
 from engines.predict.machine import Machine, Speed
-from engines.predict.sampled import Size
+from engines.predict.sampled import Size, calls
 from engines.predict.samples import Samples, Timed, speeds
 from engines.predict.tallies import OpTally, SegmentTally
 from engines.program.compile import compile_plan
@@ -124,9 +125,15 @@ def test_gradients_apart_take_what_samples_say():
 
 
 def timed(sizes: tuple[Size, ...], late: float = 0.0) -> list[Timed]:
-    found = Samples(sizes, late)
+    found = Samples(calls(sizes), late)
     found.turn()
     return found.timed
+
+
+def test_the_largest_convolutions_are_left_out_where_that_is_asked_for():
+    every, some, none = (calls((), most) for most in (math.inf, 1e6, 0))
+    assert len(every) > len(some) > len(none) == 0
+    assert all(2 * x.numel() * weight.numel() / x.shape[1] <= 1e6 for _, (x, weight, *_) in some)
 
 
 def test_samples_are_of_all_classes_whichever_comes_first():
