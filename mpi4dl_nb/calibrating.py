@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
-from engines.errors import PlanError
+from engines.errors import PlanError, RankError
 from engines.predict.calibrate import Calibration
 from engines.predict.machine import Machine
 from engines.predict.rehearsal import Rehearsal
@@ -51,6 +52,6 @@ def _measured(cluster: Cluster, rehearsal: Rehearsal, quick: bool, progress: boo
         for _ in tqdm(range(parts), desc="measuring this machine", unit=" parts", disable=not progress, leave=False):
             found = cluster.call(Calibration.go_on)[0]
     finally:
-        if cluster.state == "ready":
+        with suppress(RankError):  # whoever ends it early has an error of its own
             cluster.call(Calibration.end)
     return found

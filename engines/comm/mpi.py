@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import sys
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, count, pairwise
+from itertools import count
 from typing import Any, NoReturn
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from engines.comm import values
 from engines.comm.device import has_own_memory
 from engines.comm.gpu_aware import takes_gpu_memory
 from engines.comm.nccl import Collectives, collectives
-from engines.comm.sealed import seal, unseal
+from engines.comm.sealed import seal
 from engines.comm.streams import wait_for_stream
 from engines.comm.waiting import waited
 from engines.comm.world import Message, Pending
@@ -30,7 +30,7 @@ __all__ = ["MpiWorld"]
 # part of the time that it has waited: where ranks share cores, the one that is waited for needs the core, and each look
 # holds up all threads of its kernels.
 _EAGER, _YIELDING, _NAP_S, _REST_S, _PART = 2, 100, 5e-5, 2e-3, 1 / 16
-_COLLECTED = (1 << 23) - 1  # a tag that no program has
+_HERE = values.VALUE - 1  # a tag that no program has
 _BY_OTHERS = (MPI.ERR_REVOKED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 # Open MPI knows Revoke and Shrink only where mpiexec was told `--with-ft ulfm`, of which this tells; without it Revoke
 # does nothing and Shrink never returns. Other MPIs are not believed: none was seen to survive the death of a rank.
@@ -178,7 +178,7 @@ class MpiWorld:
         """Whether messages may lie in the memory of a device: the host's always, a GPU's where this MPI says so."""
         return not has_own_memory(device) or takes_gpu_memory()
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Requests:
         """Start messages. Tensors that MPI does not reach pass through the host."""
         incoming = [(message, self._within_reach(message.tensor)) for message in receives]
         outgoing = [(message, self._within_reach(message.tensor, filled=True)) for message in sends]
@@ -203,7 +203,7 @@ class MpiWorld:
     def _check_lives(self) -> None:
         """Raises ReleasedError where a rank has failed, also if nothing of MPI's is waited for, which would tell."""
         with self:
-            self.comm.Iprobe(MPI.ANY_SOURCE, _COLLECTED)
+            self.comm.Iprobe(MPI.ANY_SOURCE, values.VALUE)
         self.check()
 
     def _within_reach(self, tensor: Tensor, filled: bool = False) -> Tensor:
@@ -216,32 +216,15 @@ class MpiWorld:
         """The values of all ranks, pickled."""
         _look_after_left()
         self.rest()
-        own = seal(value)
-        with self, waited():  # MPI sleeps in these calls, without a word, until the last rank is there
-            sizes = array("q", bytes(8 * self.size))
-            self.comm.Allgather([array("q", [len(own)]), MPI.INT64_T], [sizes, MPI.INT64_T])
-            self._check_whole()
-            found = memoryview(bytearray(sum(sizes)))
-            self.comm.Allgatherv([own, MPI.BYTE], [found, sizes.tolist(), MPI.BYTE])
-            self._check_whole()
-        return [unseal(found[start:stop]) for start, stop in pairwise(accumulate(sizes, initial=0))]
+        return values.gather(self, value, self._check_whole)
 
     def collect(self, value: Any) -> list[Any]:
         """The values of all ranks on rank 0, pickled, one after another."""
         self.rest()
-        with self, waited():
-            if self.rank:
-                self.comm.Send([seal(value), MPI.BYTE], 0, _COLLECTED)
-                return []
-            return [value, *map(self._received, range(1, self.size))]
-
-    def _received(self, peer: int) -> Any:
-        status = MPI.Status()
-        message = self.comm.Mprobe(peer, _COLLECTED, status)
-        found = bytearray(status.Get_count(MPI.BYTE))
-        message.Recv([found, MPI.BYTE])
-        self._check_whole()
-        return unseal(found)
+        if self.rank == 0:
+            return [value, *(values.receive(self, peer, self._check_whole) for peer in range(1, self.size))]
+        values.send(self, 0, seal(value)).wait()
+        return []
 
     def _check_whole(self) -> None:
         """Raises ReleasedError where a rank has failed: what came without an error may then have no sense in it."""
@@ -251,11 +234,17 @@ class MpiWorld:
             raise ReleasedError("released: another rank has died")
 
     def rest(self) -> None:
-        """Return when every rank is here; sleeps meanwhile. Then those that slept wait for each other to awake."""
+        """Return when every rank is here; sleeps meanwhile. Then those that slept wait for each other to awake.
+
+        A dissemination barrier (Hensgen, Finkel and Manber, 1988): after each round every rank knows of twice as many.
+        """
+        nothing = torch.empty(0)
         for nap_s in (_REST_S, _NAP_S):
-            with self:
-                barrier = self.comm.Ibarrier()
-            _Requests([barrier], [], self).wait(nap_s)
+            step = 1
+            while step < self.size:
+                after, before = (self.rank + step) % self.size, (self.rank - step) % self.size
+                self.exchange([Message(after, _HERE, nothing)], [Message(before, _HERE, nothing)]).wait(nap_s)
+                step *= 2
 
     def leave(self, code: int) -> NoReturn:
         """End this process in order, whatever the code; collective. (An exit by exception would abort the job.)"""

@@ -15,10 +15,10 @@ _HEAD = Struct("<QI")  # length and checksum of what follows
 _SEED = 1  # of checksums: nothing but zeros is no value
 
 
-def seal(value: Any) -> bytes:
+def seal(value: Any) -> bytearray:
     """The pickled value, behind its length and checksum."""
     body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    return _HEAD.pack(len(body), zlib.crc32(body, _SEED)) + body
+    return bytearray(_HEAD.pack(len(body), zlib.crc32(body, _SEED))) + body
 
 
 def unseal(sealed: bytes | bytearray | memoryview) -> Any:

@@ -7,15 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from engines.comm.sealed import seal, unseal
+from engines.comm import values
 from engines.comm.world import Message, Pending, World
 from engines.errors import PlanError
 
 __all__ = ["SubWorld"]
-
-_SIZES, _VALUES = 0, 1  # tags; those of programs begin at 2
 
 
 class SubWorld:
@@ -54,22 +51,11 @@ class SubWorld:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all its ranks, pickled."""
-        own = torch.frombuffer(bytearray(seal(value)), dtype=torch.uint8)
-        sizes = self._told(_SIZES, torch.tensor([own.numel()]), [torch.empty(1, dtype=torch.int64)] * self.size)
-        values = self._told(_VALUES, own, [torch.empty(int(size), dtype=torch.uint8) for size in sizes])
-        return [unseal(each.numpy().tobytes()) for each in values]
+        return values.gather(self, value)
 
     def collect(self, value: Any) -> list[Any]:
         """The values of all its ranks, on its rank 0."""
         return self.gather(value)[: None if self.rank == 0 else 0]
-
-    def _told(self, tag: int, own: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
-        """What each rank has, sent by everyone to everyone."""
-        found = [own if rank == self.rank else like.clone() for rank, like in enumerate(likes)]
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        sends = [Message(rank, tag, own) for rank in others]
-        self.exchange(sends, [Message(rank, tag, found[rank]) for rank in others]).wait()
-        return found
 
     def rest(self) -> None:
         """Return when all its ranks are here."""

@@ -25,7 +25,7 @@ from engines.predict.noise import Noise, Spin, spread_of, taken_elsewhere
 from engines.predict.rehearsal import STEPS, Rehearsal, Rehearsing, explained
 from engines.predict.rehearsal import TURNS as REHEARSALS
 from engines.predict.sampled import Size, calls
-from engines.predict.samples import TURNS, Samples, Timed, each_seconds, median_seconds, speeds
+from engines.predict.samples import TURNS, Samples, Timed, each_seconds, median_seconds, speeds, tallied
 from engines.program.instructions import Compute, LocalOp, Phase, RunningStatistics, Update
 from engines.program.program import Feed, Program, Step, Way
 from engines.program.update import update_buffers
@@ -50,7 +50,8 @@ _LARGE_BYTES, _BLOCKS = 1 << 22, 24
 class _Effort:
     """How often rank 0 measures by itself on one core, and on all; all ranks do at once; and all train `steps` steps.
 
-    Three times are the least that show a spread. Convolutions of more than `most_operations` are not measured.
+    Three times are the least that show a spread. Of several images, only convolutions of at most `most_operations` are
+    measured.
     """
 
     alone: int
@@ -70,8 +71,9 @@ def calibrate(
     """The machine as these ranks see it, the same on all of them; collective. It takes about a minute.
 
     Kernels are timed on rank 0 while the others sleep, and on all ranks at once; then these train a small network
-    together: `rehearsal` is `Rehearsal.of(world.size)`, where it was traced elsewhere. `quick`: with few repetitions
-    and without the largest convolutions, in a quarter of a minute. How far it can be believed, its `noise` says.
+    together: `rehearsal` is `Rehearsal.of(world.size)`, where it was traced elsewhere. `quick`: in a quarter of a
+    minute, with few repetitions and without large convolutions of several images. How far it can be believed, its
+    `noise` says.
     """
     calibration = Calibration(world, name, rehearsal, quick)
     while calibration.machine is None:
@@ -131,16 +133,17 @@ class Calibration:
         kernels = calls(SIZES, self.effort.most_operations)
         crowded = Samples(kernels, late=world.rank / world.size)
         self._spin()
-        alone = yield from self._first_rank(self.effort.alone, Samples(kernels), lambda work: work())
+        alone = yield from self._first_rank(self.effort.alone, Samples(kernels, apart=True), lambda work: work())
         on_all = Samples(kernels, clock=time.perf_counter)
         spread = yield from self._first_rank(self.effort.spread, on_all, _on_all_cores)
-        alone, spread, facts = world.gather((alone, spread, _one_by_one(world, _facts)))[0]
+        ops, facts = _one_by_one(world, lambda: (tallied(kernels), _facts())) or ([], {})
+        ops, alone, spread, facts = world.gather((ops, alone, spread, facts))[0]
         yield
         for _ in range(self.effort.crowded if world.size > 1 else 0):
             crowded.turn()
             yield
         of_all = world.gather(crowded.timed) if world.size > 1 else []
-        known = speeds(alone, spread, of_all, facts["call_s"], facts["back_call_s"], facts["cores"])
+        known = speeds(ops, alone, spread, of_all, facts["call_s"], facts["back_call_s"], facts["cores"])
         latency_s, bytes_per_s = _messages(world)
         on_host = max(world.gather(ranks_here(world.size)))
         machine = Machine(

@@ -71,8 +71,13 @@ among cores more evenly. The last ones have a bias, which makes forward up to tw
 
 
 def calls(sizes: Sequence[Size], most_operations: float = math.inf) -> list[Call]:
-    """As networks of these sizes ask for them, of all classes, and the convolutions of at most so many operations."""
-    convolutions = [_convolution(each) for each in _CONVOLUTIONS if each.operations <= most_operations]
+    """As networks of these sizes ask for them, of all classes, and all convolutions.
+
+    Those of several images only up to so many operations.
+    """
+    convolutions = [
+        _convolution(each) for each in _CONVOLUTIONS if each.images == 1 or each.operations <= most_operations
+    ]
     return [*(call for size in sizes for call in _calls(size)), *convolutions]
 
 
@@ -114,8 +119,7 @@ def _calls(size: Size) -> Iterator[Call]:
 
 
 def _values(*shape: int) -> Tensor:
-    made = torch.rand(shape)
-    return made.to(memory_format=memory_format(len(shape))).requires_grad_()
+    return torch.empty(shape, memory_format=memory_format(len(shape))).fill_(0.5).requires_grad_()
 
 
 def _kernels(filters: int, channels: int, side: int) -> Tensor:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import engines.spatial.entries.reduction  # noqa: F401  (gives the kernels of losses their names)
 from engines.layer.graph import TensorSpec
-from engines.predict.classes import BY_ARITHMETIC
+from engines.predict.classes import BY_ARITHMETIC, class_of
 from engines.predict.cost import amount_of
 from engines.predict.effects import Local
 from engines.predict.machine import Speed
@@ -32,19 +32,18 @@ from engines.predict.tallies import OpTally
 from engines.spatial.kernels import kernel
 from engines.whereabouts import here
 
-__all__ = ["TURNS", "Samples", "Timed", "each_seconds", "median_seconds", "speeds"]
+__all__ = ["TURNS", "Samples", "Timed", "each_seconds", "median_seconds", "speeds", "tallied"]
 
 TURNS = 9  # at moments seconds apart: a shared machine is now faster, now slower
 
 
 @dataclass
 class Timed:
-    """One kernel call, and the seconds that it took, each time.
+    """The seconds that one kernel call took, each time.
 
     `inputs` and `weights`: those of backward whose gradients were computed apart, where they were.
     """
 
-    op: OpTally
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
     inputs: list[float] = field(default_factory=list)
@@ -63,17 +62,24 @@ class Samples:
     """Calls of kernels, timed with one thread or as many as are set, a `turn` at a time.
 
     By the clock of one thread, which knows nothing of others that work for it, or another one. The first ones, the
-    share `late` of all, come last.
+    share `late` of all, come last. `apart`: the gradients of inputs and of weights are computed apart, too.
     """
 
-    def __init__(self, calls: Sequence[Call], late: float = 0.0, clock: Callable[[], float] = time.thread_time) -> None:
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        late: float = 0.0,
+        clock: Callable[[], float] = time.thread_time,
+        apart: bool = False,
+    ) -> None:
+        self._apart = apart
         self._samples = [_Sample(call, clock) for call in calls]
         middle = int(late * len(self._samples))
         self._order = [*self._samples[middle:], *self._samples[:middle]]
 
     def turn(self) -> None:
         """Time each of them once more."""
-        _run(self._order)
+        _run(self._order, self._apart)
 
     @property
     def timed(self) -> list[Timed]:
@@ -81,7 +87,13 @@ class Samples:
         return [each.timed for each in self._samples]
 
 
+def tallied(calls: Sequence[Call]) -> list[OpTally]:
+    """What each of the calls computes."""
+    return [counted(name, _looks(arguments)) for name, arguments in calls]
+
+
 def speeds(
+    ops: Sequence[OpTally],
     alone: Sequence[Timed],
     spread: Sequence[Timed],
     crowded: Sequence[Sequence[Timed]],
@@ -89,15 +101,15 @@ def speeds(
     back_call_s: float,
     cores: int,
 ) -> dict[str, tuple[Speed, ...]]:
-    """The speeds of the samples that one rank timed alone, on one core and on all, and then all ranks at once.
+    """The speeds of calls (`ops`) that one rank timed alone, on one core and on all, and then all ranks at once.
 
     Without what calls take. Fewer ranks than cores crowd each other less than as many would: a neighbour counts as
     much as any other.
     """
     found: dict[str, list[Speed]] = defaultdict(list)
     more = max(1.0, (cores - 1) / max(1, len(crowded) - 1))
-    for sample, shared, *others in zip(alone, spread, *crowded, strict=True):
-        found[sample.op.kind].append(_speed(sample, shared, others, call_s, back_call_s, more))
+    for op, sample, shared, *others in zip(ops, alone, spread, *crowded, strict=True):
+        found[op.kind].append(_speed(op, sample, shared, others, call_s, back_call_s, more))
     return {kind: tuple(samples) for kind, samples in found.items()}
 
 
@@ -118,10 +130,16 @@ def each_seconds(work: Callable[[], object], times: int, clock: Callable[[], flo
 
 
 def _speed(
-    alone: Timed, spread: Timed, crowded: Sequence[Timed], call_s: float, back_call_s: float, more: float
+    op: OpTally,
+    alone: Timed,
+    spread: Timed,
+    crowded: Sequence[Timed],
+    call_s: float,
+    back_call_s: float,
+    more: float,
 ) -> Speed:
-    amount, at = amount_of(alone.op)
-    back_amount = amount * (2 if alone.op.kind in BY_ARITHMETIC else 1)  # the gradients of values, and of weights
+    amount, at = amount_of(op)
+    back_amount = amount * (2 if op.kind in BY_ARITHMETIC else 1)  # the gradients of values, and of weights
     own_s, own_back_s = _without(alone.forward_s, call_s), _without(alone.back_s, back_call_s)
     shared_s = _without(spread.forward_s, call_s) + _without(spread.back_s, back_call_s)
     slower = [(each.forward_s + each.back_s) / (alone.forward_s + alone.back_s) for each in crowded]
@@ -145,11 +163,11 @@ def _without(seconds: float, overhead_s: float) -> float:
     return max(0.1 * seconds, seconds - overhead_s)
 
 
-def _run(samples: Sequence[_Sample]) -> None:
-    """As layers of a network: all forward and then all back, once for all gradients, once for each part of them."""
+def _run(samples: Sequence[_Sample], in_parts: bool) -> None:
+    """As layers of a network: all forward and then all back, for all gradients, and then once for each part of them."""
     results = [sample.forward() for sample in samples]
     layers = list(zip(samples, results, strict=True))[::-1]
-    apart = [(sample, result) for sample, result in layers if sample.timed.op.kind in BY_ARITHMETIC]
+    apart = [(sample, result) for sample, result in layers if in_parts and class_of(sample.call[0]) in BY_ARITHMETIC]
     for sample, result in layers:
         sample.timed.backward.append(sample.back_s(sample.leaves, result))
     for sample, result in apart:
@@ -166,9 +184,8 @@ class _Sample:
     clock: Callable[[], float]
 
     def __post_init__(self) -> None:
-        name, arguments = self.call
-        self.timed = Timed(counted(name, _looks(arguments)))
-        self.leaves = [item for item in tree_leaves(arguments) if isinstance(item, Tensor) and item.requires_grad]
+        self.timed = Timed()
+        self.leaves = [item for item in tree_leaves(self.call[1]) if isinstance(item, Tensor) and item.requires_grad]
 
     def forward(self) -> Tensor:
         """Its result, timed, of an input that was touched just before."""

@@ -249,6 +249,7 @@ def test_as_many_parts_as_were_announced(ranks: int, quick: bool, monkeypatch):
 
     for name in ("Samples", "Rehearsing"):
         monkeypatch.setattr(calibrating, name, Nothing)
+    monkeypatch.setattr(calibrating, "tallied", lambda _: [])
     monkeypatch.setattr(calibrating, "explained", lambda machine, *_: machine)
 
     def count(world: object) -> tuple[int, Machine]:

@@ -18,7 +18,7 @@ from engines.predict.cost import priced, segment_work
 from engines.predict.count import tally
 from engines.predict.machine import Machine, Speed
 from engines.predict.sampled import Size, calls
-from engines.predict.samples import Samples, Timed, speeds
+from engines.predict.samples import Samples, Timed, speeds, tallied
 from engines.predict.tallies import OpTally, SegmentTally
 from engines.program.compile import compile_plan
 from engines.program.instructions import Phase
@@ -124,25 +124,25 @@ def test_gradients_apart_take_what_samples_say():
     assert segment_work(replace(late, late=False), machine, 1, Phase.WEIGHTS).seconds == 0
 
 
-def timed(sizes: tuple[Size, ...], late: float = 0.0) -> list[Timed]:
-    found = Samples(calls(sizes), late)
+def timed(sizes: tuple[Size, ...], late: float = 0.0) -> list[tuple[OpTally, Timed]]:
+    kernels = calls(sizes)
+    found = Samples(kernels, late, apart=True)
     found.turn()
-    return found.timed
+    return list(zip(tallied(kernels), found.timed, strict=True))
 
 
-def test_the_largest_convolutions_are_left_out_where_that_is_asked_for():
-    every, some, none = (calls((), most) for most in (math.inf, 1e6, 0))
-    assert len(every) > len(some) > len(none) == 0
-    assert all(2 * x.numel() * weight.numel() / x.shape[1] <= 1e6 for _, (x, weight, *_) in some)
+def test_the_largest_convolutions_of_several_images_are_left_out_where_that_is_asked_for():
+    images = [{len(x) for _, (x, *_) in calls((), most)} for most in (math.inf, 1e8, 0)]
+    assert images == [{1, 2, 4}, {1, 4}, {1}]
 
 
 def test_samples_are_of_all_classes_whichever_comes_first():
     sizes = (Size(4, 8), Size(8, 4))
     first, later = (timed(sizes, place) for place in (0.0, 0.75))
-    assert [each.op for each in first] == [each.op for each in later]
-    assert {each.op.kind for each in first} == set(CLASSES)
-    assert {each.op.kind for each in first if each.inputs and each.weights} == set(BY_ARITHMETIC)
-    assert {each.op.kind for each in first if each.inputs or each.weights} == set(BY_ARITHMETIC)
+    assert [op for op, _ in first] == [op for op, _ in later]
+    assert {op.kind for op, _ in first} == set(CLASSES)
+    assert {op.kind for op, each in first if each.inputs and each.weights} == set(BY_ARITHMETIC)
+    assert {op.kind for op, each in first if each.inputs or each.weights} == set(BY_ARITHMETIC)
 
 
 def test_others_see_a_rank_that_samples_go_on_with_each_kernel(monkeypatch):
@@ -150,16 +150,17 @@ def test_others_see_a_rank_that_samples_go_on_with_each_kernel(monkeypatch):
     board = Mock()
     monkeypatch.setattr(samples, "here", lambda: board)
     found = timed((Size(4, 8),))
-    kernels = sum(len(each.forward + each.backward + each.inputs + each.weights) for each in found)
+    kernels = sum(len(each.forward + each.backward + each.inputs + each.weights) for _, each in found)
     assert board.at.call_count == kernels > 0
 
 
 def test_a_sample_is_as_crowded_as_all_ranks_found_it():
     def taken(seconds: float) -> Timed:
-        return Timed(OpTally("aten.relu.default", "pointwise", 0, 100), [seconds] * 3, [seconds] * 3)
+        return Timed([seconds] * 3, [seconds] * 3)
 
     crowded = [[taken(1.2)], [taken(1.5)], [taken(2.0)]]
-    found = speeds([taken(1.0)], [taken(0.75)], crowded, call_s=0.5, back_call_s=0.0, cores=2)
+    op = OpTally("aten.relu.default", "pointwise", 0, 100)
+    found = speeds([op], [taken(1.0)], [taken(0.75)], crowded, call_s=0.5, back_call_s=0.0, cores=2)
     assert found == {"pointwise": (Speed((100.0,), 200.0, 100.0, crowded=1.5, spread=2 / 3),)}  # 0.25 + 0.75 of 0.5 + 1
     assert Machine("two", "an example", found, cores=2).spread("pointwise", (50,)) == pytest.approx(2 / 3)
     assert Machine("two", "an example", found, cores=2).crowded("pointwise", (50,)) == 1.5

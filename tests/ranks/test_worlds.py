@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 from pathlib import Path
@@ -40,3 +41,17 @@ def test_a_failing_case_is_reported(mpiexec, tmp_path: Path) -> None:
     done = mpiexec(RANKS, tmp_path / "run.py")
     (trouble,) = json.loads(done.stdout.splitlines()[-1])["bad"]
     assert "assert world.rank != 2" in trouble
+
+
+AT_ONCE = {
+    "Dup", "Free", "Get_error_class", "Get_error_string", "Get_failed", "Iprobe", "Irecv", "Is_revoked", "Isend",
+    "Recv_init", "Revoke", "Send_init", "Set_errhandler", "Shrink", "Startall", "Test", "Testall", "Finalize",
+    "Is_finalized", "Exception", "Intracomm", "Request", "Prequest",
+}  # fmt: skip
+
+
+def test_no_call_of_mpi_waits_for_another_rank() -> None:
+    """A communicator that is revoked just as such a call begins may leave it waiting. (`Shrink` is made for that.)"""
+    source = (HERE.parents[1] / "engines" / "comm" / "mpi.py").read_text()
+    asked = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    assert {name for name in asked if name[0].isupper() and not name.isupper()} <= AT_ONCE
