@@ -1,7 +1,8 @@
-"""Values as bytes that are known to be whole before they are unpickled: undefined bytes could run anything."""
+"""Values as bytes that are known to be whole before they are read: undefined bytes, unpickled, could run anything."""
 
 from __future__ import annotations
 
+import json
 import pickle
 import zlib
 from struct import Struct
@@ -11,26 +12,28 @@ from engines.errors import ReleasedError
 
 __all__ = ["seal", "unseal"]
 
-_HEAD = Struct("<QI")  # length and checksum of what follows
+_HEAD = Struct("<QI?")  # length and checksum of what follows, and whether it is JSON
 _SEED = 1  # of checksums: nothing but zeros is no value
+_PLAIN = (type(None), bool, int, float, str)
 
 
 def seal(value: Any) -> bytearray:
-    """The pickled value, behind its length and checksum."""
-    body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    return bytearray(_HEAD.pack(len(body), zlib.crc32(body, _SEED))) + body
+    """The value behind its length and checksum: JSON where that is enough, as of what ranks agree on, else pickled."""
+    is_plain = type(value) in _PLAIN
+    body = json.dumps(value).encode() if is_plain else pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    return bytearray(_HEAD.pack(len(body), zlib.crc32(body, _SEED), is_plain)) + body
 
 
 def unseal(sealed: bytes | bytearray | memoryview) -> Any:
     """The value. Raises ReleasedError where these are not the bytes that were sent: a failure has cut them short.
 
-    >>> unseal(seal({"rank": 1}))
-    {'rank': 1}
+    >>> unseal(seal("no space left")), unseal(seal({"rank": 1}))
+    ('no space left', {'rank': 1})
     """
     view = memoryview(sealed)
     if len(view) >= _HEAD.size:
-        length, checksum = _HEAD.unpack_from(view)
+        length, checksum, is_plain = _HEAD.unpack_from(view)
         body = view[_HEAD.size :]
         if len(body) == length and zlib.crc32(body, _SEED) == checksum:
-            return pickle.loads(body)
+            return json.loads(bytes(body)) if is_plain else pickle.loads(body)
     raise ReleasedError("released: what another rank has sent did not come whole")

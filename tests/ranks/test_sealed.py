@@ -10,9 +10,19 @@ from engines.comm import sealed
 from engines.comm.sealed import seal, unseal
 from engines.errors import ReleasedError
 
+PLAIN = (None, True, 0, -(2**70), 0.1, float("inf"), "", "Rank 2: für „alle“ \ud800")
 
-def test_what_is_sealed_comes_back():
-    for value in (None, b"", list(range(10_000)), {"rank": 1}):
+
+@pytest.mark.parametrize("value", [*PLAIN, b"", list(range(10_000)), {"rank": 1}, (1, None)], ids=repr)
+def test_what_is_sealed_comes_back(value: object):
+    found = unseal(seal(value))
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_what_ranks_agree_on_is_not_pickled(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sealed, "pickle", None)
+    for value in PLAIN:
         assert unseal(seal(value)) == value
 
 
