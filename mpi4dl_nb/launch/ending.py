@@ -103,7 +103,8 @@ def _hold(name: str, notebook: int, paths: Iterable[str]) -> None:
 
     `notebook` is the parent's pid, told by itself: it may be dead by now, while workers of it keep its pipes open.
 
-    Their pids come in lines on the standard input, which the notebook closes to let go.
+    Their pids come in lines on the standard input, which the notebook closes to let go. On the standard output it says
+    which ones had ended before it ends the others.
     """
     held, let_go = [], False
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -111,6 +112,8 @@ def _hold(name: str, notebook: int, paths: Iterable[str]) -> None:
             pids = _said(_LOOK_S)
             let_go = pids is None
             held += [psutil.Process(pid) for pid in pids or ()]
+    with contextlib.suppress(OSError):  # the notebook may be gone
+        os.write(1, b"".join(b"%d\n" % each.pid for each in held if not is_at_work(each)))
     end(name)
     deadline = time.monotonic() + _GRACE_S  # the notebook may want to read what they said last
     while not let_go and os.getppid() == notebook and time.monotonic() < deadline:

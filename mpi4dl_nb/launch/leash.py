@@ -28,16 +28,17 @@ class Leash:
     def __init__(self, name: str, paths: Sequence[Path]) -> None:
         self._command = [sys.executable, "-P", ending.__file__, "hold", name, str(os.getpid()), *map(str, paths)]
         self._held: list[int] = []
+        self._heard = b""
         self._lock, self._given_up = Lock(), False
         self._begin()
         Thread(target=self._keep, name="mpi4dl_nb leash", daemon=True).start()
 
     def _begin(self) -> None:
-        silent = subprocess.DEVNULL
         self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=silent, stderr=silent,
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt of the notebook is not for it
         )  # fmt: skip
+        os.set_blocking(self._process.stdout.fileno(), False)
         self._tell(self._held)
 
     def _tell(self, pids: Sequence[int]) -> None:
@@ -52,8 +53,12 @@ class Leash:
                 if self._given_up:
                     return
                 if code is not None:
-                    self._close()
-                    self._begin()
+                    self._replace()
+
+    def _replace(self) -> None:
+        self._close()
+        self._process.stdout.close()
+        self._begin()
 
     def _waited(self) -> int | None:
         """Its exit code, if it has ended within a second; otherwise it goes on, should it have been stopped."""
@@ -71,6 +76,12 @@ class Leash:
         """Of the process that holds them now."""
         return self._process.pid
 
+    def ended(self) -> list[int]:
+        """Those of its processes that had ended when it began to end the others; none as long as all are at work."""
+        with self._lock:
+            self._heard += self._process.stdout.read() or b""
+        return [int(pid) for pid in self._heard.split()]
+
     def hold(self, pid: int) -> None:
         """One process more: when it ends, by itself or not, all of the cluster does."""
         with self._lock:
@@ -84,5 +95,6 @@ class Leash:
         self._close()
         self._process.send_signal(signal.SIGCONT)  # it may have been stopped
         while self._process.wait(within_s) < 0:  # killed, in the middle of it or before
-            self._begin()
+            self._replace()
             self._close()
+        self._process.stdout.close()

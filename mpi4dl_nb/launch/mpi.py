@@ -195,8 +195,11 @@ class MpiRanks:
         return any(launcher.poll() is not None for launcher in self._launchers)
 
     def _first_ended(self) -> str:
-        names = zip(_HELPERS, self._launchers, strict=True)
-        return next(f"{name} (process {each.pid})" for name, each in names if each.poll() is not None)
+        """The leash may have ended the other one since, and knows which was the first."""
+        first = self._leash.ended()
+        found = [each for each in zip(_HELPERS, self._launchers, strict=True) if each[1].poll() is not None]
+        name, launcher = min(found, key=lambda each: each[1].pid not in first)
+        return f"{name} (process {launcher.pid})"
 
     def _trouble(self, what: str) -> RankError:
         """With its cause, if we know it, and with what the process said that was started last."""

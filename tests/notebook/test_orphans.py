@@ -123,11 +123,14 @@ def check_all_there(cluster: dict, runtime: Path) -> None:
     assert len(list(runtime.glob("mpi4dl_nb/*.json"))) == 1
 
 
-@pytest.mark.parametrize("who", ["mpiexec", "controller"])
-def test_a_killed_process_that_all_depend_on_takes_all_with_it_and_the_notebook_is_told(notebooks, who):
+@pytest.mark.parametrize(("who", "is_asked"), [("mpiexec", "later"), ("controller", "at once")])
+def test_a_killed_process_that_all_depend_on_takes_all_with_it_and_the_notebook_is_told(notebooks, who, is_asked):
+    """Also if it asks when all have ended: then the leash knows which was the first."""
     notebook = notebooks[who]
     check_all_there(notebook.cluster, notebook.runtime)
     notebook.kill(who)
+    if is_asked == "later":
+        check_gone(notebook.cluster, notebook.runtime)
     named = {"mpiexec": "mpiexec", "controller": "the controller of the ranks"}[who]
     told = f"its process has ended with {named} (process {notebook.cluster[who]})"
     assert within(3, lambda: told in notebook.call()[1])
@@ -263,6 +266,18 @@ def test_the_leash_ends_all_when_its_notebook_is_killed(sleeper, tmp_path):
     finally:
         os.kill(worker, signal.SIGKILL)
         done.stdout.close()
+
+
+def test_the_leash_knows_which_process_ended_first(sleeper):
+    first, second = sleeper(NAME), sleeper(NAME)
+    leash = Leash(NAME, [])
+    for each in (first, second):
+        leash.hold(each.pid)
+    assert leash.ended() == []
+    second.kill()
+    assert first.wait(GONE_S) == -signal.SIGTERM
+    assert leash.ended() == leash.ended() == [second.pid]
+    leash.let_go(GONE_S)
 
 
 def test_a_leash_that_was_killed_still_lets_go(sleeper, tmp_path):
