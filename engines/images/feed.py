@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engines.comm.world import World
-from engines.errors import ImageError, PlanError
+from engines.errors import ImageError, PlanError, ReleasedError
 from engines.images.order import Drawn, Order, Place
 from engines.images.own import OwnPart, Piece
 from engines.output import Output
@@ -162,7 +162,7 @@ class Feed:
                 for piece in read.pieces:
                     self._reading.pop(piece, None)
                 return Served(self.place, self.own.joined(step, read.pieces.__getitem__), waited_s, len(step))
-            self._check(bad, read.cause)
+            self._check(bad, read)
             self.bad += [bad[index].text for index in sorted(bad)]
             self.place = replace(self.place, skipped=(*self.place.skipped, *sorted(bad)))
             start_s = time.perf_counter()
@@ -211,10 +211,12 @@ class Feed:
             if piece not in self._reading:
                 self._reading[piece] = self._pool.submit(self.own.fetch, piece)
 
-    def _check(self, bad: Mapping[int, _Bad], cause: Exception | None) -> None:
-        first = next((why for why in bad.values() if why.odd), bad[min(bad)])
-        if self.feeding.on_bad_image == "raise" or first.odd:
-            raise ImageError(first.text) from cause
+    def _check(self, bad: Mapping[int, _Bad], read: _Read) -> None:
+        """The rank that is named is one that has read the image."""
+        first = next((index for index, why in bad.items() if why.odd), min(bad))
+        if self.feeding.on_bad_image == "raise" or bad[first].odd:
+            others = ReleasedError("released: another rank has failed")
+            raise ImageError(bad[first].text) from (read.cause if first in read.bad else others)
 
     def close(self) -> None:
         """End the workers; those that read finish their piece first."""

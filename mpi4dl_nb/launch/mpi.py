@@ -39,7 +39,7 @@ from mpi4dl_nb.modules import Modules
 
 __all__ = ["MpiRanks"]
 
-_LOOK_S, _STOP_S, _CONTROLLER_S = 0.1, 30.0, 30.0
+_LOOK_S, _EXPLAIN_S, _STOP_S, _CONTROLLER_S = 0.1, 0.5, 30.0, 30.0
 _HELPERS = ("the controller of the ranks", "mpiexec")  # in the order in which they are started
 
 # Curve: who lacks the key, which is in a file of this user's, can't even connect; HMAC would sign, but let anybody
@@ -106,6 +106,7 @@ class MpiRanks:
         self._launchers: list[Any] = []
         self._reports = Reports()
         self._ended_with_helper: dict[int, Ended] = {}
+        self._unexplained: set[int] = set()
         self._modules = Modules()
         self._follow = self._modules.follow
         try:
@@ -268,7 +269,20 @@ class MpiRanks:
             wait([self._client.send_signal(number, alive, block=False)], timeout=1)
 
     def lost(self) -> Mapping[int, Ended]:
-        """The ranks whose guards have told of their end, in that order, or whose engines are gone, as nannies tell."""
+        """The ranks whose guards have told of their end, in that order, or whose engines are gone, as nannies tell.
+
+        Where only a nanny has told of it, its guard, or the helper that takes both with it, has a moment to say why.
+        """
+        deadline_s = time.monotonic() + _EXPLAIN_S
+        while True:
+            found = self._lost()
+            unexplained = {self._began_as[rank] for rank, ended in found.items() if ended == Ended(None)}
+            if unexplained <= self._unexplained or time.monotonic() > deadline_s:
+                self._unexplained |= unexplained
+                return found
+            time.sleep(_LOOK_S)
+
+    def _lost(self) -> Mapping[int, Ended]:
         cut = self._across.lost() if self._across else {}
         alive, ended = [] if self._ended() else self._client.ids, {**self._reports.ended, **cut}
         if self._ended() and not self._ended_with_helper:  # from here on ranks end because of that

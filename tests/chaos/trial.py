@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from engines.checkpoint.interrupts import StoppedError
@@ -71,6 +72,7 @@ class Trial:
         self.training, self.heard, self.folder = Training(model(), PLAN, cluster, SHAPE), Heard(), folder
         self.reference = Training(model(), PLAN, Cluster(PLAN.ranks, backend="loopback").start(), SHAPE)
         self.verdict: Verdict | None = None
+        self._state: dict[str, Tensor] = {}
         self._names: set[str] = set()
         self._began_to_heal: Callable[[], None] = lambda: None
         self._watch(cluster)
@@ -88,10 +90,8 @@ class Trial:
             operation = {"save": self._save, "load": self._load, "start": self._restart, "calibrate": self._calibrate}
             if act := operation.get(fault.when):
                 self._do(act)
-            while self.training.steps < target:
+            while self.training.steps < target or not self._do(self._look):
                 self._do(lambda: self._fit(fault))
-        give_back([pid for pids in roles(cluster._ranks._place.name).values() for pid in pids])
-        cluster.call(disarm)
         signal.alarm(0)
         verdict.happened = fault.is_noted
         self.reference.fit(Images(), steps=STEPS, progress=False)
@@ -105,11 +105,11 @@ class Trial:
 
     # ---- what is done while it happens
 
-    def _do(self, act: Callable[[], object]) -> None:
-        """It comes to its end, or a failure is told; then the cluster is healed, and the training is whole again."""
+    def _do(self, act: Callable[[], object]) -> bool:
+        """Whether it comes to its end. If a failure is told, the cluster is healed, and the training is whole again."""
         try:
             act()
-            return
+            return True
         except (Mpi4dlError, KeyboardInterrupt, StoppedError) as error:
             self.verdict.tell(
                 " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), time.time()
@@ -118,8 +118,16 @@ class Trial:
             with suppress(Mpi4dlError):
                 self.training.cluster.heal()
                 self.training.load(self.folder)
-                return
+                return False
         self.verdict.wrong.append("the cluster was not healed in three attempts")
+        return False
+
+    def _look(self) -> None:
+        """What has come of it; a fault may show only now, if a process takes its time to end."""
+        cluster = self.training.cluster
+        give_back([pid for pids in roles(cluster._ranks._place.name).values() for pid in pids])
+        cluster.call(disarm)
+        self._state = self.training.state_dict()
 
     def _fit(self, fault: Fault) -> None:
         images = Images(fault if fault.when == "reader" else None)
@@ -220,7 +228,7 @@ class Trial:
         while (left := self._left(name)) and time.monotonic() < deadline:
             time.sleep(0.1)
         verdict.wrong += [f"left: {left}"] * bool(left)
-        found, wanted_state = self.training.state_dict(), self.reference.state_dict()
+        found, wanted_state = self._state, self.reference.state_dict()
         unequal = [key for key, tensor in wanted_state.items() if not torch.equal(found[key], tensor)]
         verdict.wrong += [f"other weights: {unequal}"] * bool(unequal)
         if self.training.steps != self.reference.steps:

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engines.comm.loopback import LoopbackWorld, loopback, run_ranks
-from engines.errors import ImageError, PlanError
+from engines.errors import ImageError, PlanError, ReleasedError
 from engines.images.feed import Feed, Feeding, Served
 from engines.images.labelled import in_order
 from engines.images.own import OwnPart
@@ -218,21 +219,22 @@ def test_no_worker_outlives_its_feed():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_bad_image_ends_the_training_when_its_step_comes(workers: int):
-    """And not before, though it was read before; on all ranks, though one alone has seen it."""
+    """And not before, though it was read before; on all ranks, though some alone have seen it: those are named."""
     order = in_order(12, 0, 0)
     images = Numbered(12, bad=(order[9],), where=lambda tile: tile.cols.start > 0)
 
-    def steps(world: LoopbackWorld) -> tuple[int, str]:
+    def steps(world: LoopbackWorld) -> tuple[int, str, type]:
         with feed(world, images, Feeding(workers=workers)) as mine:
             for step in range(3):
                 try:
                     assert mine.next() is not None
                 except ImageError as error:
-                    return step, str(error)
+                    return step, str(error), type(error.__cause__)
                 mine.advance()
-        return 3, ""
+        return 3, "", NoneType
 
-    assert run_ranks(4, steps) == [(2, f"folder/{order[9]}.png is damaged")] * 4
+    said = 2, f"folder/{order[9]}.png is damaged"
+    assert run_ranks(4, steps) == [(*said, ReleasedError), (*said, ImageError)] * 2
 
 
 @pytest.mark.parametrize("workers", [0, 2])
