@@ -91,7 +91,8 @@ class Trial:
             if act := operation.get(fault.when):
                 self._do(act)
             while self.training.steps < target or not self._do(self._look):
-                self._do(lambda: self._fit(fault))
+                if self.training.steps < target:
+                    self._do(lambda: self._fit(fault))
         signal.alarm(0)
         verdict.happened = fault.is_noted
         self.reference.fit(Images(), steps=STEPS, progress=False)
