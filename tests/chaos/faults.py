@@ -53,7 +53,7 @@ RESOURCES = {"disk": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS, "files
 _EVENTS = {"step": 40, "save": 12, "load": 8, "calibrate": 40, "reader": 5}  # about as many as there are
 _NUMBERLESS = ("controller", "mpiexec")
 HELPERS = ("controller", "mpiexec", "guard", "nanny", "leash")
-_WORDS = {"save": b"save", "load": b"load", "calibrate": b"_part"}  # on a rank's board, while it does so
+_WORDS = {"save": b"save", "load": b"load", "calibrate": b"Calibration.go_on"}  # on a rank's board, while it does so
 
 # (kinds, whom, when): all that can be drawn, each combination of a line as likely as any other one of it.
 _LINES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
