@@ -14,11 +14,13 @@ from torch import nn
 
 from engines import options, train_options
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.comm.together import together
-from engines.errors import ImageError, PlanError
+from engines.comm.together import from_first, together
+from engines.errors import ImageError, PlanError, ReleasedError
+from engines.host import Failure
 from engines.images.feed import Feeding
 from engines.images.labelled import LabelledImages, in_order
 from engines.images.own import OwnPart
+from engines.images.picture import open_image
 from engines.images.synthetic import SyntheticImages
 from engines.metrics import Counts
 from engines.models.unet import UNet
@@ -259,6 +261,39 @@ def test_what_the_system_says_of_a_file_reaches_every_rank():
 
 def test_together_gives_back_what_each_rank_made():
     assert run_ranks(3, lambda world: together(world, lambda: world.rank * 2)) == [0, 2, 4]
+
+
+def released(*_: object) -> None:
+    raise ReleasedError("released: another rank has failed")
+
+
+def test_what_a_rank_knows_itself_is_told_also_if_the_others_have_left_already(monkeypatch):
+    """They may have all values, and fail of them, before this rank has theirs."""
+
+    def fails() -> None:
+        raise ImageError("no picture") from ValueError("its cause")
+
+    def told(world: LoopbackWorld) -> None:
+        monkeypatch.setattr(world, "gather", released)
+        for work in (together, from_first):
+            with pytest.raises(ImageError, match="no picture") as caught:
+                work(world, fails)
+            assert not Failure.of(caught.value).released
+            with pytest.raises(ReleasedError):
+                work(world, lambda: 1)
+
+    run_ranks(1, told)
+
+
+def test_an_error_of_the_first_rank_is_told_of_it():
+    def told(world: LoopbackWorld) -> tuple[str, bool]:
+        with pytest.raises(ImageError) as caught:
+            from_first(world, lambda: open_image("not/there"))
+        return str(caught.value), Failure.of(caught.value).released
+
+    (first, *others) = run_ranks(3, told)
+    assert not first[1]
+    assert others == [(first[0], True)] * 2
 
 
 def test_fewer_images_than_a_step_takes():

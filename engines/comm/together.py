@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from copy import copy
+from typing import Any, TypeVar
 
 from engines.comm.world import World
 from engines.errors import ImageError, Mpi4dlError, ReleasedError
 
-__all__ = ["from_first", "together"]
+__all__ = ["from_first", "gathered", "together"]
 
 Made = TypeVar("Made")
 
@@ -24,26 +25,42 @@ def together(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] = I
         made = work()
     except (kind, OSError) as error:
         failure = str(error) or type(error).__name__
-    try:
-        failures = world.gather(failure)
-    except ReleasedError:
-        if failure:  # the others have heard of it before this one heard of them, and have left
-            raise kind(failure) from None
-        raise
-    for text in filter(None, failures):
-        raise kind(text) from (None if failure else ReleasedError("released: another rank has failed"))
+    for text in filter(None, gathered(world, failure, kind(failure) if failure else None)):
+        raise kind(text) from (None if failure else _released())
     return made  # type: ignore[return-value]
 
 
 def from_first(world: World, work: Callable[[], Made]) -> Made:
     """What `work` makes on rank 0, on every rank; collective. Where it fails there, every rank raises its error."""
-    made: Made | Mpi4dlError | None = None
+    made: Made | None = None
+    failure: Mpi4dlError | None = None
     if world.rank == 0:
         try:
             made = work()
         except Mpi4dlError as error:
-            made = error
-    found = world.gather(made)[0]
+            failure = error
+    found = gathered(world, failure or made, failure)[0]
     if isinstance(found, Mpi4dlError):
-        raise found
-    return found
+        if failure:
+            raise failure
+        raise copy(found) from _released()  # ranks in threads are given the same one
+    return found  # type: ignore[no-any-return]
+
+
+def gathered(world: World, value: Any, failure: Exception | None) -> list[Any]:
+    """The values of all ranks; collective. `failure` is what this rank is going to raise, once all know of it.
+
+    The others may know, and have failed of it, before this rank has all of their values. Then it raises that, and not
+    that it was released.
+    """
+    try:
+        return world.gather(value)
+    except ReleasedError:
+        if failure is None:
+            raise
+        failure.__suppress_context__ = True
+        raise failure  # noqa: B904  (it keeps the cause that it has)
+
+
+def _released() -> ReleasedError:
+    return ReleasedError("released: another rank has failed")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.comm.together import gathered
 from engines.comm.world import World
 from engines.errors import ImageError, PlanError, ReleasedError
 from engines.images.order import Drawn, Order, Place
@@ -155,14 +156,15 @@ class Feed:
                 return Unready(len(step))
             read = self._read(step, self.order.after(self.place))
             waited_s += time.perf_counter() - start_s
-            found = self.world.gather(read.bad)
+            found = gathered(self.world, read.bad, self._failure(read.bad, read))
             bad = {index: why for rank in reversed(found) for index, why in rank.items()}
             if not bad:
                 self._next = self.order.after(self.place)
                 for piece in read.pieces:
                     self._reading.pop(piece, None)
                 return Served(self.place, self.own.joined(step, read.pieces.__getitem__), waited_s, len(step))
-            self._check(bad, read)
+            if failure := self._failure(bad, read):
+                raise failure
             self.bad += [bad[index].text for index in sorted(bad)]
             self.place = replace(self.place, skipped=(*self.place.skipped, *sorted(bad)))
             start_s = time.perf_counter()
@@ -211,12 +213,16 @@ class Feed:
             if piece not in self._reading:
                 self._reading[piece] = self._pool.submit(self.own.fetch, piece)
 
-    def _check(self, bad: Mapping[int, _Bad], read: _Read) -> None:
-        """The rank that is named is one that has read the image."""
+    def _failure(self, bad: Mapping[int, _Bad], read: _Read) -> ImageError | None:
+        """What is to be raised where these images are bad. The rank that is named is one that has read the image."""
+        if not bad:
+            return None
         first = next((index for index, why in bad.items() if why.odd), min(bad))
-        if self.feeding.on_bad_image == "raise" or bad[first].odd:
-            others = ReleasedError("released: another rank has failed")
-            raise ImageError(bad[first].text) from (read.cause if first in read.bad else others)
+        if self.feeding.on_bad_image != "raise" and not bad[first].odd:
+            return None
+        failure = ImageError(bad[first].text)
+        failure.__cause__ = read.cause if first in read.bad else ReleasedError("released: another rank has failed")
+        return failure
 
     def close(self) -> None:
         """End the workers; those that read finish their piece first."""

@@ -45,7 +45,13 @@ def trial(tmp_path_factory):
         found.close()
 
 
-@pytest.mark.parametrize("fault", ["raise:rank:step", "raise:ranks:save", "disk:rank:save", "interrupt:notebook:step"])
+FEW = [
+    "raise:rank:step", "raise:rank:reader", "raise:rank:load", "raise:rank:calibrate", "raise:ranks:save",
+    "disk:rank:save", "interrupt:notebook:step",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FEW)
 def test_a_fault_is_told_and_nothing_is_wrong(trial: Trial, tmp_path: Path, fault: str):
     verdict = trial.round(draw(random.Random(1), PLAN.ranks, tmp_path / "note", [fault]))
     assert verdict.happened

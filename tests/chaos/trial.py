@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -22,9 +23,9 @@ from tqdm.auto import tqdm
 from engines.checkpoint.interrupts import StoppedError
 from engines.errors import Mpi4dlError
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.launch.ending import MARK
+from mpi4dl_nb.launch.ending import MARK, is_at_work
 from mpi4dl_nb.training import Training
-from tests.chaos.faults import Fault, Images, aimed, arm, disarm, family, give_back, roles, strike
+from tests.chaos.faults import HELPERS, Fault, Images, aimed, arm, disarm, family, give_back, roles, strike
 from tests.chaos.training import PLAN, SHAPE, Heard, model
 
 __all__ = ["HANG_AFTER_S", "STEPS", "Trial", "Verdict"]
@@ -33,7 +34,7 @@ HANG_AFTER_S = 3.0
 STEPS = 3  # of a round
 EVERY = 2  # steps between two checkpoints
 GONE_S = 10.0
-_ROUND_S = 240
+_ROUND_S, _END_S = 240, 5.0
 _NAMES = {"controller": ("controller",), "mpiexec": ("mpiexec",)}
 
 
@@ -124,8 +125,14 @@ class Trial:
         return False
 
     def _look(self) -> None:
-        """What has come of it; a fault may show only now, if a process takes its time to end."""
-        cluster = self.training.cluster
+        """What has come of it; a fault may show only now, if a helper takes its time to end."""
+        cluster, fault = self.training.cluster, self.verdict.fault
+        if fault.kind == "terminate" and fault.whom in HELPERS and fault.is_noted and self.verdict.told_s is None:
+            with suppress(psutil.NoSuchProcess):
+                asked, deadline = [psutil.Process(pid) for pid in fault.pids], time.monotonic() + _END_S
+                while any(map(is_at_work, asked)) and time.monotonic() < deadline:
+                    time.sleep(0.02)
+            fault.note.write_text(str(time.time()))  # before that there was nothing to tell
         give_back([pid for pids in roles(cluster._ranks._place.name).values() for pid in pids])
         cluster.call(disarm)
         self._state = self.training.state_dict()

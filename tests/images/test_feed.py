@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engines.comm.loopback import LoopbackWorld, loopback, run_ranks
 from engines.errors import ImageError, PlanError, ReleasedError
+from engines.host import Failure
 from engines.images.feed import Feed, Feeding, Served
 from engines.images.labelled import in_order
 from engines.images.own import OwnPart
@@ -215,6 +216,22 @@ def test_no_worker_outlives_its_feed():
 
 
 # ---- bad images
+
+
+def test_a_rank_tells_of_its_bad_image_also_if_the_others_have_left_already(monkeypatch):
+    """They may know of it, and fail, before this rank knows what they have read."""
+
+    def released(_: object) -> None:
+        raise ReleasedError("released: another rank has failed")
+
+    def steps(world: LoopbackWorld) -> None:
+        monkeypatch.setattr(world, "gather", released)
+        with feed(world, Numbered(12, bad=(in_order(12, 0, 0)[0],))) as mine:
+            with pytest.raises(ImageError, match="is damaged") as caught:
+                mine.next()
+            assert not Failure.of(caught.value).released
+
+    run_ranks(1, steps)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
