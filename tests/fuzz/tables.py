@@ -127,6 +127,7 @@ KINDS: dict[str, Kind] = {
     "CIFAR, binary": (_cifar_binary, lambda folder: look(cifar_images(folder, SIZE))),
 }
 _LINKS_FOLLOWED = ("classes", "CIFAR, pickled", "CIFAR, binary")
+_GIVEN = "t.csv"  # whoever names a file may name a link
 
 
 def wholes(folder: Path) -> Iterator[Case]:
@@ -151,7 +152,8 @@ def damaged(folder: Path, number: int, random: Random, outside: Outside) -> Case
         path.write_bytes(data)
     else:
         path = files[int(random.integers(len(files)))]
-        told = make_other(path, random, path if name in _LINKS_FOLLOWED else _canary(path, outside))
+        may_lead = name in _LINKS_FOLLOWED or path.name == _GIVEN
+        told = make_other(path, random, path if may_lead else _canary(path, outside))
     return Case(f"{name}, {path.name}, {told}", case.names, case.read)
 
 
