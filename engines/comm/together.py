@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from engines.comm.world import World
 from engines.errors import ImageError, Mpi4dlError, ReleasedError
 
-__all__ = ["from_first", "gathered", "together"]
+__all__ = ["from_first", "gathered", "released", "together"]
 
 Made = TypeVar("Made")
 
@@ -26,7 +26,7 @@ def together(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] = I
     except (kind, OSError) as error:
         failure = str(error) or type(error).__name__
     for text in filter(None, gathered(world, failure, kind(failure) if failure else None)):
-        raise kind(text) from (None if failure else _released())
+        raise kind(text) from (None if failure else released())
     return made  # type: ignore[return-value]
 
 
@@ -43,7 +43,7 @@ def from_first(world: World, work: Callable[[], Made]) -> Made:
     if isinstance(found, Mpi4dlError):
         if failure:
             raise failure
-        raise copy(found) from _released()  # ranks in threads are given the same one
+        raise copy(found) from released()  # ranks in threads are given the same one
     return found  # type: ignore[no-any-return]
 
 
@@ -62,5 +62,6 @@ def gathered(world: World, value: Any, failure: Exception | None) -> list[Any]:
         raise failure  # noqa: B904  (it keeps the cause that it has)
 
 
-def _released() -> ReleasedError:
+def released() -> ReleasedError:
+    """The cause of an error that this rank raises because another rank has failed."""
     return ReleasedError("released: another rank has failed")

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.together import gathered
+from engines.comm.together import gathered, released
 from engines.comm.world import World
-from engines.errors import ImageError, PlanError, ReleasedError
+from engines.errors import ImageError, PlanError
 from engines.images.order import Drawn, Order, Place
 from engines.images.own import OwnPart, Piece
 from engines.output import Output
@@ -221,7 +221,7 @@ class Feed:
         if self.feeding.on_bad_image != "raise" and not bad[first].odd:
             return None
         failure = ImageError(bad[first].text)
-        failure.__cause__ = read.cause if first in read.bad else ReleasedError("released: another rank has failed")
+        failure.__cause__ = read.cause if first in read.bad else released()
         return failure
 
     def close(self) -> None:

@@ -62,7 +62,8 @@ class _Effort:
     most_operations: float = math.inf
 
 
-_FULL, _QUICK = _Effort(TURNS, TURNS, TURNS, REHEARSALS, STEPS), _Effort(3, 1, 1, 1, 3, 4e8)
+_FULL = _Effort(alone=TURNS, spread=TURNS, crowded=TURNS, rehearsals=REHEARSALS, steps=STEPS)
+_QUICK = _Effort(alone=3, spread=1, crowded=1, rehearsals=1, steps=3, most_operations=4e8)
 
 
 def calibrate(

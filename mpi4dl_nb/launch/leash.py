@@ -57,8 +57,13 @@ class Leash:
 
     def _replace(self) -> None:
         self._close()
+        self._read_ended()
         self._process.stdout.close()
         self._begin()
+
+    def _read_ended(self) -> None:
+        if not self._process.stdout.closed:
+            self._heard += self._process.stdout.read() or b""
 
     def _waited(self) -> int | None:
         """Its exit code, if it has ended within a second; otherwise it goes on, should it have been stopped."""
@@ -79,7 +84,7 @@ class Leash:
     def ended(self) -> list[int]:
         """Those of its processes that had ended when it began to end the others; none as long as all are at work."""
         with self._lock:
-            self._heard += self._process.stdout.read() or b""
+            self._read_ended()
         return [int(pid) for pid in self._heard.split()]
 
     def hold(self, pid: int) -> None:
@@ -97,4 +102,5 @@ class Leash:
         while self._process.wait(within_s) < 0:  # killed, in the middle of it or before
             self._replace()
             self._close()
+        self._read_ended()
         self._process.stdout.close()

@@ -276,8 +276,9 @@ def test_the_leash_knows_which_process_ended_first(sleeper):
     assert leash.ended() == []
     second.kill()
     assert first.wait(GONE_S) == -signal.SIGTERM
-    assert leash.ended() == leash.ended() == [second.pid]
+    assert leash.ended() == [second.pid]
     leash.let_go(GONE_S)
+    assert leash.ended() == [second.pid]
 
 
 def test_a_leash_that_was_killed_still_lets_go(sleeper, tmp_path):
