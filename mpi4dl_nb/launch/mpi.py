@@ -223,8 +223,8 @@ class MpiRanks:
         self._views = [views[number] for number in self._ids]
         self._spoken = [Spoken() for _ in self._ids]
         helpers = dict(zip(_HELPERS, (launcher.pid for launcher in self._launchers), strict=True))
-        here = None if self._across else [places[number][2] for number in self._ids]
-        self._local = Processes(helpers, here) if here else None
+        here = [] if self._across else [places[number][2] for number in self._ids]
+        self._processes = Processes(helpers, here)
 
     def pack(self, values: Sequence[Any]) -> list[bytes]:
         """Modules that ranks would have otherwise than the notebook are sent as it has them."""
@@ -260,8 +260,8 @@ class MpiRanks:
 
     def _signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
         """Directly to ranks on this host; to those on others by their nannies."""
-        if self._local:
-            self._local.signal(number, ranks)
+        if not self._across:
+            self._processes.signal(number, ranks)
             return
         cut = self._across.lost()  # who would not answer is not asked
         ids = [self._ids[rank] for rank in ranks if self._began_as[rank] not in cut]
@@ -307,10 +307,10 @@ class MpiRanks:
 
     def still(self) -> Mapping[int, Still]:
         """As the guards tell; where they don't, or ranks do nothing, whether that is for a helper that was stopped."""
-        told = self._reports.still()
+        told = self._reports.still(is_cut_off=self._processes.is_stopped(_HELPERS[0]))
         known = {rank: told[began_as] for rank, began_as in enumerate(self._began_as) if began_as in told}
         unsure = {rank: still for rank, still in known.items() if still.idle or still.silent}
-        why = self._local.stopped_helpers() if unsure and self._local else ""
+        why = self._processes.stopped_helpers() if unsure else ""
         return {**known, **{rank: replace(still, why=why) for rank, still in unsure.items()}}
 
     def leave_out(self, ranks: Iterable[int]) -> None:
@@ -320,8 +320,8 @@ class MpiRanks:
         self._ids, self._began_as, self._views, self._spoken = (
             [each[rank] for rank in kept] for each in (self._ids, self._began_as, self._views, self._spoken)
         )
-        if self._local:
-            self._local.keep(kept)
+        if not self._across:
+            self._processes.keep(kept)
 
     def listening(self) -> AbstractContextManager[None]:
         """ipyparallel's client does so always."""

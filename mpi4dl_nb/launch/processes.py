@@ -19,7 +19,7 @@ class Processes:
     """
 
     def __init__(self, helpers: Mapping[str, int], ranks: Sequence[int]) -> None:
-        self._helpers = [(name, psutil.Process(pid)) for name, pid in helpers.items()]
+        self._helpers = {name: psutil.Process(pid) for name, pid in helpers.items()}
         self._ranks = [psutil.Process(pid) for pid in ranks]
         self._guards = [process.parent() for process in self._ranks]
 
@@ -29,12 +29,16 @@ class Processes:
             with suppress(psutil.Error):
                 self._ranks[rank].send_signal(number)
 
+    def is_stopped(self, helper: str) -> bool:
+        """Whether a signal has stopped the helper of that name."""
+        return _is_stopped(self._helpers[helper])
+
     def stopped_helpers(self) -> str:
         """Say which helpers were stopped by a signal; nothing where all go on."""
         guards = [(f"the guard of rank {rank}", guard) for rank, guard in enumerate(self._guards) if guard]
         return " and ".join(
             f"{name} (process {process.pid}) was stopped by a signal"
-            for name, process in [*self._helpers, *guards]
+            for name, process in [*self._helpers.items(), *guards]
             if _is_stopped(process)
         )
 

@@ -91,12 +91,14 @@ class Reports:
         self._still: dict[int, Still] = {}
         self._heard_s: dict[int, float] = {}
         self._asked_s = time.monotonic()
+        self._cut_off_s: float | None = None
         self._lock = Lock()  # lines come in a thread
 
-    def still(self) -> dict[int, Still]:
+    def still(self, is_cut_off: bool = False) -> dict[int, Still]:
         """The ranks that do not go on, and those that have work but whose guards say nothing any more.
 
-        A time in which nobody asked does not count: this process may have been stopped, and has not read yet what came
+        `is_cut_off`: no answer of a rank can arrive, whatever it does; while that lasts, each counts as idle. A time
+        in which nobody asked does not count: this process may have been stopped, and has not read yet what came
         meanwhile.
         """
         with self._lock:
@@ -104,7 +106,9 @@ class Reports:
             if (pause_s := now_s - self._asked_s) > _PAUSE_S:
                 self._heard_s = {rank: min(now_s, heard_s + pause_s) for rank, heard_s in self._heard_s.items()}
                 self._still = {rank: still.later(pause_s) for rank, still in self._still.items()}
+                self._cut_off_s = None
             self._asked_s = now_s
+            self._cut_off_s = (self._cut_off_s or now_s) if is_cut_off else None
             return self._found(now_s)
 
     def _found(self, now_s: float) -> dict[int, Still]:
@@ -114,7 +118,11 @@ class Reports:
             if now_s - heard_s >= _SILENT_S
         }
         idle = {rank: still for rank, still in self._still.items() if still.idle}
-        return {**self._still, **silent, **idle}
+        found = {**self._still, **silent, **idle}
+        if self._cut_off_s is None:
+            return found
+        cut_off = Still(Whereabouts("", self._cut_off_s))
+        return {rank: max(found.get(rank, cut_off), cut_off, key=lambda each: each.for_s) for rank in self._heard_s}
 
     def take(self, line: bytes) -> None:
         """A line that mpiexec has written: of a guard, or of anybody."""

@@ -472,6 +472,30 @@ def test_a_helper_that_does_not_go_on_is_named(cluster, helper):
 
 
 @over_mpi
+def test_a_stopped_controller_is_named_while_ranks_compute(cluster):
+    """Whatever they find would not arrive."""
+    pid = cluster._ranks._launchers[0].pid
+
+    def computes(host):
+        if host.world.rank == 1:
+            os.kill(pid, signal.SIGSTOP)
+        for turn in range(60):
+            here().at(f"turn {turn}".encode())
+            time.sleep(0.1)
+
+    cluster.hang_after_s = 2
+    try:
+        told = f"its answer does not arrive; the controller of the ranks .process {pid}. was stopped by a signal"
+        with Watch() as watch, pytest.raises(RankError, match=told):
+            cluster.call(computes)
+        assert 2 <= watch.s < 4
+        cluster.heal()
+    finally:
+        cluster.hang_after_s = 300
+    check_usable(cluster)
+
+
+@over_mpi
 def test_a_stopped_helper_is_no_fault_as_long_as_ranks_answer(cluster):
     """It goes on, or it does not: nobody needs it."""
     mpiexec = psutil.Process(cluster._ranks._launchers[1].pid)

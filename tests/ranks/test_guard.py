@@ -130,12 +130,12 @@ def test_reports_are_found_among_what_else_is_written():
     assert str(reports.ended[1]) == "its process was killed by SIGTERM in stage 1, step 2"
 
 
-def ask_for(reports: Reports, seconds: float, monkeypatch) -> dict[int, Still]:
+def ask_for(reports: Reports, seconds: float, monkeypatch, is_cut_off: bool = False) -> dict[int, Still]:
     """What is known after so many seconds in which somebody asked again and again."""
     begin_s = time.monotonic()
     for tick in range(1, round(seconds * 2) + 1):
         monkeypatch.setattr(time, "monotonic", lambda: begin_s + tick / 2)  # noqa: B023 (asked within the turn)
-        found = reports.still()
+        found = reports.still(is_cut_off)
     return found
 
 
@@ -153,6 +153,21 @@ def test_a_guard_that_is_not_heard_any_more_watches_no_more(monkeypatch):
     assert hang.words.startswith("Rank 0 does not go on: nothing has been heard of it for 3.5 s.")
     take(reports, line(0, "watches") + line(1, "watches"))
     assert {rank: still.silent for rank, still in reports.still().items()} == {1: False, 2: False}
+
+
+def test_ranks_whose_answers_cannot_arrive_are_idle_whatever_they_do(monkeypatch):
+    """The controller was stopped; until it goes on, or somebody asks again after a pause."""
+    reports = reports_of(line(0, "moves") + line(1, "still", state="S", **PLACE))
+    found = ask_for(reports, 2.5, monkeypatch, is_cut_off=True)
+    assert found[0].idle
+    assert found[0].for_s == pytest.approx(2)  # since it was first seen
+    assert found[1].at.text == "stage 1"  # it had stood still before
+    take(reports, line(0, "watches") + line(1, "moves"))
+    assert reports.still() == {}
+    assert reports.still(is_cut_off=True)[1].for_s == 0
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 600)
+    assert [each.for_s for each in reports.still(is_cut_off=True).values()] == [0, 0]
 
 
 def test_a_time_in_which_nobody_asked_is_no_silence(monkeypatch):
