@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     except RankError as error:  # on one rank; the others are released by it
         if not isinstance(error, ReleasedError):
             print(f"rank {world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        world.fail()
+        world.abort()
         os._exit(1)
 
 
@@ -252,7 +252,7 @@ def _bench_overhead(world: World, arguments: Sequence[str]) -> bool:
     chosen = flags.parse_args(arguments)
     if world.rank == 0:
         _print(world, bench_overhead(chosen.iterations))
-    world.rest()
+    world.barrier()
     return True
 
 

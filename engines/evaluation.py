@@ -87,7 +87,7 @@ class RankEvaluation:
         step = [(number, None) for number in numbers]
         bad: dict[int, str] = {}
         read = {part: self._read(part, step, bad) for part in (self.own, self.labels) if part is not None}
-        found = {number: text for each in reversed(self.world.gather(bad)) for number, text in each.items()}
+        found = {number: text for each in reversed(self.world.all_gather(bad)) for number, text in each.items()}
         if found:
             return Answer({}, None, found)
         inputs = {part: part.joined(step, pieces.__getitem__) for part, pieces in read.items()}
@@ -229,8 +229,8 @@ def evaluate_on_ranks(world: World, training: RankTraining, held_out: HeldOut, e
 
     def ask(numbers: Sequence[int]) -> tuple[Mapping[int, str], Sequence[Answer]]:
         own = evaluation.predict(numbers)
-        return own.bad, world.collect(own)
+        return own.bad, world.gather(own)
 
     evaluation.begin()
-    scores = held_out.scores(ask, lambda: world.gather(training.tensors()))
-    return next(found for found in world.gather(scores) if found is not None)
+    scores = held_out.scores(ask, lambda: world.all_gather(training.tensors()))
+    return next(found for found in world.all_gather(scores) if found is not None)

@@ -62,7 +62,7 @@ class Host:
         if self.walk is None or self.walk.done:
             self.walk = None
         else:
-            self.world.fail()
+            self.world.abort()
             self.recover()
 
     def recover(self) -> None:
@@ -181,7 +181,7 @@ def _told(host: Host, value: Any, before: int, failure: Failure | None = None) -
 
 
 def _failed(host: Host, error: BaseException, before: int) -> bytes:
-    host.world.fail()
+    host.world.abort()
     return _told(host, None, before, Failure.of(error, host.board.read()))
 
 

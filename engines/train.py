@@ -184,7 +184,7 @@ class Ranks:
         if isinstance(heard, Unready) and self.smaller:
             self.course.training.add_size(self.smaller(heard.images))
             return self.step()
-        return None if heard is None else told(self.course.world.gather(heard))
+        return None if heard is None else told(self.course.world.all_gather(heard))
 
 
 def run(

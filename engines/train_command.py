@@ -77,7 +77,7 @@ def _kept(course: RankCourse, chosen: argparse.Namespace) -> Iterator[Keeper | N
 
 def _resume(course: RankCourse, chosen: argparse.Namespace) -> int:
     """Go on as the flags say; how many epochs are done already. Raises CheckpointError, ImageError."""
-    path = course.world.gather(together(course.world, partial(train_options.resumed, chosen), PlanError))[0]
+    path = course.world.all_gather(together(course.world, partial(train_options.resumed, chosen), PlanError))[0]
     if path is None:
         return 0
     checkpoint = load(course.training, path)

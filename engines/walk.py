@@ -101,7 +101,7 @@ class RankWalk:
                 self.training.advance()
         # A large message leaves only while its sender looks, and this one may have nothing else to do.
         worker.leave()
-        worker.world.rest()
+        worker.world.barrier()
         self.seconds += time.perf_counter() - start_s
         return self.standing
 

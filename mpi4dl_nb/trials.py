@@ -115,7 +115,7 @@ def _create(host: Host, name: str, recipe: Recipe) -> None:
 def _timed(host: Host, name: str, inputs: Inputs) -> float:
     training = host.trainings[name]
     training.step(inputs)
-    host.world.rest()
+    host.world.barrier()
     start_s = time.perf_counter()
     training.step(inputs)
     wait_for(training.device)

@@ -274,7 +274,7 @@ def test_what_a_rank_knows_itself_is_told_also_if_the_others_have_left_already(m
         raise ImageError("no picture") from ValueError("its cause")
 
     def told(world: LoopbackWorld) -> None:
-        monkeypatch.setattr(world, "gather", released)
+        monkeypatch.setattr(world, "all_gather", released)
         for work in (together, from_first):
             with pytest.raises(ImageError, match="no picture") as caught:
                 work(world, fails)

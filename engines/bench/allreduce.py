@@ -55,7 +55,7 @@ def bench_allreduce(world: MpiWorld, max_bytes: int, iterations: int) -> Iterato
             tensor = torch.zeros(count_bytes // _FLOAT_BYTES)
             total = Total(world, tensor, group, again=True)
             sums["ours_ms"] = lambda _, total=total: total.begin().wait()
-            yield _line(count_bytes, world.gather(_times(world, tensor, sums, iterations)))
+            yield _line(count_bytes, world.all_gather(_times(world, tensor, sums, iterations)))
 
 
 def _times(world: MpiWorld, tensor: Tensor, sums: Mapping[str, Sum], iterations: int) -> dict[str, list[float]]:

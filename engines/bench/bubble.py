@@ -110,8 +110,8 @@ def _worker(world: World, plan: Plan, stage_s: float) -> tuple[Worker, dict[int,
 
 
 def _step(world: World, worker: Worker, inputs: Mapping[int, Mapping[str, Tensor]]) -> Timeline:
-    world.rest()
+    world.barrier()
     worker.run(
         {m: {name: t.clone().requires_grad_(name == "images") for name, t in p.items()} for m, p in inputs.items()}
     )
-    return Timeline.of(world.gather(worker.events))
+    return Timeline.of(world.all_gather(worker.events))

@@ -58,7 +58,7 @@ def bench_halo(
             world.comm.Barrier()  # a rank that is done must not take the core of one that is not
     told = {name: seconds[warmup:] for name, seconds in times.items()}
     traffic = own.exchange.bytes_of(own.exchange.sends), len(own.exchange.sends)
-    return {**checked, **_line(case, world.gather((told, *traffic)))}
+    return {**checked, **_line(case, world.all_gather((told, *traffic)))}
 
 
 def _works(own: Made, by_hand: ByHand, with_compute: bool) -> dict[str, Callable[[], Callable[[], object]]]:

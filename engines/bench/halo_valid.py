@@ -37,7 +37,7 @@ def valid(world: World, exchange: Exchange, carrier: Carrier, device: torch.devi
     """Whether every rank got its window and its gradient to the bit, and <Fx, y> = <x, F*y>; collective."""
     pixels = pattern(exchange, exchange.own, device)
     grad = pattern(exchange, exchange.window, device, salt=1 + world.rank)
-    windows = world.gather(exchange.window)
+    windows = world.all_gather(exchange.window)
     copied = carrier.there(pixels)[0]
     made_in_place = carrier.there(carrier.room().copy_(pixels))[0] if carrier.has_room else copied
     source = pixels.clone()
@@ -48,7 +48,7 @@ def valid(world: World, exchange: Exchange, carrier: Carrier, device: torch.devi
         and torch.equal(made_in_place, expected)
         and torch.equal(source.grad, _home(exchange, dict(enumerate(windows)), device))
     )
-    reports = world.gather((right, _dot(copied, grad), _dot(pixels, source.grad)))
+    reports = world.all_gather((right, _dot(copied, grad), _dot(pixels, source.grad)))
     return _all_agree(reports)
 
 

@@ -24,11 +24,11 @@ def interleaved(
     seconds: list[list[float]] = [[] for _ in trainings]
     for _ in range(times):
         for number, training in enumerate(trainings):
-            world.rest()
+            world.barrier()
             start_s = time.perf_counter()
             training.step(own)
             wait_for(training.device)
-            world.rest()
+            world.barrier()
             seconds[number].append(time.perf_counter() - start_s)
             after(number)
     return seconds

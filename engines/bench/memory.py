@@ -37,10 +37,10 @@ def bench_memory(world: World, recipe: Recipe, arguments: Sequence[str], seed: i
     `share` is the largest peak of a rank, as a part of one process's; `even_share` that of a rank that holds one
     tile's part of everything.
     """
-    peaks = world.gather(_rank_bytes(world, recipe, seed))
+    peaks = world.all_gather(_rank_bytes(world, recipe, seed))
     give_memory_back()  # one process with the whole image has to fit now
-    world.rest()
-    whole = world.gather(apart("engines.bench.memory:alone", arguments) if world.rank == 0 else None)[0]
+    world.barrier()
+    whole = world.all_gather(apart("engines.bench.memory:alone", arguments) if world.rank == 0 else None)[0]
     return {
         "peak_bytes": peaks,
         "one_process_peak_bytes": whole,

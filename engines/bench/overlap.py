@@ -41,7 +41,7 @@ def bench_overlap(
     sums: list[list[float]] = [[], []]
 
     def after(number: int) -> None:
-        sums[number].append(statistics.mean(world.gather(in_traffic(both[number]))))
+        sums[number].append(statistics.mean(world.all_gather(in_traffic(both[number]))))
 
     steps = interleaved(world, both, own, iterations + 1, after)
     blocking, exposed = (statistics.median(seconds[1:]) for seconds in sums)

@@ -52,7 +52,7 @@ def bench_read(world: World, path: str, method: str = "square", halo_px: int = 0
         found.extend((time.perf_counter() - start_s, picture.bytes_read, _digest(pixels)))
 
     peak = together(world, lambda: host_peak_bytes(work))
-    told = world.gather((box, peak, *found))
+    told = world.all_gather((box, peak, *found))
     boxes, peaks, seconds, read, digests = zip(*told, strict=True)
     line = together(world, lambda: _in_one(path, level, boxes, digests) if world.rank == 0 else {})
     share = max(height * width for _, _, height, width in boxes) * 3

@@ -42,25 +42,25 @@ def bench_step(
     threads = cores()
     ranks_s, alone_s, spent = [], [], Counter[str]()
     for number in range(iterations + 1):
-        world.rest()
-        ranks_s.append(_seconds(lambda: (training.step(own), wait_for(training.device), world.rest())))
+        world.barrier()
+        ranks_s.append(_seconds(lambda: (training.step(own), wait_for(training.device), world.barrier())))
         spent += phases(training.report.events if number else ())
         if in_turns:
             training.start({})  # the last step is let go of
             give_memory_back()
-            world.rest()
+            world.barrier()
         if alone:
             torch.set_num_threads(threads)
             alone_s.append(_seconds(lambda: (alone.step(batch), wait_for(training.device))))
             if in_turns:
                 give_memory_back()
-        world.rest()
+        world.barrier()
     images, answer = recipe.step_specs["images"].shape[0], None
     if alone:
         torch.set_num_threads(threads)
         answer = _line(ranks_s[1:], alone_s[1:], images, threads, arithmetic_share(lambda: alone.step(batch)))
-    line = world.gather(answer)[0]
-    return {**line, "phases": shares(world.gather(spent))}
+    line = world.all_gather(answer)[0]
+    return {**line, "phases": shares(world.all_gather(spent))}
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -53,12 +53,12 @@ def bench_throughput(
 
 def _seconds(world: World, training: RankTraining, own: Inputs, steps: int) -> float:
     """Of so many steps, on the slowest rank."""
-    world.rest()
+    world.barrier()
     start_s = time.perf_counter()
     for _ in range(steps):
         training.step(own)
     wait_for(training.device)
-    return max(world.gather(time.perf_counter() - start_s))  # type: ignore[no-any-return]
+    return max(world.all_gather(time.perf_counter() - start_s))  # type: ignore[no-any-return]
 
 
 def _say(*lines: str) -> None:

@@ -74,12 +74,12 @@ def verify(world: World, recipe: Recipe, model: nn.Module, loss: Loss, seed: int
     start_s, recipe = time.perf_counter(), comparable(recipe)
     whole = batches(recipe, seed)
     training = RankTraining(world, recipe)
-    records = world.collect(rank_record(training, map(training.cut, whole)))
+    records = world.gather(rank_record(training, map(training.cut, whole)))
     answer = None
     if world.rank == 0:
         answer = verdict(recipe, model, loss, whole, records)
         answer["seconds"] = round(time.perf_counter() - start_s, 2)
-    return world.gather(answer)[0]  # type: ignore[no-any-return]
+    return world.all_gather(answer)[0]  # type: ignore[no-any-return]
 
 
 def verdict(

@@ -82,6 +82,6 @@ def keeper_of_ranks(
         save=lambda: save(training, folder, state(), keep),
         step=lambda: training.worker.steps - 1,
         every=every,
-        asked=lambda: max(world.gather(asked())),
+        asked=lambda: max(world.all_gather(asked())),
         tell=partial(print, file=sys.stderr, flush=True) if world.rank == 0 else lambda text: None,
     )

@@ -40,7 +40,7 @@ def load(training: RankTraining, path: Path) -> Checkpoint:
     """
     world = training.worker.world
     first = together(world, lambda: None if world.rank else check(path, training.recipe), CheckpointError)
-    found, passed_over = world.gather(first and (first.path, first.passed_over))[0]
+    found, passed_over = world.all_gather(first and (first.path, first.passed_over))[0]
     staged = together(world, partial(_staged, training, found), CheckpointError)
     staged.adopt(training)
     return replace(staged.checkpoint, passed_over=passed_over)

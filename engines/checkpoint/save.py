@@ -34,7 +34,7 @@ def save(training: RankTraining, folder: Path, feed: Any = None, keep: int = KEE
     """
     world = training.worker.world
     share = together(world, partial(_share, training, feed, keep), CheckpointError)
-    contents = Contents.of(training.recipe, world.gather(share.part))
+    contents = Contents.of(training.recipe, world.all_gather(share.part))
     writer = None
     try:
         writer = together(world, lambda: None if world.rank else Writer(folder, contents.bytes), CheckpointError)
@@ -44,7 +44,7 @@ def save(training: RankTraining, folder: Path, feed: Any = None, keep: int = KEE
             world, lambda: writer and writer.finish(contents.manifest(training, writer.written, feed), keep),
             CheckpointError,
         )  # fmt: skip
-        return world.gather(done)[0]  # type: ignore[no-any-return]
+        return world.all_gather(done)[0]  # type: ignore[no-any-return]
     finally:
         if writer:
             writer.abandon()

@@ -27,7 +27,7 @@ def gloo_sum(world: World) -> Iterator[GlooSum | None]:
 
     Rank 0 listens, and its address reaches the others through the world.
     """
-    if not all(world.gather(dist.is_available() and dist.is_gloo_available())):
+    if not all(world.all_gather(dist.is_available() and dist.is_gloo_available())):
         yield None
         return
     dist.init_process_group("gloo", store=served(world), rank=world.rank, world_size=world.size, timeout=PATIENCE)

@@ -77,7 +77,7 @@ class Mail:
         if self.failed:
             raise ReleasedError("released: another rank has failed")
 
-    def fail(self) -> None:
+    def abort(self) -> None:
         with self.arrived:
             self.failed = True
             self.arrived.notify_all()
@@ -123,7 +123,7 @@ class LoopbackWorld:
         self.rank, self.size = rank, size
         self._mail = mail
 
-    def reaches(self, device: torch.device) -> bool:
+    def can_access(self, device: torch.device) -> bool:
         """Whether messages may lie in the memory of a device: ranks of one process see all of it."""
         return True
 
@@ -145,23 +145,23 @@ class LoopbackWorld:
     def _fetch_into(self, tensor: Tensor, place: _Place) -> None:
         _copy(tensor, self._mail.fetch(place))
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks."""
         for peer in range(self.size):
             self._mail.post((self.rank, peer, _GATHER), value)
         return [self._mail.fetch(self._mail.ask((peer, self.rank, _GATHER))) for peer in range(self.size)]
 
-    def collect(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on rank 0."""
-        return self.gather(value)[: None if self.rank == 0 else 0]
+        return self.all_gather(value)[: None if self.rank == 0 else 0]
 
-    def rest(self) -> None:
+    def barrier(self) -> None:
         """Return when every rank is here."""
-        self.gather(None)
+        self.all_gather(None)
 
-    def fail(self) -> None:
+    def abort(self) -> None:
         """Release every rank that waits."""
-        self._mail.fail()
+        self._mail.abort()
 
     def recover(self) -> None:
         """Throw away old letters once every rank is here."""
@@ -189,7 +189,7 @@ def run_ranks(size: int, work: Callable[[LoopbackWorld], Any]) -> list[Any]:
         try:
             return work(world)
         except BaseException:
-            world.fail()
+            world.abort()
             raise
 
     with ThreadPoolExecutor(size) as pool:

@@ -157,7 +157,7 @@ class MpiWorld:
         if not isinstance(error, MPI.Exception):
             return
         released = self._others_failed(error)
-        self.fail()
+        self.abort()
         said = error.Get_error_string()
         if released:
             raise ReleasedError(f"released: another rank has failed ({said})") from error
@@ -174,7 +174,7 @@ class MpiWorld:
         if self.comm.Is_revoked():
             raise ReleasedError("released: another rank has failed")
 
-    def reaches(self, device: torch.device) -> bool:
+    def can_access(self, device: torch.device) -> bool:
         """Whether messages may lie in the memory of a device: the host's always, a GPU's where this MPI says so."""
         return not has_own_memory(device) or takes_gpu_memory()
 
@@ -191,7 +191,7 @@ class MpiWorld:
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
         """Messages to be started again and again: those that MPI reaches by the same requests."""
-        all_reached = all(self.reaches(message.tensor.device) for message in (*sends, *receives))
+        all_reached = all(self.can_access(message.tensor.device) for message in (*sends, *receives))
         return _Route(self, sends, receives) if all_reached else partial(self.exchange, sends, receives)
 
     def collectives(self, device: torch.device) -> Collectives | None:
@@ -208,19 +208,19 @@ class MpiWorld:
 
     def _within_reach(self, tensor: Tensor, filled: bool = False) -> Tensor:
         """The tensor itself where MPI reaches it, else a host buffer for it, `filled` with its content."""
-        if self.reaches(tensor.device):
+        if self.can_access(tensor.device):
             return tensor
         return tensor.cpu() if filled else torch.empty_like(tensor, device="cpu")
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks, pickled."""
         _look_after_left()
-        self.rest()
-        return values.gather(self, value, self._check_whole)
+        self.barrier()
+        return values.all_gather(self, value, self._check_whole)
 
-    def collect(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """The values of all ranks on rank 0, pickled, one after another."""
-        self.rest()
+        self.barrier()
         if self.rank == 0:
             return [value, *(values.receive(self, peer, self._check_whole) for peer in range(1, self.size))]
         values.send(self, 0, seal(value)).wait()
@@ -230,10 +230,10 @@ class MpiWorld:
         """Raises ReleasedError where a rank has failed: what came without an error may then have no sense in it."""
         self.check()
         if _ULFM and self.comm.Get_failed().size:
-            self.fail()
+            self.abort()
             raise ReleasedError("released: another rank has died")
 
-    def rest(self) -> None:
+    def barrier(self) -> None:
         """Return when every rank is here; sleeps meanwhile. Then those that slept wait for each other to awake.
 
         A dissemination barrier (Hensgen, Finkel and Manber, 1988): after each round every rank knows of twice as many.
@@ -253,7 +253,7 @@ class MpiWorld:
         MPI.Finalize()
         os._exit(code)
 
-    def fail(self) -> None:
+    def abort(self) -> None:
         """Revoke the communicator (ULFM), so that no rank waits for this one. (Without it they await an interrupt.)"""
         if _ULFM:
             self.comm.Revoke()

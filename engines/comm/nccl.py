@@ -67,7 +67,7 @@ class Collectives:
 
 def collectives(world: World, device: torch.device, check: Callable[[], None]) -> Collectives | None:
     """NCCL where it is here and each rank has a GPU of its own, None elsewhere; collective."""
-    gpus = world.gather(_own_gpu(device))
+    gpus = world.all_gather(_own_gpu(device))
     if not all(gpus) or len(set(gpus)) < world.size:
         return None
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # a rank sees by `check` who has failed

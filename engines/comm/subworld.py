@@ -34,9 +34,9 @@ class SubWorld:
         """The same messages with the whole world's numbers."""
         return [replace(message, peer=self.ranks[message.peer]) for message in messages]
 
-    def reaches(self, device: torch.device) -> bool:
+    def can_access(self, device: torch.device) -> bool:
         """Whether messages may lie in the memory of a device."""
-        return self.world.reaches(device)
+        return self.world.can_access(device)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start messages."""
@@ -49,21 +49,21 @@ class SubWorld:
     def collectives(self, device: torch.device) -> None:
         """None: whether each rank has a GPU of its own is known of the whole world."""
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """The values of all its ranks, pickled."""
-        return values.gather(self, value)
+        return values.all_gather(self, value)
 
-    def collect(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """The values of all its ranks, on its rank 0."""
-        return self.gather(value)[: None if self.rank == 0 else 0]
+        return self.all_gather(value)[: None if self.rank == 0 else 0]
 
-    def rest(self) -> None:
+    def barrier(self) -> None:
         """Return when all its ranks are here."""
-        self.gather(None)
+        self.all_gather(None)
 
-    def fail(self) -> None:
+    def abort(self) -> None:
         """Tell all ranks of the whole world to stop waiting."""
-        self.world.fail()
+        self.world.abort()
 
     def recover(self) -> None:
         """Be ready again after a failure; collective over the whole world."""

@@ -54,7 +54,7 @@ def gathered(world: World, value: Any, failure: Exception | None) -> list[Any]:
     that it was released.
     """
     try:
-        return world.gather(value)
+        return world.all_gather(value)
     except ReleasedError:
         if failure is None:
             raise

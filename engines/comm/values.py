@@ -14,13 +14,13 @@ import torch
 from engines.comm.sealed import seal, unseal
 from engines.comm.world import Message, Pending, World
 
-__all__ = ["VALUE", "gather", "receive", "send"]
+__all__ = ["VALUE", "all_gather", "receive", "send"]
 
 VALUE = (1 << 23) - 1
 """A tag that no program has."""
 
 
-def gather(world: World, value: Any, check: Callable[[], None] = lambda: None) -> list[Any]:
+def all_gather(world: World, value: Any, check: Callable[[], None] = lambda: None) -> list[Any]:
     """The values of all ranks, in rank order, on every rank; collective."""
     sealed = seal(value)
     under_way = [send(world, peer, sealed) for peer in range(world.size) if peer != world.rank]

@@ -40,7 +40,7 @@ class World(Protocol):
     rank: int
     size: int
 
-    def reaches(self, device: torch.device) -> bool:
+    def can_access(self, device: torch.device) -> bool:
         """Whether messages may lie in the memory of a device; where they may not, they pass through the host."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
@@ -58,16 +58,16 @@ class World(Protocol):
         The same one each time, until a rank has failed.
         """
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order, on every rank; collective."""
 
-    def collect(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order, on rank 0, nothing elsewhere: large ones need be held once only."""
 
-    def rest(self) -> None:
+    def barrier(self) -> None:
         """Return when every rank is here; those that wait take no processor time to speak of."""
 
-    def fail(self) -> None:
+    def abort(self) -> None:
         """Tell all other ranks to stop waiting: this one has failed."""
 
     def recover(self) -> None:

@@ -89,7 +89,7 @@ def chosen(world: World, graph: ModelGraph, bound_bytes: int, side_px: int | Non
 
     Raises PlanError, TraceError as `fitted` does, on every rank.
     """
-    taken = max(world.gather(process_bytes("VmRSS")))
+    taken = max(world.all_gather(process_bytes("VmRSS")))
     return from_first(world, lambda: _chosen(graph, world.size, bound_bytes, taken, side_px))
 
 

@@ -98,12 +98,12 @@ def fetched(world: World, held: Mapping[str, Tensor], wanted: Iterable[str]) -> 
 
     Raises PlanError, on every rank, where no rank holds it.
     """
-    told = world.gather(([name for name in wanted if name not in held], tuple(held)))
+    told = world.all_gather(([name for name in wanted if name not in held], tuple(held)))
     asked = dict.fromkeys(name for lacking, _ in told for name in lacking)
     owner = {name: rank for rank, (_, names) in reversed(list(enumerate(told))) for name in names}
     if missing := [name for name in asked if name not in owner]:
         raise PlanError(f"No rank holds {missing[0]}, which the prediction reads. Make the training anew.")
-    offers = world.gather({name: held[name].detach().cpu() for name in asked if owner[name] == world.rank})
+    offers = world.all_gather({name: held[name].detach().cpu() for name in asked if owner[name] == world.rank})
     return {name: offers[owner[name]][name] for name in told[world.rank][0]}
 
 

@@ -187,8 +187,8 @@ class Sweep:
         seconds, region_px = time.perf_counter() - self.start_s, self.ask.region.size_px
         asked_px = math.prod(region_px) * sum(walk.window is not None for walk in self.walks)
         grid = self.turns.grid
-        overhead = round(sum(self.world.gather(self.read_px)) / asked_px, 4)
-        peaks = tuple(self.world.gather(process_bytes("VmHWM")))
+        overhead = round(sum(self.world.all_gather(self.read_px)) / asked_px, 4)
+        peaks = tuple(self.world.all_gather(process_bytes("VmHWM")))
         tile_px = grid.tile(0, *region_px).shape
         return Swept(answer, bool(self.mosaic), grid.tiles, tile_px, len(self.walks), overhead, seconds, peaks)
 

@@ -138,15 +138,15 @@ class Calibration:
         on_all = Samples(kernels, clock=time.perf_counter)
         spread = yield from self._first_rank(self.effort.spread, on_all, _on_all_cores)
         ops, facts = _one_by_one(world, lambda: (tallied(kernels), _facts())) or ([], {})
-        ops, alone, spread, facts = world.gather((ops, alone, spread, facts))[0]
+        ops, alone, spread, facts = world.all_gather((ops, alone, spread, facts))[0]
         yield
         for _ in range(self.effort.crowded if world.size > 1 else 0):
             crowded.turn()
             yield
-        of_all = world.gather(crowded.timed) if world.size > 1 else []
+        of_all = world.all_gather(crowded.timed) if world.size > 1 else []
         known = speeds(ops, alone, spread, of_all, facts["call_s"], facts["back_call_s"], facts["cores"])
         latency_s, bytes_per_s = _messages(world)
-        on_host = max(world.gather(ranks_here(world.size)))
+        on_host = max(world.all_gather(ranks_here(world.size)))
         machine = Machine(
             name=self.name, source=f"measured on {world.size} ranks", latency_s=latency_s, bytes_per_s=bytes_per_s,
             speeds=known, slice_s=self._spin(), ranks=world.size, node_ranks=on_host if on_host < world.size else None,
@@ -162,7 +162,7 @@ class Calibration:
         spread_s = spread_of([times for each in alone for times in (each.forward, each.backward)])
         noise = Noise(statistics.median(self._spins), max(spread_s, *(each.spread for each in seen)))
         found = explained(replace(machine, noise=noise), self.rehearsal, seen) if world.rank == 0 else None
-        self.machine = world.gather(found)[0]
+        self.machine = world.all_gather(found)[0]
         yield
 
     def _first_rank(
@@ -177,16 +177,16 @@ class Calibration:
     def _spin(self) -> float:
         """How long a rank computes at a time, if others want its core too; and what other programs take is noted."""
         spin, slices = _spun(self.world)
-        self._spins.append(taken_elsewhere(self.world.gather(spin), cores()))
-        found = [length_s for own in self.world.gather(slices) for length_s in own]
+        self._spins.append(taken_elsewhere(self.world.all_gather(spin), cores()))
+        found = [length_s for own in self.world.all_gather(slices) for length_s in own]
         return statistics.median(found) if len(found) > self.world.size else _SLICES_S
 
 
 def _one_by_one(world: World, work: Callable[[], Any]) -> Any:
     """On rank 0, while all others sleep."""
-    world.rest()
+    world.barrier()
     found = work() if world.rank == 0 else None
-    world.rest()
+    world.barrier()
     return found
 
 
@@ -219,7 +219,7 @@ def _copied_per_second() -> float:
 
 def _spun(world: World) -> tuple[Spin, list[float]]:
     """What this rank was given of a core while all ranks asked for one, and for how long at a time."""
-    world.rest()
+    world.barrier()
     spent_s = time.thread_time()
     start_s = now_s = began_s = time.perf_counter()
     slices = []
@@ -276,7 +276,7 @@ class _Nobody:
 
     rank, size = 0, 1
 
-    def reaches(self, device: torch.device) -> bool:
+    def can_access(self, device: torch.device) -> bool:
         return True
 
 
@@ -306,7 +306,7 @@ def _messages(world: World) -> tuple[float, float]:
         return 0.0, float("inf")
     small = min(_ring_seconds(world, 1 << 10, 1))
     large = statistics.median(_ring_seconds(world, _LARGE_BYTES, _BLOCKS // 2))
-    means = [sum(found) / world.size for found in zip(*world.gather((small, large)), strict=True)]
+    means = [sum(found) / world.size for found in zip(*world.all_gather((small, large)), strict=True)]
     return means[0], _LARGE_BYTES / max(1e-9, means[1] - means[0])
 
 
@@ -323,5 +323,5 @@ def _ring_seconds(world: World, count_bytes: int, blocks: int) -> list[float]:
             for there, here in zip(out, into, strict=True)
         ]
     )
-    world.rest()
+    world.barrier()
     return each_seconds(lambda: next(turns)().wait(), max(blocks, _ROUNDS), time.perf_counter)

@@ -129,7 +129,7 @@ class _Act:
         self.apart += [_apart(one, other) for (_, one), (_, other) in pairwise(found)]
 
     def _step(self) -> tuple[float, list[float]]:
-        self.world.rest()
+        self.world.barrier()
         start_s = time.perf_counter()
         self.training.start(self.inputs)
         spent_s = list(_spent_s(self.training))
@@ -140,7 +140,7 @@ class _Act:
         own = (
             statistics.median(self.steps), _medians(self.spent), statistics.median(self.apart), spread_of([self.steps])
         )  # fmt: skip
-        steps_s, spent_s, apart, spreads = zip(*self.world.gather(own), strict=True)
+        steps_s, spent_s, apart, spreads = zip(*self.world.all_gather(own), strict=True)
         return Rehearsed(max(steps_s), spent_s, statistics.fmean(apart), statistics.fmean(spreads))
 
 

@@ -70,7 +70,7 @@ def fresh_route(
 
 def place_for(device: torch.device, world: World) -> torch.device:
     """Where messages of tensors there lie: with them, or on the host next to it."""
-    return device if world.reaches(device) else torch.device("cpu")
+    return device if world.can_access(device) else torch.device("cpu")
 
 
 def memory_for(device: torch.device, world: World) -> Callable[[int], Tensor]:
@@ -105,7 +105,7 @@ def _staged(exchange: Exchange, move: Move, memory: Callable[[int], Tensor]) -> 
 
 def _bare(exchange: Exchange, move: Move, whole: Tensor | None, world: World) -> Parcel | None:
     """A message that is its pixels, where that can be."""
-    if whole is None or whole.dtype != getattr(torch, exchange.dtype) or not world.reaches(whole.device):
+    if whole is None or whole.dtype != getattr(torch, exchange.dtype) or not world.can_access(whole.device):
         return None
     peer, index = _end(exchange, move)
     pixels = whole.data[index]  # by `data`: packing is no change that autograd counts

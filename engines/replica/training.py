@@ -31,14 +31,14 @@ def train_replicas(world: World, recipe: Recipe, asynchrony: Asynchrony, feed: F
     little beyond `asynchrony.budget`. The recipe's plan is that of one replica. Ranks that are not needed look on.
 
     Raises PlanError, on every rank, where the ranks are too few; LossError where a loss is not a number. Whoever calls
-    this tells the other ranks of a failure, as for any work of ranks (`world.fail()`).
+    this tells the other ranks of a failure, as for any work of ranks (`world.abort()`).
     """
     asynchrony.check(recipe.plan, world.size)
     role = _role(world, recipe, asynchrony, feed)
-    world.rest()
+    world.barrier()
     diary = role.run() if role else RankDiary(None)
     images = recipe.step_specs["images"].shape[0]
-    return Study.of(asynchrony, images, world.gather(diary))
+    return Study.of(asynchrony, images, world.all_gather(diary))
 
 
 def _role(world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> _Role | None:

@@ -54,7 +54,7 @@ class LoopbackRanks:
 
     def interrupt(self) -> None:
         """Release those that wait; a thread that computes can't be stopped."""
-        self._hosts[0].world.fail()
+        self._hosts[0].world.abort()
 
     def kill(self, ranks: Iterable[int]) -> None:
         """Nor can it be ended: whoever starts afresh leaves it alone."""

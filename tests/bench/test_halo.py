@@ -73,7 +73,7 @@ def test_one_wrong_pixel_is_not_valid(place: tuple[int, ...], monkeypatch):
 def test_a_pattern_is_the_same_wherever_it_is_cut():
     own = made(
         case(*UNEVEN),
-        SimpleNamespace(rank=3, size=4, prepare=lambda sends, receives: None, reaches=lambda device: True),
+        SimpleNamespace(rank=3, size=4, prepare=lambda sends, receives: None, can_access=lambda device: True),
     )
     exchange, cpu = own.exchange, torch.device("cpu")
     window, inside = pattern(exchange, exchange.window, cpu), pattern(exchange, exchange.own, cpu)

@@ -28,7 +28,7 @@ def test_bytes_take_their_time_one_message_after_another(prepared: bool):
     def seconds(world: LoopbackWorld) -> float:
         link, other = linked(world), 1 - world.rank
         start_s = time.perf_counter()
-        link.rest()  # nothing is sent before all have looked at the clock
+        link.barrier()  # nothing is sent before all have looked at the clock
         under_way = []
         for tag in (2, 4):
             both = [Message(other, tag, torch.zeros(20_000, dtype=torch.uint8)) for _ in range(2)]
@@ -44,7 +44,7 @@ def test_bytes_take_their_time_one_message_after_another(prepared: bool):
 def test_the_link_works_while_the_rank_does_something_else():
     def total_of(world: LoopbackWorld) -> float:
         link = linked(world)
-        link.rest()
+        link.barrier()
         total = all_reduce(link, torch.ones(5_000), range(2))
         assert not total.done()  # even if all messages are here
         time.sleep(0.1)

@@ -203,7 +203,7 @@ def test_a_keeper_trains_on_where_the_disk_is_full(recipe: Recipe, tmp_path: Pat
     def work(world: LoopbackWorld) -> int:
         training = RankTraining(world, recipe)
         keeper = keeper_of_ranks(training, tmp_path, lambda: None, every=1)
-        world.rest()
+        world.barrier()
         monkeypatch.setattr(writers, "check_space", lambda folder, needed: folders.check_space(folder, 10**18))
         for _ in range(2):
             training.step(training.cut(whole))

@@ -225,7 +225,7 @@ def test_a_rank_tells_of_its_bad_image_also_if_the_others_have_left_already(monk
         raise ReleasedError("released: another rank has failed")
 
     def steps(world: LoopbackWorld) -> None:
-        monkeypatch.setattr(world, "gather", released)
+        monkeypatch.setattr(world, "all_gather", released)
         with feed(world, Numbered(12, bad=(in_order(12, 0, 0)[0],))) as mine:
             with pytest.raises(ImageError, match="is damaged") as caught:
                 mine.next()

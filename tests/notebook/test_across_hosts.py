@@ -72,7 +72,7 @@ def test_a_training_runs_across_hosts_and_goes_on_without_the_one_that_is_cut_of
         hosts.link("node2", up=False)
         start_s = time.monotonic()
         with pytest.raises(RankError, match=NAMED) as told:
-            cluster.call(lambda host: host.world.gather(None))
+            cluster.call(lambda host: host.world.all_gather(None))
         assert time.monotonic() - start_s < 10
         assert told.value.rank == 1
 

@@ -108,7 +108,7 @@ def test_a_failure_releases_those_that_wait_and_is_told_at_once(cluster, waiting
         if host.world.rank == 1:
             raise ValueError("no such pixel")
         if waiting == "gather":
-            host.world.gather(None)
+            host.world.all_gather(None)
         all_reduce(host.world, torch.ones(1), range(N)).wait()
 
     with Watch() as watch, pytest.raises(RankError, match="Rank 1: ValueError: no such pixel") as caught:
@@ -138,7 +138,7 @@ def test_many_failures_do_not_wear_it_out(cluster):
     def fails(host, rank):
         if host.world.rank == rank:
             raise ValueError("again")
-        host.world.gather(None)
+        host.world.all_gather(None)
 
     for rank in (*range(N), *range(N)):
         with pytest.raises(RankError) as caught:
@@ -187,7 +187,7 @@ def test_what_ranks_hold_outlives_a_failure(cluster):
 
     def look(host):
         world, rank = host.trainings["mine"]
-        return world is host.world and world.gather(rank)
+        return world is host.world and world.all_gather(rank)
 
     cluster.call(keep)
     with pytest.raises(RankError):
@@ -200,7 +200,7 @@ def test_an_interrupt_ends_the_call_and_not_the_cluster(cluster):
         until_s = time.monotonic() + 2
         while host.world.rank == 0 and time.monotonic() < until_s:
             time.sleep(0.01)
-        host.world.gather(None)
+        host.world.all_gather(None)
 
     Timer(0.5, _thread.interrupt_main).start()
     with Watch() as watch, pytest.raises(KeyboardInterrupt):
@@ -282,7 +282,7 @@ def test_the_others_go_on_without_the_dead(cluster):
         cluster.heal(fewer=True)
     assert watch.s < 2
     assert (cluster.n, cluster.state) == (2, "ready")
-    assert cluster.call(lambda host: (os.getpid(), host.world.gather(host.world.rank))) == [
+    assert cluster.call(lambda host: (os.getpid(), host.world.all_gather(host.world.rank))) == [
         (names[0], [0, 1]),
         (names[2], [0, 1]),
     ]
@@ -312,7 +312,7 @@ def test_a_rank_that_dies_between_two_calls_is_named(cluster):
     os.kill(pids[2], signal.SIGKILL)
     time.sleep(1)
     with pytest.raises(RankError, match="Rank 2: its process was killed by SIGKILL"):
-        cluster.call(lambda host: host.world.gather(None))
+        cluster.call(lambda host: host.world.all_gather(None))
 
 
 HANGS = {
@@ -386,11 +386,11 @@ def test_of_ranks_that_fail_in_the_midst_of_a_gather_the_true_error_is_told(clus
     """What a revoked gather has brought has no sense in it, and is not read."""
 
     def saves(host):
-        host.world.gather(None)
+        host.world.all_gather(None)
         if host.world.rank != 1:
             time.sleep(random.random() / 200)
             raise OSError("No space left on device")
-        return host.world.gather(bytes(100_000))
+        return host.world.all_gather(bytes(100_000))
 
     pids = cluster.call(lambda host: os.getpid())
     for _ in range(10):
@@ -404,8 +404,8 @@ def test_ranks_that_all_fail_after_a_gather_are_back_each_time(cluster):
     """A rank may still be in it when another one has failed: MPI's own gather was not left then, once in 170 times."""
 
     def fails(host):
-        host.world.gather(None)
-        host.world.gather(bytes(random.randrange(3_000)))
+        host.world.all_gather(None)
+        host.world.all_gather(bytes(random.randrange(3_000)))
         raise ValueError("after it")
 
     for _ in range(100):
@@ -433,8 +433,8 @@ def test_a_rank_that_hangs_in_the_midst_of_a_gather_is_named(cluster):
 
     def hangs(host):
         if host.world.rank != 1:
-            return host.world.gather(None)
-        host.world.rest()  # as the others do first
+            return host.world.all_gather(None)
+        host.world.barrier()  # as the others do first
         return time.sleep(60)
 
     cluster.hang_after_s = 2
@@ -461,7 +461,7 @@ def test_a_helper_that_does_not_go_on_is_named(cluster, helper):
     try:
         psutil.Process(pid).suspend()
         with Watch() as watch, pytest.raises(RankError, match=told):
-            cluster.call(lambda host: time.sleep(60) if host.world.rank == 1 else host.world.gather(None))
+            cluster.call(lambda host: time.sleep(60) if host.world.rank == 1 else host.world.all_gather(None))
         assert 3 <= watch.s < 10
         cluster.heal()
     finally:

@@ -42,7 +42,7 @@ def cluster():
 
 
 def meet(host) -> list[int]:
-    return host.world.gather(host.world.rank)
+    return host.world.all_gather(host.world.rank)
 
 
 def check_usable(cluster: Cluster) -> None:
@@ -83,10 +83,10 @@ def test_one_thread_computes_for_one_rank_at_a_time_with_all_cores(cluster: Clus
 
 def test_a_failure_is_that_ranks_and_the_others_are_released(cluster: Cluster):
     def fails(host):
-        host.world.gather(None)
+        host.world.all_gather(None)
         if host.world.rank == 2:
             raise ValueError("no such pixel")
-        host.world.gather(None)
+        host.world.all_gather(None)
 
     with pytest.raises(RankError, match="Rank 2: ValueError: no such pixel") as caught:
         cluster.call(fails)
@@ -107,7 +107,7 @@ def test_what_ranks_hold_outlives_a_failure(cluster: Cluster):
 def test_ranks_that_all_wait_for_each_other_are_told_at_once(cluster: Cluster):
     def one_is_missing(host):
         if host.world.rank:
-            host.world.gather(None)
+            host.world.all_gather(None)
 
     with pytest.raises(RankError, match=r"ranks \[1, 2, 3\] all wait for each other"):
         cluster.call(one_is_missing)

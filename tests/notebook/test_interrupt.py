@@ -19,14 +19,14 @@ def waits(host, note):
         open(note, "w").close()
         while True:
             time.sleep(0.01)
-    host.world.gather(None)
+    host.world.all_gather(None)
 def deaf(host, note):
     if host.world.rank == 1:
         open(note, "w").close()
         hashlib.pbkdf2_hmac("sha256", b"", b"", 200_000_000)
-    host.world.gather(None)
+    host.world.all_gather(None)
 def meet(host):
-    return host.world.gather(host.world.rank)
+    return host.world.all_gather(host.world.rank)
 """
 
 

@@ -144,7 +144,7 @@ def intrude(cluster: Cluster, ports: list[int], key: bytes | None, trap: Path) -
 def test_who_lacks_the_key_is_not_let_in_at_any_port(cluster, home, key, tmp_path):
     assert intrude(cluster, own_ports(home), key, tmp_path / "trap") == (0, 0)
     assert not (tmp_path / "trap").exists()
-    assert cluster.call(lambda host: host.world.gather(host.world.rank)) == [[0, 1]] * 2
+    assert cluster.call(lambda host: host.world.all_gather(host.world.rank)) == [[0, 1]] * 2
 
 
 def test_with_the_key_the_same_attempt_is_let_in_and_answered(cluster, home, tmp_path):
@@ -161,7 +161,7 @@ def test_noise_at_every_port_breaks_nothing(cluster, home):
             noise.connect((to, port))
             noise.sendall(os.urandom(4096))
     time.sleep(0.5)
-    assert cluster.call(lambda host: host.world.gather(host.world.rank)) == [[0, 1]] * 2
+    assert cluster.call(lambda host: host.world.all_gather(host.world.rank)) == [[0, 1]] * 2
 
 
 def test_the_key_is_in_files_that_nobody_else_may_read_and_in_no_command_line(home):

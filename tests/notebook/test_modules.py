@@ -162,7 +162,7 @@ def test_a_module_that_ranks_cannot_load_again_is_named_to_whoever_needs_it(clus
     assert cluster.call(rate) == [0.1] * N
     write(folder, "broken_l", f"import os\nRATE = 100.0\nif {MARK!r} in os.environ: raise OSError('no card')")
     importlib.reload(broken)
-    assert cluster.call(lambda host: host.world.gather(1)) == [[1, 1]] * N
+    assert cluster.call(lambda host: host.world.all_gather(1)) == [[1, 1]] * N
     with pytest.raises(RankError, match="the notebook has reloaded broken_l, but ranks cannot: OSError: no card"):
         cluster.call(rate)
     write(folder, "broken_l", "RATE = 300.0")
@@ -263,7 +263,7 @@ with Cluster(2) as cluster:
     def draws(host):
         import random
         import mine
-        return random.Random(0).random(), mine.RATE, host.world.gather(1)
+        return random.Random(0).random(), mine.RATE, host.world.all_gather(1)
     print(cluster.call(draws))
 """
 

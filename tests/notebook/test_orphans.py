@@ -42,7 +42,7 @@ NOTEBOOK = """if True:
 THEN_CALL = """
     for line in sys.stdin:
         try:
-            said = cluster.call(lambda host: host.world.gather(host.world.rank))
+            said = cluster.call(lambda host: host.world.all_gather(host.world.rank))
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
         print(json.dumps([ranks._leash.pid, said]), flush=True)

@@ -36,7 +36,7 @@ def test_what_ranks_print_has_their_number_before_it(cluster, capsys):
     def speaks(host):
         print("hello from", host.world.rank)
         print("two\nlines", end="")
-        host.world.gather(None)  # another rank goes on meanwhile, in the same thread where they take turns
+        host.world.all_gather(None)  # another rank goes on meanwhile, in the same thread where they take turns
         print(" that end here")
         print("\r10 %\r20 %\r30 %", end="", file=sys.stderr)
 
@@ -118,7 +118,7 @@ def test_what_was_printed_before_a_failure_is_shown(cluster, capsys):
     with pytest.raises(RankError):
         cluster.call(fails)
     assert "about to divide" in lines(capsys.readouterr().out, 0)
-    assert cluster.call(lambda host: host.world.gather(1)) == [[1, 1]] * N
+    assert cluster.call(lambda host: host.world.all_gather(1)) == [[1, 1]] * N
 
 
 def test_a_flood_is_cut_and_that_is_said(cluster, capsys):

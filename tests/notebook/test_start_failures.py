@@ -66,13 +66,13 @@ def test_without_ulfm_that_is_said_once_and_a_failure_ends_the_set(without_ulfm)
     def fails(host):
         if host.world.rank == 1:
             raise ValueError("no such pixel")
-        host.world.gather(None)
+        host.world.all_gather(None)
 
     cluster = Cluster(2)
     try:
         with pytest.warns(RuntimeWarning, match=r"no fault tolerance \(ULFM\): after a failure .* all ranks"):
             cluster.start()
-        assert cluster.call(lambda host: host.world.gather(host.world.rank)) == [[0, 1]] * 2
+        assert cluster.call(lambda host: host.world.all_gather(host.world.rank)) == [[0, 1]] * 2
         with pytest.raises(RankError, match="Rank 1: ValueError: no such pixel"):
             cluster.call(fails)
         with pytest.raises(RankError, match=r"Call heal\(\)"):

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 WORKS = """
 from mpi4dl_nb.cluster import Cluster
 with Cluster(2) as cluster:
-    assert cluster.call(lambda host: host.world.gather(host.world.rank)) == [[0, 1]] * 2
+    assert cluster.call(lambda host: host.world.all_gather(host.world.rank)) == [[0, 1]] * 2
 """
 
 
@@ -95,7 +95,7 @@ with Cluster(2, backend={backend!r}) as cluster:
     plan = Plan(split_size=1, num_spatial_parts=2, slice_method="vertical")
     training = Training(nn.Conv2d(3, 2, 3), plan, cluster, (1, 3, 8, 8))
     os.rmdir(os.getcwd())
-    assert cluster.call(lambda host: host.world.gather(host.world.rank)) == [[0, 1]] * 2
+    assert cluster.call(lambda host: host.world.all_gather(host.world.rank)) == [[0, 1]] * 2
     labels = torch.zeros(1, 6, 6, dtype=torch.long)
     assert training.step(torch.ones(1, 3, 8, 8), labels) > 0
     try:
@@ -115,7 +115,7 @@ import torch
 from mpi4dl_nb.cluster import Cluster
 
 def gather(host):
-    return host.world.gather(host.world.rank)
+    return host.world.all_gather(host.world.rank)
 
 cluster = Cluster(2).start()
 home = cluster._ranks._place.home

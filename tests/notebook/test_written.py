@@ -57,7 +57,7 @@ def stored_bytes(folder: Path) -> int:
 def test_the_folder_of_a_cluster_does_not_grow_with_its_calls():
     def prints(host):
         print("a line of a rank")
-        return host.world.gather(host.world.rank)
+        return host.world.all_gather(host.world.rank)
 
     with Cluster(2, output=False) as cluster:
         cluster.call(prints)

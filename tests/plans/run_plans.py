@@ -26,7 +26,7 @@ def attempt(comm: MPI.Intracomm, model: nn.Module, recipe: Recipe, seed: int) ->
     try:
         told = verify(world, recipe, model, nn.CrossEntropyLoss(), seed)
     except Exception:
-        world.fail()
+        world.abort()
         return traceback.format_exc()
     return "" if told["ok"] else json.dumps(told)
 
@@ -39,10 +39,10 @@ def main() -> None:
     for number, flags in enumerate(plans):
         chosen = options.parser("").parse_args(flags)
         ranks = options.plan(chosen).ranks
-        made = everyone.gather(options.recipe(chosen, ranks) if everyone.rank == 0 else None)[0]
+        made = everyone.all_gather(options.recipe(chosen, ranks) if everyone.rank == 0 else None)[0]
         works = everyone.rank < ranks
         comm = MPI.COMM_WORLD.Split(0 if works else MPI.UNDEFINED, everyone.rank)
-        said = everyone.gather(attempt(comm, *made, chosen.seed) if works else "")
+        said = everyone.all_gather(attempt(comm, *made, chosen.seed) if works else "")
         troubles[number] = next((text for text in said if text), "")
     if everyone.rank == 0:
         print(json.dumps({number: text for number, text in troubles.items() if text}))

@@ -106,7 +106,7 @@ def test_a_step_that_was_given_up_leaves_no_message_behind():
             begun.set()
         else:
             assert begun.wait(timeout=30)
-            world.fail()
+            world.abort()
         world.recover()
         return dict(training.step(training.cut(good)).losses)
 

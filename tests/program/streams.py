@@ -168,7 +168,7 @@ class Rank(TorchDispatchMode):
 class World(LoopbackWorld):
     """Messages of the host's memory are the host's business from when they start; others it waits for."""
 
-    def reaches(self, device: torch.device) -> bool:
+    def can_access(self, device: torch.device) -> bool:
         """No MPI that reads a GPU's memory."""
         return False
 

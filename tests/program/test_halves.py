@@ -218,7 +218,7 @@ def test_a_step_given_up_between_halves_leaves_nothing_behind():
         training.start(given_up)
         while not isinstance(training.worker.step().instruction, Half):
             pass
-        world.fail()
+        world.abort()
         world.recover()
         own = training.cut({"images": images, "labels": labels})
         return training.step(own).losses[0], fresh.step(own).losses[0]
@@ -244,7 +244,7 @@ def test_a_halo_passes_while_the_rank_computes():
         source = torch.randn(half.exchange.shape_of(half.exchange.own)).double()
         window, _ = carrier.there(source)
         halves = in_halves([half], link, cpu, Outbox())[name]
-        world.rest()
+        world.barrier()
         begun, _ = halves.begin(source)
         time.sleep(0.2)  # computing
         start_s = time.perf_counter()

@@ -34,7 +34,7 @@ class Counting:
     def __init__(self, world: LoopbackWorld) -> None:
         self.rank, self.size, self.world = world.rank, world.size, world
         self.sent: Counter[str] = Counter()
-        self.reaches, self.collectives = world.reaches, world.collectives
+        self.can_access, self.collectives = world.can_access, world.collectives
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         self.sent.update(messages=len(sends), bytes=sum(message.tensor.nbytes for message in sends))

@@ -37,7 +37,7 @@ def fail_and_recover(world: World) -> None:
     start_s = time.perf_counter()
     if world.rank == 1:
         time.sleep(0.2)  # the others wait by now
-        world.fail()
+        world.abort()
     else:
         with pytest.raises(RankError, match="released"):
             all_reduce(world, torch.ones(1), (0, 1, 2, 3)).wait()
@@ -146,20 +146,20 @@ def messages_that_a_failure_left_under_way_keep_their_memory(world: World) -> No
 
 @case
 def values_are_collected_on_one_rank(world: World) -> None:
-    found = world.collect(torch.full((1 << 16,), float(world.rank)))
+    found = world.gather(torch.full((1 << 16,), float(world.rank)))
     assert [tensor[-1].item() for tensor in found] == ([] if world.rank else [0.0, 1.0, 2.0, 3.0])
 
 
 @case
 def values_are_gathered_in_rank_order(world: World) -> None:
-    assert world.gather({"rank": world.rank}) == [{"rank": rank} for rank in range(world.size)]
+    assert world.all_gather({"rank": world.rank}) == [{"rank": rank} for rank in range(world.size)]
 
 
 @case
 def values_of_any_size_are_gathered_and_collected(world: World) -> None:
     value = bytes(world.rank * 70_000)
-    assert list(map(len, world.gather(value))) == [rank * 70_000 for rank in range(world.size)]
-    assert list(map(len, world.collect(value))) == (
+    assert list(map(len, world.all_gather(value))) == [rank * 70_000 for rank in range(world.size)]
+    assert list(map(len, world.gather(value))) == (
         [rank * 70_000 for rank in range(world.size)] if not world.rank else []
     )
 
@@ -183,7 +183,7 @@ def _seeded(world: World, model: Callable[[], nn.Module]) -> nn.Module:
     with _SEEDING:
         torch.manual_seed(0)
         made = model()
-    world.rest()
+    world.barrier()
     return made
 
 

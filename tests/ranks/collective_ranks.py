@@ -77,7 +77,7 @@ def begun_in_any_order(world: MpiWorld) -> None:
         for each in sums:
             each.wait()
             assert each.done()
-        world.rest()
+        world.barrier()
     assert [t.tolist() for t in tensors] == [[16.0 * 6] * 5, [16.0 * 10] * 5]
 
 
@@ -87,25 +87,25 @@ def after_a_failure_it_is_connected_anew(world: MpiWorld) -> None:
     (batch,) = batches(training.recipe, seed=1, steps=1)
     training.step(training.cut(batch))
     before = training.worker._sums
-    world.collect(None)  # rank 0 goes on when the others have ended this step
+    world.gather(None)  # rank 0 goes on when the others have ended this step
     if world.rank == 0:
-        world.fail()
+        world.abort()
     else:
         with pytest.raises(RankError, match="released"):
             training.step(training.cut(batch))
     world.recover()
     training.give_up()
-    world.rest()
+    world.barrier()
     training.step(training.cut(batch))
     assert training.worker._sums is not before
     assert all(isinstance(each.total, NcclSum) for each in training.worker._sums.values())
     grads = torch.cat([weight.grad.flatten() for weight in training.weights.values()])
-    assert len({grads.numpy().tobytes() for grads in world.gather(grads)}) == 1
+    assert len({grads.numpy().tobytes() for grads in world.all_gather(grads)}) == 1
 
 
 def what_cannot_be_connected_is_said(world: MpiWorld) -> None:
     def refused(*place: object) -> None:
-        world.rest()  # rank 0's store is there until all have found it
+        world.barrier()  # rank 0's store is there until all have found it
         raise RuntimeError("no such network")
 
     with pytest.raises(RankError, match=r"ranks 0, 1, 2, 3: no such network.*MPI4DL_NB_NCCL=0"):
@@ -129,13 +129,13 @@ def others_die(world: MpiWorld) -> NoReturn:
     world.recover()
     if world.rank == 0:
         print("the others go on:", world.size, flush=True)
-    world.rest()
+    world.barrier()
     os._exit(0)  # after a death MPI.Finalize may wait for ever
 
 
 def _wait_but_for_rank_2(world: MpiWorld, waiting: NcclSum) -> None:
     """Some may still be in the rest, where all are connected, when rank 2 dies."""
-    world.rest()
+    world.barrier()
     if world.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     waiting.wait()

@@ -17,7 +17,7 @@ def attempt(world: MpiWorld, case: Callable[[MpiWorld], None]) -> str:
     try:
         case(world)
     except Exception:
-        world.fail()
+        world.abort()
         return traceback.format_exc()
     return ""
 
@@ -25,11 +25,11 @@ def attempt(world: MpiWorld, case: Callable[[MpiWorld], None]) -> str:
 def gathered(world: MpiWorld, trouble: str) -> list[str]:
     """All ranks' troubles, also where one of them has made the others stop."""
     try:
-        return world.gather(trouble)
+        return world.all_gather(trouble)
     except RankError:
-        world.fail()
+        world.abort()
         world.recover()
-        return world.gather(trouble)
+        return world.all_gather(trouble)
 
 
 def main(cases: Mapping[str, Callable[[MpiWorld], None]]) -> None:

@@ -44,7 +44,7 @@ def recipe_of(kind: type[nn.Module], plan: Plan) -> Recipe:
 
 def given(world: World, kind: type[nn.Module], plan: Plan) -> Recipe:
     """The recipe on every rank; one of them has traced the model."""
-    return world.gather(recipe_of(kind, plan) if world.rank == 0 else None)[0]
+    return world.all_gather(recipe_of(kind, plan) if world.rank == 0 else None)[0]
 
 
 def feed(number: int) -> Mapping[str, Tensor]:
@@ -179,10 +179,10 @@ def sub_worlds_at_once(world: World) -> None:
     """Three ranks and four of them verify plans of their own, whatever their numbers are outside."""
     ranks = (5, 1, 3) if world.rank in (1, 3, 5) else (0, 2, 4, 6)
     sub = SubWorld(world, ranks)
-    assert sub.gather((world.rank, "x" * world.rank)) == [(rank, "x" * rank) for rank in ranks]
+    assert sub.all_gather((world.rank, "x" * world.rank)) == [(rank, "x" * rank) for rank in ranks]
     plan = replace(TILED, num_spatial_parts=len(ranks))
     assert verify(sub, given(sub, Skips, plan), made(Skips), LOSS, seed=0)["ok"]
-    sub.rest()
+    sub.barrier()
 
 
 def _failing(world: World, fails: int, **chosen: object) -> None:
@@ -198,9 +198,9 @@ def _failing(world: World, fails: int, **chosen: object) -> None:
         train_replicas(world, recipe, Asynchrony(replicas=3, steps=50, **chosen), broken)
     except RankError as error:
         said = str(error)
-        world.fail()
+        world.abort()
     world.recover()
-    told = world.gather(said)
+    told = world.all_gather(said)
     assert told[fails] == "no such picture"
     assert "nothing" not in told
 

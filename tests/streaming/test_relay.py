@@ -22,7 +22,7 @@ def relay():
 
 def test_each_waits_inside_its_work_and_all_are_one_thread(relay):
     def work(world):
-        told = [world.gather((world.rank, number)) for number in range(3)]
+        told = [world.all_gather((world.rank, number)) for number in range(3)]
         return threading.get_ident(), told
 
     ranks = relay.run([lambda world=world: work(world) for world in relay.worlds])
@@ -36,7 +36,7 @@ def test_a_failure_ends_the_others_and_the_relay_goes_on(relay):
         try:
             if world.rank == 1 and fails:
                 raise RankError("rank 1 has had enough")
-            return world.gather(world.rank)
+            return world.all_gather(world.rank)
         finally:
             ended.append(world.rank)
 
@@ -52,7 +52,7 @@ def test_the_furthest_of_those_that_can_go_on_is_next(relay):
 
     def work(world):
         order.append(world.rank)
-        world.gather(None)
+        world.all_gather(None)
         order.append(world.rank)
 
     relay.run([lambda world=world: work(world) for world in relay.worlds])
@@ -64,7 +64,7 @@ def test_whether_gradients_are_wanted_is_each_ranks_own(relay):
 
     def work(world):
         with torch.set_grad_enabled(world.rank == 1):
-            world.gather(None)
+            world.all_gather(None)
             seen[world.rank] = torch.is_grad_enabled()
 
     relay.run([lambda world=world: work(world) for world in relay.worlds])
