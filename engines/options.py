@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from engines.bench.halo_case import HaloCase
-from engines.comm.together import from_first
+from engines.comm.together import run_on_first
 from engines.comm.world import World
 from engines.errors import PlanError
 from engines.knobs import HELP, value_of
@@ -193,5 +193,5 @@ def recipe(options: argparse.Namespace, ranks: int, world: World | None = None) 
         warnings.warn(changed, stacklevel=2)
     return model, prepare(
         model, wanted, shape, loss, moves, device=options.device, clip_norm=options.clip_norm,
-        graph=from_first(world, trace) if world else trace(),
+        graph=run_on_first(world, trace) if world else trace(),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from engines import options, train_options
 from engines.checkpoint.interrupts import Interrupts
 from engines.checkpoint.keeper import Keeper, keeper_of_ranks
 from engines.checkpoint.load import load
-from engines.comm.together import from_first, together
+from engines.comm.together import run_on_first, run_on_all
 from engines.comm.world import World
 from engines.errors import PlanError
 from engines.evaluation import HeldOut, RankEvaluation, evaluate_on_ranks
@@ -37,15 +37,15 @@ def train_command(world: World, arguments: Sequence[str]) -> bool:
     model, recipe = options.recipe(chosen, world.size, world)
     for text in train_options.without_effect(chosen):
         print(text, flush=True)
-    images, others = together(world, lambda: train_options.applications(chosen, images_per_step(recipe)))
+    images, others = run_on_all(world, lambda: train_options.applications(chosen, images_per_step(recipe)))
     training = RankTraining(world, recipe)
     loss = nn.CrossEntropyLoss()
     smaller = _smaller(world, recipe, Traces(model, options.image_shape(chosen), loss, device=chosen.device))
-    if rest := together(world, lambda: left_over(len(images), recipe, feeding.steps, feeding.drop_last), PlanError):
+    if rest := run_on_all(world, lambda: left_over(len(images), recipe, feeding.steps, feeding.drop_last), PlanError):
         training.add_size(smaller(rest))
     held_out = None if others is None else HeldOut(model, loss, recipe, others, chosen.on_bad_image)
     evaluate = _evaluation(world, training, held_out) if held_out else lambda: None
-    log = together(world, lambda: EpochLog(chosen.log) if chosen.log and not world.rank else None, PlanError)
+    log = run_on_all(world, lambda: EpochLog(chosen.log) if chosen.log and not world.rank else None, PlanError)
     with RankCourse(world, training, recipe.step_specs, images, feeding) as course, log or nullcontext():
         done = _resume(course, chosen)
         with _kept(course, chosen) as kept:
@@ -55,7 +55,7 @@ def train_command(world: World, arguments: Sequence[str]) -> bool:
 
 def _smaller(world: World, recipe: Recipe, traces: Traces) -> Callable[[int], Recipe]:
     """What makes the recipe of a step of fewer images; one rank traces the model for all. Collective."""
-    return lambda images: from_first(world, lambda: smaller(recipe, traces, images))
+    return lambda images: run_on_first(world, lambda: smaller(recipe, traces, images))
 
 
 def _evaluation(world: World, training: RankTraining, held_out: HeldOut) -> Callable[[], Scores]:
@@ -77,7 +77,7 @@ def _kept(course: RankCourse, chosen: argparse.Namespace) -> Iterator[Keeper | N
 
 def _resume(course: RankCourse, chosen: argparse.Namespace) -> int:
     """Go on as the flags say; how many epochs are done already. Raises CheckpointError, ImageError."""
-    path = course.world.all_gather(together(course.world, partial(train_options.resumed, chosen), PlanError))[0]
+    path = course.world.all_gather(run_on_all(course.world, partial(train_options.resumed, chosen), PlanError))[0]
     if path is None:
         return 0
     checkpoint = load(course.training, path)

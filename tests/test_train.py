@@ -14,7 +14,7 @@ from torch import nn
 
 from engines import options, train_options
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.comm.together import from_first, together
+from engines.comm.together import run_on_first, run_on_all
 from engines.errors import ImageError, PlanError, ReleasedError
 from engines.host import Failure
 from engines.images.feed import Feeding
@@ -253,14 +253,14 @@ def test_what_one_rank_cannot_read_every_rank_is_told():
 def test_what_the_system_says_of_a_file_reaches_every_rank():
     def told(world: LoopbackWorld) -> str:
         with pytest.raises(ImageError) as caught:
-            together(world, lambda: Path("not/there").read_bytes() if world.rank else b"")
+            run_on_all(world, lambda: Path("not/there").read_bytes() if world.rank else b"")
         return str(caught.value)
 
     assert run_ranks(2, told) == ["[Errno 2] No such file or directory: 'not/there'"] * 2
 
 
 def test_together_gives_back_what_each_rank_made():
-    assert run_ranks(3, lambda world: together(world, lambda: world.rank * 2)) == [0, 2, 4]
+    assert run_ranks(3, lambda world: run_on_all(world, lambda: world.rank * 2)) == [0, 2, 4]
 
 
 def released(*_: object) -> None:
@@ -275,7 +275,7 @@ def test_what_a_rank_knows_itself_is_told_also_if_the_others_have_left_already(m
 
     def told(world: LoopbackWorld) -> None:
         monkeypatch.setattr(world, "all_gather", released)
-        for work in (together, from_first):
+        for work in (run_on_all, run_on_first):
             with pytest.raises(ImageError, match="no picture") as caught:
                 work(world, fails)
             assert not Failure.of(caught.value).released
@@ -288,7 +288,7 @@ def test_what_a_rank_knows_itself_is_told_also_if_the_others_have_left_already(m
 def test_an_error_of_the_first_rank_is_told_of_it():
     def told(world: LoopbackWorld) -> tuple[str, bool]:
         with pytest.raises(ImageError) as caught:
-            from_first(world, lambda: open_image("not/there"))
+            run_on_first(world, lambda: open_image("not/there"))
         return str(caught.value), Failure.of(caught.value).released
 
     (first, *others) = run_ranks(3, told)

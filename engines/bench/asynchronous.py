@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engines import options
-from engines.comm.together import from_first
+from engines.comm.together import run_on_first
 from engines.comm.world import World
 from engines.errors import PlanError
 from engines.images.crops import StainCrops
@@ -68,7 +68,7 @@ def bench_asynchronous(world: World, studies: Sequence[Asynchrony], recipe: Reci
 
     Raises PlanError where the ranks are too few for one of them.
     """
-    recipe = recipe or from_first(world, crops_recipe)
+    recipe = recipe or run_on_first(world, crops_recipe)
     for study in studies:
         study.check(recipe.plan, world.size)
     feed = crops_feed(recipe)

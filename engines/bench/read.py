@@ -8,7 +8,7 @@ from hashlib import sha256
 
 from engines import options
 from engines.bench.memory import host_peak_bytes
-from engines.comm.together import together
+from engines.comm.together import run_on_all
 from engines.comm.world import World
 from engines.errors import PlanError
 from engines.images.arrays import ArrayPicture
@@ -43,7 +43,7 @@ def bench_read(world: World, path: str, method: str = "square", halo_px: int = 0
     """
     if halo_px < 0:
         raise PlanError(f"halo_px={halo_px}: a halo has 0 pixels or more.")
-    box = together(world, lambda: _window(open_image(path), method, halo_px, level, world.size, world.rank))
+    box = run_on_all(world, lambda: _window(open_image(path), method, halo_px, level, world.size, world.rank))
     found: list[object] = []
 
     def work() -> None:
@@ -51,10 +51,10 @@ def bench_read(world: World, path: str, method: str = "square", halo_px: int = 0
         pixels = picture.read(*box, level)
         found.extend((time.perf_counter() - start_s, picture.bytes_read, _digest(pixels)))
 
-    peak = together(world, lambda: host_peak_bytes(work))
+    peak = run_on_all(world, lambda: host_peak_bytes(work))
     told = world.all_gather((box, peak, *found))
     boxes, peaks, seconds, read, digests = zip(*told, strict=True)
-    line = together(world, lambda: _in_one(path, level, boxes, digests) if world.rank == 0 else {})
+    line = run_on_all(world, lambda: _in_one(path, level, boxes, digests) if world.rank == 0 else {})
     share = max(height * width for _, _, height, width in boxes) * 3
     kept = max(peaks) <= share + ALLOWED_BYTES
     return line | {

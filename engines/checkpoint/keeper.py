@@ -12,7 +12,7 @@ from typing import Any
 from engines.checkpoint.interrupts import StoppedError
 from engines.checkpoint.save import KEEP, save
 from engines.checkpoint.writer import check_writable
-from engines.comm.together import together
+from engines.comm.together import run_on_all
 from engines.errors import CheckpointError
 from engines.training import RankTraining
 
@@ -77,7 +77,7 @@ def keeper_of_ranks(
     Raises CheckpointError, on every rank, where the folder cannot be written to.
     """
     world = training.worker.world
-    together(world, lambda: None if world.rank else check_writable(folder), CheckpointError)
+    run_on_all(world, lambda: None if world.rank else check_writable(folder), CheckpointError)
     return Keeper(
         save=lambda: save(training, folder, state(), keep),
         step=lambda: training.worker.steps - 1,

@@ -14,7 +14,7 @@ from engines.checkpoint.fits import check_fits_recipe, scheduler_state_of
 from engines.checkpoint.optimisers import state_dict_of
 from engines.checkpoint.stored import STATE, Checkpoint, tensors_of
 from engines.checkpoint.values import check_state
-from engines.comm.together import together
+from engines.comm.together import run_on_all
 from engines.errors import CheckpointError
 from engines.layer.names import OWNERS
 from engines.program.update import Descent
@@ -39,9 +39,9 @@ def load(training: RankTraining, path: Path) -> Checkpoint:
     Raises CheckpointError on every rank; then nothing has changed on any.
     """
     world = training.worker.world
-    first = together(world, lambda: None if world.rank else check(path, training.recipe), CheckpointError)
+    first = run_on_all(world, lambda: None if world.rank else check(path, training.recipe), CheckpointError)
     found, passed_over = world.all_gather(first and (first.path, first.passed_over))[0]
-    staged = together(world, partial(_staged, training, found), CheckpointError)
+    staged = run_on_all(world, partial(_staged, training, found), CheckpointError)
     staged.adopt(training)
     return replace(staged.checkpoint, passed_over=passed_over)
 

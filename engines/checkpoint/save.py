@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engines.checkpoint.contents import Contents, Share
 from engines.checkpoint.writer import Writer
-from engines.comm.together import together
+from engines.comm.together import run_on_all
 from engines.comm.world import Message, World
 from engines.errors import CheckpointError
 from engines.layer.graph import TensorSpec
@@ -33,14 +33,14 @@ def save(training: RankTraining, folder: Path, feed: Any = None, keep: int = KEE
     Raises CheckpointError on every rank; the training, and the checkpoints that are there, are as they were.
     """
     world = training.worker.world
-    share = together(world, partial(_share, training, feed, keep), CheckpointError)
+    share = run_on_all(world, partial(_share, training, feed, keep), CheckpointError)
     contents = Contents.of(training.recipe, world.all_gather(share.part))
     writer = None
     try:
-        writer = together(world, lambda: None if world.rank else Writer(folder, contents.bytes), CheckpointError)
+        writer = run_on_all(world, lambda: None if world.rank else Writer(folder, contents.bytes), CheckpointError)
         for file in contents.files:
             _write(world, writer, file, contents, share)
-        done = together(
+        done = run_on_all(
             world, lambda: writer and writer.finish(contents.manifest(training, writer.written, feed), keep),
             CheckpointError,
         )  # fmt: skip

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 from engines.comm.world import World
 from engines.errors import ImageError, Mpi4dlError, ReleasedError
 
-__all__ = ["from_first", "gathered", "released", "together"]
+__all__ = ["run_on_first", "all_gather_or_raise", "released_error", "run_on_all"]
 
 Made = TypeVar("Made")
 
 
-def together(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] = ImageError) -> Made:
+def run_on_all(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] = ImageError) -> Made:
     """What `work` makes on this rank; collective. Where it fails on one rank, every rank raises its error of that kind.
 
     What the system says of files (OSError) becomes one. Of the others the cause is that they were released, so that
@@ -25,12 +25,12 @@ def together(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] = I
         made = work()
     except (kind, OSError) as error:
         failure = str(error) or type(error).__name__
-    for text in filter(None, gathered(world, failure, kind(failure) if failure else None)):
-        raise kind(text) from (None if failure else released())
+    for text in filter(None, all_gather_or_raise(world, failure, kind(failure) if failure else None)):
+        raise kind(text) from (None if failure else released_error())
     return made  # type: ignore[return-value]
 
 
-def from_first(world: World, work: Callable[[], Made]) -> Made:
+def run_on_first(world: World, work: Callable[[], Made]) -> Made:
     """What `work` makes on rank 0, on every rank; collective. Where it fails there, every rank raises its error."""
     made: Made | None = None
     failure: Mpi4dlError | None = None
@@ -39,15 +39,15 @@ def from_first(world: World, work: Callable[[], Made]) -> Made:
             made = work()
         except Mpi4dlError as error:
             failure = error
-    found = gathered(world, failure or made, failure)[0]
+    found = all_gather_or_raise(world, failure or made, failure)[0]
     if isinstance(found, Mpi4dlError):
         if failure:
             raise failure
-        raise copy(found) from released()  # ranks in threads are given the same one
+        raise copy(found) from released_error()  # ranks in threads are given the same one
     return found  # type: ignore[no-any-return]
 
 
-def gathered(world: World, value: Any, failure: Exception | None) -> list[Any]:
+def all_gather_or_raise(world: World, value: Any, failure: Exception | None) -> list[Any]:
     """The values of all ranks; collective. `failure` is what this rank is going to raise, once all know of it.
 
     The others may know, and have failed of it, before this rank has all of their values. Then it raises that, and not
@@ -62,6 +62,6 @@ def gathered(world: World, value: Any, failure: Exception | None) -> list[Any]:
         raise failure  # noqa: B904  (it keeps the cause that it has)
 
 
-def released() -> ReleasedError:
+def released_error() -> ReleasedError:
     """The cause of an error that this rank raises because another rank has failed."""
     return ReleasedError("released: another rank has failed")

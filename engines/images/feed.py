@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.together import gathered, released
+from engines.comm.together import all_gather_or_raise, released_error
 from engines.comm.world import World
 from engines.errors import ImageError, PlanError
 from engines.images.order import Drawn, Order, Place
@@ -156,7 +156,7 @@ class Feed:
                 return Unready(len(step))
             read = self._read(step, self.order.after(self.place))
             waited_s += time.perf_counter() - start_s
-            found = gathered(self.world, read.bad, self._failure(read.bad, read))
+            found = all_gather_or_raise(self.world, read.bad, self._failure(read.bad, read))
             bad = {index: why for rank in reversed(found) for index, why in rank.items()}
             if not bad:
                 self._next = self.order.after(self.place)
@@ -221,7 +221,7 @@ class Feed:
         if self.feeding.on_bad_image != "raise" and not bad[first].odd:
             return None
         failure = ImageError(bad[first].text)
-        failure.__cause__ = read.cause if first in read.bad else released()
+        failure.__cause__ = read.cause if first in read.bad else released_error()
         return failure
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from engines import options
-from engines.comm.together import together
+from engines.comm.together import run_on_all
 from engines.comm.world import World
 from engines.errors import CheckpointError, ImageError, PlanError
 from engines.images.picture import open_image
@@ -61,9 +61,9 @@ def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
     chosen = predict_parser().parse_args(arguments)
     model = options.build_model(chosen)
     if chosen.weights is not None:
-        together(world, lambda: load_weights(model, Path(chosen.weights)), CheckpointError)
+        run_on_all(world, lambda: load_weights(model, Path(chosen.weights)), CheckpointError)
     box = _box(chosen.region)
-    region = together(world, lambda: region_of(open_image(chosen.image), box, chosen.level))
+    region = run_on_all(world, lambda: region_of(open_image(chosen.image), box, chosen.level))
     recipe, region = prepare_region(model, region, chosen.precision, chosen.device)
     ask = Ask(region, chosen.kind, chosen.memory_mb * 10**6, chosen.tile_px)
     sweep = Sweep(world, recipe, ask, partial(_pyramid, chosen.to, region, chosen.kind))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engines.comm.device import process_bytes
-from engines.comm.together import from_first
+from engines.comm.together import run_on_first
 from engines.comm.world import World
 from engines.errors import PlanError, TraceError
 from engines.inference.peak import turn_bytes
@@ -90,7 +90,7 @@ def chosen(world: World, graph: ModelGraph, bound_bytes: int, side_px: int | Non
     Raises PlanError, TraceError as `fitted` does, on every rank.
     """
     taken = max(world.all_gather(process_bytes("VmRSS")))
-    return from_first(world, lambda: _chosen(graph, world.size, bound_bytes, taken, side_px))
+    return run_on_first(world, lambda: _chosen(graph, world.size, bound_bytes, taken, side_px))
 
 
 def _chosen(graph: ModelGraph, ranks: int, bound_bytes: int, taken_bytes: int, side_px: int | None) -> Grid:

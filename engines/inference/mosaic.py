@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engines.comm.together import together
+from engines.comm.together import run_on_all
 from engines.comm.world import Message, World
 from engines.errors import TraceError
 from engines.inference.answers import channels_of, type_of
@@ -46,7 +46,7 @@ class Mosaic:
         self.late = ""  # what went wrong with tiles while other ranks were at work again: told with the next
         height, width = self.out_px
         shape = height, width, self.channels
-        self.sink = together(world, lambda: sink(shape, self.dtype) if world.rank == 0 else None)
+        self.sink = run_on_all(world, lambda: sink(shape, self.dtype) if world.rank == 0 else None)
 
     def check(self) -> None:
         """Raises OSError where tiles could not be put."""

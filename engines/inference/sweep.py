@@ -25,7 +25,7 @@ from engines.comm.device import (
     threads_per_rank,
     use_threads,
 )
-from engines.comm.together import together
+from engines.comm.together import run_on_all
 from engines.comm.total import all_reduce
 from engines.comm.world import World
 from engines.inference.answers import kept, told
@@ -134,7 +134,7 @@ class Sweep:
     def step(self) -> None:
         """One round. Raises ImageError, on every rank, where one cannot read its tile, or rank 0 cannot write."""
         first, walk = self.round * self.world.size, self.walks[self.walk]
-        made = together(self.world, partial(self._tile, first + self.world.rank if walk.window else 0))
+        made = run_on_all(self.world, partial(self._tile, first + self.world.rank if walk.window else 0))
         if walk.prediction is not None and self.mosaic:
             self.mosaic.add(first, made)
         self.round += 1
@@ -183,7 +183,7 @@ class Sweep:
 
     def finish(self) -> Swept:
         """The prediction; on rank 0 with the sink's answer. Raises ImageError, on every rank, where it cannot write."""
-        answer = together(self.world, lambda: self.mosaic.finish() if self.mosaic else self.answer)
+        answer = run_on_all(self.world, lambda: self.mosaic.finish() if self.mosaic else self.answer)
         seconds, region_px = time.perf_counter() - self.start_s, self.ask.region.size_px
         asked_px = math.prod(region_px) * sum(walk.window is not None for walk in self.walks)
         grid = self.turns.grid

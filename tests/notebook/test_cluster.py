@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from engines.comm.device import threads_per_rank
-from engines.comm.together import together
+from engines.comm.together import run_on_all
 from engines.comm.total import all_reduce
 from engines.errors import CheckpointError, ImageError, LossError, PlanError, RankError, TraceError
 from engines.packing import pack
@@ -420,7 +420,7 @@ def test_of_work_that_is_done_together_the_rank_is_named_where_it_failed(cluster
             if host.world.rank == 2:
                 raise OSError("no space is left")
 
-        together(host.world, writes, CheckpointError)
+        run_on_all(host.world, writes, CheckpointError)
 
     for _ in range(5):
         with pytest.raises(CheckpointError, match=r"^Rank 2: no space is left\n"):
