@@ -105,6 +105,7 @@ class MpiRanks:
         self._client: ipyparallel.Client | None = None
         self._launchers: list[Any] = []
         self._reports = Reports()
+        self._processes = Processes({}, [])
         self._ended_with_helper: dict[int, Ended] = {}
         self._unexplained: set[int] = set()
         self._modules = Modules()
@@ -285,6 +286,8 @@ class MpiRanks:
     def _lost(self) -> Mapping[int, Ended]:
         cut = self._across.lost() if self._across else {}
         alive, ended = [] if self._ended() else self._client.ids, {**self._reports.ended, **cut}
+        for rank in self._processes.killed():
+            ended.setdefault(self._began_as[rank], Ended(-signal.SIGKILL))
         if self._ended() and not self._ended_with_helper:  # from here on ranks end because of that
             self._launchers[-1].get_output()  # all that guards had told before is read then
             ended |= self._reports.ended

@@ -8,6 +8,8 @@ from contextlib import suppress
 
 import psutil
 
+from mpi4dl_nb.launch.ending import is_at_work
+
 __all__ = ["Processes"]
 
 
@@ -22,12 +24,19 @@ class Processes:
         self._helpers = {name: psutil.Process(pid) for name, pid in helpers.items()}
         self._ranks = [psutil.Process(pid) for pid in ranks]
         self._guards = [process.parent() for process in self._ranks]
+        self._sent_kill: set[psutil.Process] = set()
 
     def signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
         """Send a signal to ranks, directly: a helper might be stopped itself. One that has ended gets none."""
         for rank in ranks:
+            if number == signal.SIGKILL:
+                self._sent_kill.add(self._ranks[rank])
             with suppress(psutil.Error):
                 self._ranks[rank].send_signal(number)
+
+    def killed(self) -> list[int]:
+        """The ranks that have ended after SIGKILL from here: their guards may be stopped, and not report it."""
+        return [rank for rank, each in enumerate(self._ranks) if each in self._sent_kill and not is_at_work(each)]
 
     def is_stopped(self, helper: str) -> bool:
         """Whether a signal has stopped the helper of that name."""

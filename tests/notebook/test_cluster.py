@@ -472,9 +472,12 @@ def test_a_helper_that_does_not_go_on_is_named(cluster, helper):
 
 
 @over_mpi
-def test_a_stopped_controller_is_named_while_ranks_compute(cluster):
-    """Whatever they find would not arrive."""
+@pytest.mark.parametrize("also", ["", "guard"])
+def test_a_stopped_controller_is_named_while_ranks_compute(cluster, also):
+    """Whatever they find would not arrive. With a guard stopped too nobody reports that its rank has ended."""
     pid = cluster._ranks._launchers[0].pid
+    if also:
+        psutil.Process(cluster.call(lambda host: os.getpid())[2]).parent().suspend()
 
     def computes(host):
         if host.world.rank == 1:
