@@ -18,7 +18,7 @@ from engines import options
 from engines.bench.allreduce import bench_allreduce
 from engines.bench.bubble import bench_bubble
 from engines.bench.compiled import bench_compiled
-from engines.bench.flags import allreduce_parser, throughput_parser, throughput_recipe
+from engines.bench.flags import make_allreduce_parser, make_throughput_parser, make_throughput_recipe
 from engines.bench.halo import bench_halo
 from engines.bench.memory import bench_memory
 from engines.bench.overhead import bench_overhead
@@ -30,7 +30,7 @@ from engines.checkpoint.interrupts import StoppedError
 from engines.comm.world import World
 from engines.errors import CheckpointError, ImageError, PlanError, RankError, ReleasedError, TraceError
 from engines.layout import check_fits
-from engines.spoken import spoken_bytes
+from engines.spoken import format_bytes
 
 __all__ = ["main"]
 
@@ -45,30 +45,30 @@ def main(arguments: Sequence[str]) -> int:
     """Run one command on this rank; rank 0 prints one line of JSON, or one line of what is wrong."""
     name, rest = _split(arguments)
     if name == "gpu-check":
-        from engines.bench.gpu_check import gpu_check
+        from engines.bench.gpu_check import run_gpu_checks
 
-        return gpu_check(rest)
+        return run_gpu_checks(rest)
     if name == "table":
-        from engines.table_command import table_command
+        from engines.table_command import run_table
 
-        return table_command(rest)
+        return run_table(rest)
     if name == "published":
-        from engines.published_command import published_command
+        from engines.published_command import run_published
 
-        return published_command(rest)
+        return run_published(rest)
     from engines.comm.mpi import MpiWorld
 
     world = MpiWorld()
     if world.rank:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (one voice, whatever is printed by the user's model too)
     try:
-        world.leave(0 if _done(name, world, rest) else 1)
+        world.exit_process(0 if _run_command(name, world, rest) else 1)
     except (PlanError, TraceError, ImageError, CheckpointError) as error:  # the same on every rank
-        _tell(world, f"{type(error).__name__}: {error}")
-        world.leave(2)
+        _print_error(world, f"{type(error).__name__}: {error}")
+        world.exit_process(2)
     except StoppedError as stopped:  # on every rank too; the code is what a shell says of a process that a signal ended
-        _tell(world, str(stopped))
-        world.leave(128 + stopped.number)
+        _print_error(world, str(stopped))
+        world.exit_process(128 + stopped.number)
     except RankError as error:  # on one rank; the others are released by it
         if not isinstance(error, ReleasedError):
             print(f"rank {world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         os._exit(1)
 
 
-def _done(name: str, world: World, arguments: Sequence[str]) -> bool:
+def _run_command(name: str, world: World, arguments: Sequence[str]) -> bool:
     """Whether all was right. Raises PlanError on an unknown command, and RankError where memory runs out."""
     if name not in _COMMANDS:
         commands = ", ".join([*_COMMANDS, "table", "published", "gpu-check"])
@@ -87,7 +87,7 @@ def _done(name: str, world: World, arguments: Sequence[str]) -> bool:
         if isinstance(error, RankError) or not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
             raise
         asked = _ASKED.search(str(error))
-        told = f" ({spoken_bytes(int(asked[1]))} were asked for at once)" if asked else ""
+        told = f" ({format_bytes(int(asked[1]))} were asked for at once)" if asked else ""
         raise RankError(
             f"there is not enough memory for what the flags ask{told}. Use more ranks or tiles, or smaller images."
         ) from error
@@ -99,7 +99,7 @@ def _split(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
     return " ".join(arguments[:words]), arguments[words:]
 
 
-def _tell(world: World, text: str) -> None:
+def _print_error(world: World, text: str) -> None:
     if world.rank == 0:
         print(" ".join(text.split()), file=sys.stderr, flush=True)
 
@@ -111,9 +111,9 @@ def _print(world: World, line: dict[str, object]) -> None:
 
 def _train(world: World, arguments: Sequence[str]) -> bool:
     """Epochs over images, with checkpoints."""
-    from engines.train_command import train_command
+    from engines.train_command import run_train
 
-    return train_command(world, arguments)
+    return run_train(world, arguments)
 
 
 def _predict(world: World, arguments: Sequence[str]) -> bool:
@@ -126,87 +126,91 @@ def _predict(world: World, arguments: Sequence[str]) -> bool:
 
 def _verify(world: World, arguments: Sequence[str]) -> bool:
     """Ranks against one process, three optimiser steps."""
-    flags = options.parser("Compare a plan on the ranks with the plain model in one process.")
-    chosen = flags.parse_args([*_default("float64", arguments), *arguments])
-    model, recipe = options.recipe(chosen, world.size, world)
+    flags = options.make_parser("Compare a plan on the ranks with the plain model in one process.")
+    chosen = flags.parse_args([*_get_default_flags("float64", arguments), *arguments])
+    model, recipe = options.make_recipe(chosen, world.size, world)
     line = verify(world, recipe, model, nn.CrossEntropyLoss(), chosen.seed)
     _print(world, line)
     return bool(line["ok"])
 
 
-def _default(precision: str, arguments: Sequence[str]) -> list[str]:
+def _get_default_flags(precision: str, arguments: Sequence[str]) -> list[str]:
     given = any(argument.split("=")[0] in ("--dtype", "--precision") for argument in arguments)
     return [] if given else ["--dtype", precision]
 
 
-def _bench_step(world: World, arguments: Sequence[str]) -> bool:
+def _run_bench_step(world: World, arguments: Sequence[str]) -> bool:
     """Images per second of the ranks and of one process, interleaved."""
-    flags = options.parser("Time training steps of a plan on the ranks, and of the plain model in one process.")
-    flags.add_argument("--iterations", type=options.positive, default=5)
+    flags = options.make_parser("Time training steps of a plan on the ranks, and of the plain model in one process.")
+    flags.add_argument("--iterations", type=options.parse_positive, default=5)
     flags.add_argument(
         "--in-turns",
         action="store_true",
         help="give memory back after each step: ranks and process need not fit together",
     )
     chosen = flags.parse_args(arguments)
-    model, recipe = options.recipe(chosen, world.size, world)
+    model, recipe = options.make_recipe(chosen, world.size, world)
     _print(world, bench_step(world, recipe, model, chosen.iterations, chosen.seed, chosen.in_turns))
     return True
 
 
-def _bench_overlap(world: World, arguments: Sequence[str]) -> bool:
+def _run_bench_overlap(world: World, arguments: Sequence[str]) -> bool:
     """The gradients' sums, or halos, with and without overlap, interleaved."""
-    flags = options.parser("Measure how much of the gradients' sums over ranks, or of halos, hides behind computing.")
-    flags.add_argument("--iterations", type=options.positive, default=5)
-    flags.add_argument("--link-mbit-per-s", type=options.positive, help="as if each rank were behind such a link")
+    flags = options.make_parser(
+        "Measure how much of the gradients' sums over ranks, or of halos, hides behind computing."
+    )
+    flags.add_argument("--iterations", type=options.parse_positive, default=5)
+    flags.add_argument("--link-mbit-per-s", type=options.parse_positive, help="as if each rank were behind such a link")
     flags.add_argument("--halos", action="store_true", help="halos behind tiles' interiors, and not sums")
     chosen = flags.parse_args(arguments)
-    _, recipe = options.recipe(chosen, world.size, world)
+    _, recipe = options.make_recipe(chosen, world.size, world)
     _print(world, bench_overlap(world, recipe, chosen.iterations, chosen.seed, chosen.link_mbit_per_s, chosen.halos))
     return True
 
 
-def _bench_compiled(world: World, arguments: Sequence[str]) -> bool:
+def _run_bench_compiled(world: World, arguments: Sequence[str]) -> bool:
     """Steps with and without compiled segments, interleaved."""
-    flags = options.parser("Time training steps with segments as PyTorch runs them, and compiled.")
-    flags.add_argument("--iterations", type=options.positive, default=5)
+    flags = options.make_parser("Time training steps with segments as PyTorch runs them, and compiled.")
+    flags.add_argument("--iterations", type=options.parse_positive, default=5)
     chosen = flags.parse_args(arguments)
-    _, recipe = options.recipe(chosen, world.size, world)
+    _, recipe = options.make_recipe(chosen, world.size, world)
     _print(world, bench_compiled(world, recipe, chosen.iterations, chosen.seed))
     return True
 
 
-def _bench_memory(world: World, arguments: Sequence[str]) -> bool:
+def _run_bench_memory(world: World, arguments: Sequence[str]) -> bool:
     """Peak bytes of each rank, and of one process with the whole image."""
-    flags = options.parser("Measure the peak memory of a training step on each rank, and in one process.")
+    flags = options.make_parser("Measure the peak memory of a training step on each rank, and in one process.")
     chosen = flags.parse_args(arguments)
-    _, recipe = options.recipe(chosen, world.size, world)
+    _, recipe = options.make_recipe(chosen, world.size, world)
     _print(world, bench_memory(world, recipe, arguments, chosen.seed))
     return True
 
 
-def _bench_halo(world: World, arguments: Sequence[str]) -> bool:
+def _run_bench_halo(world: World, arguments: Sequence[str]) -> bool:
     """A halo exchange, there and back, beside the same by hand."""
-    chosen = options.halo_parser().parse_args(arguments)
-    case = options.halo_case(chosen)
+    chosen = options.make_halo_parser().parse_args(arguments)
+    case = options.make_halo_case(chosen)
     line = bench_halo(world, case, chosen.warmup, chosen.iterations, chosen.with_compute, chosen.validate)
     _print(world, line)
     return bool(line.get("valid", True))
 
 
-def _bench_bubble(world: World, arguments: Sequence[str]) -> bool:
+def _run_bench_bubble(world: World, arguments: Sequence[str]) -> bool:
     """The idle share of a schedule, measured and by formula."""
-    flags = options.parser("Measure how long ranks stand idle in a schedule of equal stages, beside the formula.")
-    flags.add_argument("--stage-seconds", type=options.duration, default=0.02, help="how long a stage takes forward")
+    flags = options.make_parser("Measure how long ranks stand idle in a schedule of equal stages, beside the formula.")
+    flags.add_argument(
+        "--stage-seconds", type=options.parse_seconds, default=0.02, help="how long a stage takes forward"
+    )
     flags.set_defaults(spatial_size=0)
     chosen = flags.parse_args(arguments)
-    plan = options.plan(chosen)
+    plan = options.make_plan(chosen)
     check_fits(plan, world.size)
     _print(world, bench_bubble(world, plan, chosen.stage_seconds))
     return True
 
 
-def _bench_streaming(world: World, arguments: Sequence[str]) -> bool:
+def _run_bench_streaming(world: World, arguments: Sequence[str]) -> bool:
     """Tiles in turn within a bound of memory."""
     if world.size > 1:
         raise PlanError(f"Tiles in turn are one process's work, but there are {world.size}. Start 1.")
@@ -216,7 +220,7 @@ def _bench_streaming(world: World, arguments: Sequence[str]) -> bool:
     return True
 
 
-def _bench_largest(world: World, arguments: Sequence[str]) -> bool:
+def _run_bench_largest(world: World, arguments: Sequence[str]) -> bool:
     """The largest image that trains within a bound of memory."""
     if world.size > 1:
         raise PlanError(f"The largest image is looked for by one process, but there are {world.size}. Start 1.")
@@ -226,10 +230,10 @@ def _bench_largest(world: World, arguments: Sequence[str]) -> bool:
     return True
 
 
-def _bench_throughput(world: World, arguments: Sequence[str]) -> bool:
+def _run_bench_throughput(world: World, arguments: Sequence[str]) -> bool:
     """Images per second, in the lines that the field's synthetic benchmarks print."""
-    chosen = throughput_parser().parse_args(arguments)
-    recipe = throughput_recipe(chosen, world.size, world)
+    chosen = make_throughput_parser().parse_args(arguments)
+    recipe = make_throughput_recipe(chosen, world.size, world)
     line = bench_throughput(
         world, recipe, chosen.model, chosen.warmup, chosen.num_iters, chosen.num_batches_per_iter, chosen.seed
     )
@@ -237,18 +241,18 @@ def _bench_throughput(world: World, arguments: Sequence[str]) -> bool:
     return True
 
 
-def _bench_allreduce(world: World, arguments: Sequence[str]) -> bool:
+def _run_bench_allreduce(world: World, arguments: Sequence[str]) -> bool:
     """Sums over all ranks: ours, MPI's own, and gloo's."""
-    chosen = allreduce_parser().parse_args(arguments)
+    chosen = make_allreduce_parser().parse_args(arguments)
     for line in bench_allreduce(world, chosen.max_bytes, chosen.iterations):
         _print(world, line)
     return True
 
 
-def _bench_overhead(world: World, arguments: Sequence[str]) -> bool:
+def _run_bench_overhead(world: World, arguments: Sequence[str]) -> bool:
     """What an instruction costs beside its kernels."""
-    flags = options.Parser(description="Measure what an instruction of a program costs beside its kernels.")
-    flags.add_argument("--iterations", type=options.positive, default=7)
+    flags = options.FlagParser(description="Measure what an instruction of a program costs beside its kernels.")
+    flags.add_argument("--iterations", type=options.parse_positive, default=7)
     chosen = flags.parse_args(arguments)
     if world.rank == 0:
         _print(world, bench_overhead(chosen.iterations))
@@ -256,23 +260,23 @@ def _bench_overhead(world: World, arguments: Sequence[str]) -> bool:
     return True
 
 
-def _bench_read(world: World, arguments: Sequence[str]) -> bool:
+def _run_bench_read(world: World, arguments: Sequence[str]) -> bool:
     """A picture's pixels on the ranks and in one process."""
-    from engines.bench.read import bench_read, read_parser
+    from engines.bench.read import bench_read, make_read_parser
 
-    chosen = read_parser().parse_args(arguments)
+    chosen = make_read_parser().parse_args(arguments)
     line = bench_read(world, chosen.image, chosen.slice_method, chosen.halo_px, chosen.level)
     _print(world, line)
     return bool(line["ok"])
 
 
-def _bench_asynchronous(world: World, arguments: Sequence[str]) -> bool:
+def _run_bench_asynchronous(world: World, arguments: Sequence[str]) -> bool:
     """Replicas that do not wait for each other: one line for each mode."""
     from engines.bench import asynchronous
 
-    chosen = asynchronous.parser().parse_args(arguments)
-    studies = asynchronous.chosen_studies(chosen, world.size)
-    _, recipe = options.recipe(chosen, options.plan(chosen).ranks, world)
+    chosen = asynchronous.make_parser().parse_args(arguments)
+    studies = asynchronous.parse_studies(chosen, world.size)
+    _, recipe = options.make_recipe(chosen, options.make_plan(chosen).ranks, world)
     for study in asynchronous.bench_asynchronous(world, studies, recipe):
         _print(world, study.line)
     return True
@@ -282,17 +286,17 @@ _COMMANDS: dict[str, Command] = {
     "train": _train,
     "predict": _predict,
     "verify": _verify,
-    "bench step": _bench_step,
-    "bench memory": _bench_memory,
-    "bench halo": _bench_halo,
-    "bench bubble": _bench_bubble,
-    "bench overhead": _bench_overhead,
-    "bench overlap": _bench_overlap,
-    "bench compiled": _bench_compiled,
-    "bench streaming": _bench_streaming,
-    "bench largest": _bench_largest,
-    "bench throughput": _bench_throughput,
-    "bench allreduce": _bench_allreduce,
-    "bench read": _bench_read,
-    "bench asynchronous": _bench_asynchronous,
+    "bench step": _run_bench_step,
+    "bench memory": _run_bench_memory,
+    "bench halo": _run_bench_halo,
+    "bench bubble": _run_bench_bubble,
+    "bench overhead": _run_bench_overhead,
+    "bench overlap": _run_bench_overlap,
+    "bench compiled": _run_bench_compiled,
+    "bench streaming": _run_bench_streaming,
+    "bench largest": _run_bench_largest,
+    "bench throughput": _run_bench_throughput,
+    "bench allreduce": _run_bench_allreduce,
+    "bench read": _run_bench_read,
+    "bench asynchronous": _run_bench_asynchronous,
 }

@@ -29,12 +29,12 @@ class Mpi4dlError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows: the user's own lines, the message, its notes. All is in `__traceback__` still."""
-        frames = [each for each in traceback.extract_tb(self.__traceback__) if _is_theirs(each.filename)]
+        frames = [each for each in traceback.extract_tb(self.__traceback__) if _is_user_code(each.filename)]
         name = type(self).__name__
         return ["".join(traceback.format_list(frames)), f"{name}: {self}", *getattr(self, "__notes__", ())]
 
 
-def _is_theirs(file: str) -> bool:
+def _is_user_code(file: str) -> bool:
     return not file.startswith(_INSIDE) and not any(part in file for part in _MACHINERY)
 
 
@@ -91,7 +91,7 @@ class LossError(RankError):
         which = f" of micro-batch {micro_batch} (of {micro_batches})" if micro_batches > 1 else ""
         return cls(f"The loss{which} is {loss}. {_UNCHANGED} {cause}")
 
-    def because(self, cause: str) -> LossError:
+    def with_cause(self, cause: str) -> LossError:
         """The same error with another cause, which more ranks have found."""
         head, _, _ = str(self).partition(_UNCHANGED)
         found = LossError(f"{head}{_UNCHANGED} {cause}", self.rank, self.remote_traceback)

@@ -14,26 +14,26 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from engines.comm.device import autocast_type
+from engines.comm.device import choose_autocast_type
 from engines.comm.world import World
 from engines.errors import ImageError
-from engines.images.feed import said
-from engines.images.ignored import ignored_label
+from engines.images.feed import describe_read_error
+from engines.images.ignored import find_ignored_label
 from engines.images.labelled import LabelledImages
-from engines.images.own import OwnPart, Piece
-from engines.inference.forward import Prediction, RankPrediction, joined, prepare_prediction
+from engines.images.own import ReadRequest, ShardReader
+from engines.inference.forward import Prediction, RankPredictor, join_predictions, prepare_prediction
 from engines.layer.graph import LOSS, ModelGraph, TensorSpec
-from engines.layer.kept import mixes_images
+from engines.layer.kept import is_batch_dependent
 from engines.layer.names import OWNERS, StateNames
 from engines.layer.trace import trace
-from engines.loss.classes import are_judged
-from engines.loss.weights import ImageWeights, mean_loss
-from engines.metrics import Counts, Scores, count
+from engines.loss.classes import has_accuracy
+from engines.loss.weights import ImageWeights, compute_mean_loss
+from engines.metrics import Counts, Scores, count_predictions
 from engines.program.compile import compile_plan
 from engines.program.program import Program
 from engines.training import Loss, RankTraining, Recipe
 
-__all__ = ["Answer", "HeldOut", "RankEvaluation", "evaluate_on_ranks", "plain_state"]
+__all__ = ["HeldOutSet", "PredictedBatch", "RankEvaluation", "collect_state_dict", "evaluate_on_ranks"]
 
 State = Mapping[str, Tensor]
 
@@ -41,7 +41,7 @@ _INPUTS = ("images", "labels")
 
 
 @dataclass(frozen=True)
-class Answer:
+class PredictedBatch:
     """What a rank tells of a step: its parts of the predictions, and rank 0 all labels.
 
     `bad`, the same on every rank, says why which images cannot be read; then there is nothing else.
@@ -52,11 +52,11 @@ class Answer:
     bad: Mapping[int, str]
 
 
-Ask = Callable[[Sequence[int]], tuple[Mapping[int, str], Sequence[Answer]]]
+PredictImages = Callable[[Sequence[int]], tuple[Mapping[int, str], Sequence[PredictedBatch]]]
 """What has a step's images predicted: which of them are bad, and the answers of all ranks where they are judged."""
 
 
-class _Labels:
+class _LabelsOnly:
     """Cuts nothing of the labels of a step, and leaves its images out."""
 
     def cut(self, inputs: State) -> dict[int, dict[str, Tensor]]:
@@ -74,38 +74,40 @@ class RankEvaluation:
     ) -> None:
         self.world, self.training, self.recipe, self.images = world, training, recipe, images
         self.specs = {**recipe.step_specs, "labels": labels}
-        ignored = ignored_label(training.graph)
-        self.labels = None if world.rank else OwnPart(_Labels(), images, self.specs, ignored)
+        ignored = find_ignored_label(training.graph)
+        self.labels = None if world.rank else ShardReader(_LabelsOnly(), images, self.specs, ignored)
 
     def begin(self) -> None:
         """Follow the training: what it has now is what predicts."""
-        self.prediction = RankPrediction(self.world, self.recipe, self.training.held)
-        self.own = OwnPart(self.prediction, self.images, self.specs)
+        self.prediction = RankPredictor(self.world, self.recipe, self.training.held)
+        self.own = ShardReader(self.prediction, self.images, self.specs)
 
-    def predict(self, numbers: Sequence[int]) -> Answer:
+    def predict(self, numbers: Sequence[int]) -> PredictedBatch:
         """A step on the images with these numbers."""
         step = [(number, None) for number in numbers]
         bad: dict[int, str] = {}
         read = {part: self._read(part, step, bad) for part in (self.own, self.labels) if part is not None}
         found = {number: text for each in reversed(self.world.all_gather(bad)) for number, text in each.items()}
         if found:
-            return Answer({}, None, found)
-        inputs = {part: part.joined(step, pieces.__getitem__) for part, pieces in read.items()}
+            return PredictedBatch({}, None, found)
+        inputs = {part: part.assemble(step, pieces.__getitem__) for part, pieces in read.items()}
         labels = None if self.labels is None else inputs[self.labels][0]["labels"]
-        return Answer(self.prediction.predict(inputs[self.own]), labels, {})
+        return PredictedBatch(self.prediction.predict(inputs[self.own]), labels, {})
 
-    def _read(self, part: OwnPart, step: Sequence[tuple[int, None]], bad: dict[int, str]) -> dict[Piece, Tensor]:
+    def _read(
+        self, part: ShardReader, step: Sequence[tuple[int, None]], bad: dict[int, str]
+    ) -> dict[ReadRequest, Tensor]:
         found = {}
-        for piece in part.pieces(step):
+        for piece in part.make_read_requests(step):
             try:
                 found[piece] = part.fetch(piece)
             except (ImageError, OSError) as error:
-                bad[piece.index] = said(self.images.name(piece.index), error)
+                bad[piece.index] = describe_read_error(self.images.name(piece.index), error)
         return found
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutSet:
     """Images beside the training's, and all that is needed to judge a state of its model on them.
 
     A bad image ends the training or is left out, as `on_bad_image` says. Raises ImageError where there are none.
@@ -131,7 +133,7 @@ class HeldOut:
         shape = (images.shape[0] * plan.parts, *images.shape[1:])
         made = replace(prepare_prediction(self.model, plan, shape, self.recipe.device), state={})
         step = made.step_specs["images"].shape[0]
-        if mixes_images(made.graph) and len(self.images) % step:
+        if is_batch_dependent(made.graph) and len(self.images) % step:
             raise ImageError(
                 f"The model has a batch norm without running statistics, which normalises an image by those beside it. "
                 f"{len(self.images)} held-out images are no multiple of a step's {step}. Give a multiple of {step}."
@@ -143,51 +145,57 @@ class HeldOut:
         """What each rank does for a step's predictions."""
         return compile_plan(self.forward.graph, self.forward.plan)
 
-    def scores(self, ask: Ask, ranks: Callable[[], Sequence[Mapping[str, State]]]) -> Scores | None:
+    def compute_scores(self, ask: PredictImages, ranks: Callable[[], Sequence[Mapping[str, State]]]) -> Scores | None:
         """Of the model as the ranks have it now; None where `ask` gives no answers.
 
         `ranks` tells their tensors, where the loss has some. Raises ImageError.
         """
         bad: dict[int, str] = {}
-        steps = list(self._judged(ask, bad, self._loss(ranks)))
+        steps = list(self._score_steps(ask, bad, self._make_loss(ranks)))
         if not steps:
             raise ImageError(
                 f"None of the {len(self.images)} held-out images can be read, the first one: {next(iter(bad.values()))}"
             )
         pairs = [pair for told, _ in steps for pair in told]
         counts = sum((counts for _, counts in steps), Counts())
-        return Scores(mean_loss(*zip(*pairs, strict=True)), counts, tuple(bad.values())) if pairs else None
+        return Scores(compute_mean_loss(*zip(*pairs, strict=True)), counts, tuple(bad.values())) if pairs else None
 
     @cached_property
     def _weights(self) -> ImageWeights:
         """How much each image counts in the mean loss."""
         graph, plan = self.recipe.graph, self.recipe.plan
 
-        def traced(images: int) -> ModelGraph:
+        def trace_images(images: int) -> ModelGraph:
             specs = (replace(graph.inputs[name], shape=(images, *graph.inputs[name].shape[1:])) for name in _INPUTS)
-            return trace(model, judge, *specs, plan.precision, autocast_type(self.recipe.device))
+            return trace(model, judge, *specs, plan.precision, choose_autocast_type(self.recipe.device))
 
         model, judge = copy.deepcopy(self.model).eval(), self.loss  # a batch norm in training may refuse one image
-        return ImageWeights.of(traced)
+        return ImageWeights.of(trace_images)
 
-    def _judged(self, ask: Ask, bad: dict[int, str], loss: Loss) -> Iterator[tuple[list[tuple[float, float]], Counts]]:
+    def _score_steps(
+        self, ask: PredictImages, bad: dict[int, str], loss: Loss
+    ) -> Iterator[tuple[list[tuple[float, float]], Counts]]:
         """Step by step each image's loss and weight, and what is right; nothing where `ask` gives no answers."""
-        graph, judged = self.forward.graph, are_judged(self.recipe.graph)
+        graph, judged = self.forward.graph, has_accuracy(self.recipe.graph)
         owned = dict(self.recipe.state)
         if isinstance(loss, nn.Module):
             owned |= {f"{LOSS}{name}": tensor for name, tensor in (*loss.named_buffers(), *loss.named_parameters())}
-        for members, answers in self._steps(ask, bad):
+        for members, answers in self._predict_steps(ask, bad):
             if not answers:
                 yield [], Counts()
                 continue
             labels = next(answer.labels for answer in answers if answer.labels is not None)[:members]
-            whole = joined(self.programs, [answer.parts for answer in answers], graph.specs[graph.prediction])[:members]
+            whole = join_predictions(
+                self.programs, [answer.parts for answer in answers], graph.specs[graph.prediction]
+            )[:members]
             whole = whole.to(torch.promote_types(whole.dtype, torch.float32))
             pairs = zip(whole.split(1), labels.split(1), strict=True)
-            found = [(float(loss(scores, label)), self._weights.weight(label, owned)) for scores, label in pairs]
-            yield found, count(whole, labels) if judged else Counts()
+            found = [
+                (float(loss(scores, label)), self._weights.compute_weight(label, owned)) for scores, label in pairs
+            ]
+            yield found, count_predictions(whole, labels) if judged else Counts()
 
-    def _steps(self, ask: Ask, bad: dict[int, str]) -> Iterator[tuple[int, Sequence[Answer]]]:
+    def _predict_steps(self, ask: PredictImages, bad: dict[int, str]) -> Iterator[tuple[int, Sequence[PredictedBatch]]]:
         """All images in order, as many at once as a step has; the last ones are followed by one of them again."""
         size = self.forward.step_specs["images"].shape[0]
         waiting = list(range(len(self.images)))
@@ -201,16 +209,16 @@ class HeldOut:
             if not found:
                 yield len(members), answers
 
-    def _loss(self, ranks: Callable[[], Sequence[Mapping[str, State]]]) -> Loss:
+    def _make_loss(self, ranks: Callable[[], Sequence[Mapping[str, State]]]) -> Loss:
         loss = copy.deepcopy(self.loss)
         if isinstance(loss, nn.Module):
             if self.recipe.names.get("loss", StateNames()).names:
-                loss.load_state_dict(plain_state(self.recipe, ranks(), "loss"))
+                loss.load_state_dict(collect_state_dict(self.recipe, ranks(), "loss"))
             loss.to(getattr(torch, self.recipe.graph.inputs["images"].dtype)).eval()
         return loss
 
 
-def plain_state(recipe: Recipe, ranks: Sequence[Mapping[str, State]], owner: str = "model") -> dict[str, Tensor]:
+def collect_state_dict(recipe: Recipe, ranks: Sequence[Mapping[str, State]], owner: str = "model") -> dict[str, Tensor]:
     """What the ranks have (as `RankTraining.tensors` says), for `load_state_dict` of the model or of the `loss`."""
     names = recipe.names.get(owner, StateNames())
     found = {
@@ -221,16 +229,16 @@ def plain_state(recipe: Recipe, ranks: Sequence[Mapping[str, State]], owner: str
     return {name: found[names.held.get(name, OWNERS[owner] + name)] for name in names.names}
 
 
-def evaluate_on_ranks(world: World, training: RankTraining, held_out: HeldOut, evaluation: RankEvaluation) -> Scores:
+def evaluate_on_ranks(world: World, training: RankTraining, held_out: HeldOutSet, evaluation: RankEvaluation) -> Scores:
     """The scores of a training as it is now, on every rank; collective. Rank 0 judges.
 
     Raises ImageError, on every rank, where an image cannot be read.
     """
 
-    def ask(numbers: Sequence[int]) -> tuple[Mapping[int, str], Sequence[Answer]]:
+    def predict_images(numbers: Sequence[int]) -> tuple[Mapping[int, str], Sequence[PredictedBatch]]:
         own = evaluation.predict(numbers)
         return own.bad, world.gather(own)
 
     evaluation.begin()
-    scores = held_out.scores(ask, lambda: world.all_gather(training.tensors()))
+    scores = held_out.compute_scores(predict_images, lambda: world.all_gather(training.copy_tensors()))
     return next(found for found in world.all_gather(scores) if found is not None)

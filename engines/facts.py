@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-__all__ = ["facts_table"]
+__all__ = ["format_html_table"]
 
 _LEFT = 'style="text-align: left"'
 
 
-def facts_table(caption: str, facts: Mapping[str, object]) -> str:
+def format_html_table(caption: str, facts: Mapping[str, object]) -> str:
     """One row for each fact, its name and what it is.
 
-    >>> facts_table("Cluster", {"ranks": "< 5"})[-24:]
+    >>> format_html_table("Cluster", {"ranks": "< 5"})[-24:]
     '&lt; 5</td></tr></table>'
     """
     rows = (

@@ -11,23 +11,23 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 
 from engines.errors import PlanError
-from engines.start import SAFE, standard_first
+from engines.start import SAFE, order_search_path
 
-__all__ = ["Followed", "Version", "follow", "missing"]
+__all__ = ["NotebookImports", "SourceVersion", "make_import_error", "sync_imports"]
 
-Version = tuple[int, int]
+SourceVersion = tuple[int, int]
 """Of a source file: when it was changed, in ns, and its length."""
 
 
 @dataclass(frozen=True)
-class Followed:
+class NotebookImports:
     """The notebook's `paths` for modules, all absolute, and the versions of modules that it has `reloaded`.
 
     The files of `changed` modules are not what the notebook has loaded any more.
     """
 
     paths: tuple[str, ...]
-    reloaded: Mapping[str, Version] = field(default_factory=dict)
+    reloaded: Mapping[str, SourceVersion] = field(default_factory=dict)
     changed: tuple[str, ...] = ()
 
 
@@ -37,7 +37,7 @@ _CHANGED = (
 )
 
 
-class _Refuser(MetaPathFinder):
+class _ImportBlocker(MetaPathFinder):
     """Asked first of all finders, it refuses to import what would not be the notebook's code: by name, why."""
 
     def __init__(self) -> None:
@@ -50,16 +50,16 @@ class _Refuser(MetaPathFinder):
             raise ImportError(why, name=name)
 
 
-_refuser = _Refuser()
-_known: dict[str, Version] = {}
+_refuser = _ImportBlocker()
+_known: dict[str, SourceVersion] = {}
 _paths: list[tuple[str, ...]] = []
 
 
-def follow(told: Followed) -> None:
+def sync_imports(told: NotebookImports) -> None:
     """From now on what was told last holds. A module that cannot be loaded again is refused to whoever needs it."""
     if _paths != [told.paths]:
         _paths[:] = [told.paths]
-        sys.path[:] = standard_first(told.paths)
+        sys.path[:] = order_search_path(told.paths)
         importlib.invalidate_caches()
         if os.environ.get(SAFE) == "rank":  # set for the start alone, and not for the programs that users start
             del os.environ[SAFE]
@@ -68,13 +68,13 @@ def follow(told: Followed) -> None:
     _refuser.changed = {name: _CHANGED.format(name) for name in told.changed}
     for name, version in told.reloaded.items():
         if name in sys.modules and _known.get(name) != version:
-            _load_again(name)
+            _reload_module(name)
         elif _known.get(name) != version:
             _refuser.failed.pop(name, None)
         _known[name] = version
 
 
-def _load_again(name: str) -> None:
+def _reload_module(name: str) -> None:
     try:
         importlib.invalidate_caches()
         importlib.reload(sys.modules[name])
@@ -83,7 +83,7 @@ def _load_again(name: str) -> None:
         _refuser.failed[name] = f"the notebook has reloaded {name}, but ranks cannot: {type(error).__name__}: {error}"
 
 
-def missing(error: ImportError) -> PlanError:
+def make_import_error(error: ImportError) -> PlanError:
     """What is said where ranks cannot import a module that they need for what they were sent."""
     why = str(error)
     return PlanError(

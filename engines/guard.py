@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from engines.whereabouts import BOARD, Board, Whereabouts
+from engines.whereabouts import BOARD, RankStatus, StatusBoard
 
-__all__ = ["MARK", "RANK_NAMES", "main", "tied"]
+__all__ = ["MARK", "RANK_NAMES", "main", "set_parent_death_signal"]
 
 MARK = "\x1empi4dl_nb "
 """What a line begins with that tells of a rank: the rest is JSON."""
@@ -39,20 +39,20 @@ _PR_SET_PDEATHSIG = 1  # of Linux
 _LINUX = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-class _Guard:
+class _Supervisor:
     """Has a rank's process as its child. `told` is what was last told of a rank that does not go on."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.rank = next((int(os.environ[name]) for name in RANK_NAMES if name in os.environ), 0)
         self.parent = os.getppid()
-        self.told: tuple[Whereabouts | None, bool] | None = None
+        self.told: tuple[RankStatus | None, bool] | None = None
         self.said_s = 0.0
         with tempfile.TemporaryFile() as file:
-            self.board = Board.on(file.fileno())
-            self.board.at(b"")
+            self.board = StatusBoard.from_file(file.fileno())
+            self.board.report(b"")
             self.process = subprocess.Popen(
                 command, pass_fds=[file.fileno()], env={**os.environ, BOARD: str(file.fileno())},
-                preexec_fn=tied,  # noqa: PLW1509 (there are no threads here)
+                preexec_fn=set_parent_death_signal,  # noqa: PLW1509 (there are no threads here)
             )  # fmt: skip
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever means the rank sends it there
         signal.signal(signal.SIGTERM, lambda number, frame: self.process.terminate())
@@ -64,24 +64,24 @@ class _Guard:
                 return self.process.wait(_LOOK_S)
             if os.getppid() != self.parent:
                 self.process.kill()
-            self._look()
+            self._report_progress()
 
-    def _look(self) -> None:
+    def _report_progress(self) -> None:
         """Tell once of a rank that does not go on, even where it has nothing to do, and once that it does.
 
         Whoever has given it something to do knows that it should. As long as it was not told that the rank has nothing
         to do, the guard says from time to time that it still watches.
         """
-        now, state = self.board.read(), _state(self.process.pid)
+        now, state = self.board.read(), _get_process_state(self.process.pid)
         rests = time.monotonic() - self.board.since_s >= _REST_S
         found = (now, state == _STOPPED) if rests or state == _STOPPED else None
         if found != self.told:
             self.told = found
-            self.say("still", state=state) if found else self.say("moves")
+            self.report_event("still", state=state) if found else self.report_event("moves")
         elif (found is None or found[0] is not None) and time.monotonic() - self.said_s >= _BEAT_S:
             self._write({"rank": self.rank, "event": "watches"})
 
-    def say(self, event: str, **facts: object) -> None:
+    def report_event(self, event: str, **facts: object) -> None:
         """A line of its own, in one piece, whatever ranks write at the same time."""
         now, for_s = self.board.read(), round(time.monotonic() - self.board.since_s, 3)
         place = {"text": now.text, "step": now.step, "waits": now.waits} if now else {"text": ""}
@@ -92,13 +92,13 @@ class _Guard:
         os.write(1, f"\n{MARK}{json.dumps(line)}\n".encode())
 
 
-def tied() -> None:
+def set_parent_death_signal() -> None:
     """Done by a child before it begins: should the one that has started it be killed, it ends too."""
     if _LINUX:
         _LINUX.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _state(pid: int) -> str:
+def _get_process_state(pid: int) -> str:
     """A letter, as in ps: R computes, S sleeps, D waits for a file, T is stopped; none where the system doesn't say."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -106,7 +106,7 @@ def _state(pid: int) -> str:
         return ""
 
 
-def _leave_as(code: int) -> None:
+def _exit_like(code: int) -> None:
     """End as the rank did: MPI notices a process that a signal has ended, and not one that left with a code."""
     if code:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank may have left a core already
@@ -118,10 +118,10 @@ def _leave_as(code: int) -> None:
 
 def main(command: Sequence[str]) -> None:
     """Run a command as a rank."""
-    guard = _Guard(command)
+    guard = _Supervisor(command)
     code = guard.watch()
-    guard.say("ended", code=code)
-    _leave_as(code)
+    guard.report_event("ended", code=code)
+    _exit_like(code)
 
 
 if __name__ == "__main__":

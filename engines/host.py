@@ -21,18 +21,29 @@ import torch
 
 from engines.comm.world import World
 from engines.errors import ReleasedError
-from engines.following import Followed, follow, missing
-from engines.output import Line, Output, RankStream
+from engines.following import NotebookImports, make_import_error, sync_imports
+from engines.output import LineBuffer, OutputLine, RankStream
 from engines.packing import pack
-from engines.whereabouts import Board, working
+from engines.whereabouts import StatusBoard, report_working
 
 if TYPE_CHECKING:
     from engines.predict.calibrate import Calibration
-    from engines.train import RankCourse
+    from engines.train import RankTrainLoop
     from engines.training import RankTraining
-    from engines.walk import RankWalk
+    from engines.walk import RankStepper
 
-__all__ = ["SPOKEN", "Answer", "Failure", "Host", "execute", "join", "recover", "regroup", "run", "while_walking"]
+__all__ = [
+    "SPOKEN",
+    "Failure",
+    "RankServer",
+    "Reply",
+    "allow_during_step",
+    "execute",
+    "join",
+    "recover",
+    "recover_and_reset",
+    "run",
+]
 
 SPOKEN = "\x1espoken "
 """What a line begins with that carries one of a rank's: the rest is JSON."""
@@ -43,21 +54,21 @@ _OURS = Path(__file__).parent
 _BY_OTHERS = re.compile("MPI_ERR_(REVOKED|PROC_FAILED)")
 
 
-class Host:
+class RankServer:
     """One rank's state between two calls: its end of the world; trainings, courses and predictions by name.
 
     On its `board` it writes where it is.
     """
 
-    def __init__(self, world: World, board: Board | None = None) -> None:
-        self.world, self.board = world, board or Board()
+    def __init__(self, world: World, board: StatusBoard | None = None) -> None:
+        self.world, self.board = world, board or StatusBoard()
         self.trainings: dict[str, RankTraining] = {}
-        self.courses: dict[str, RankCourse] = {}
+        self.courses: dict[str, RankTrainLoop] = {}
         self.predictions: dict[str, Any] = {}
         self.calibration: Calibration | None = None
-        self.walk: RankWalk | None = None
+        self.walk: RankStepper | None = None
 
-    def leave(self) -> None:
+    def abort_debug_step(self) -> None:
         """Give up the step that is walked, if any: messages under way must not meet those of other work. Collective."""
         if self.walk is None or self.walk.done:
             self.walk = None
@@ -73,7 +84,7 @@ class Host:
             walk.drop()  # not before: messages under way still lie in its memory
 
 
-def while_walking(function: Callable[..., Any]) -> Callable[..., Any]:
+def allow_during_step(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a function that ranks may be called with in the middle of a step that is walked: it sends no messages."""
     function.while_walking = True  # type: ignore[attr-defined]
     return function
@@ -96,11 +107,11 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, where: object = "") -> Failure:
         """Only what can travel: the exception itself may be of a type that the notebook does not know."""
-        chain = list(_chain(error))
-        links = tuple((_title(link), tuple(_frames(link))) for link in reversed(chain))
-        return cls(type(error).__name__, str(error), any(map(_follows, chain)), links, str(where or ""))
+        chain = list(_iterate_chain(error))
+        links = tuple((_format_title(link), tuple(_select_frames(link))) for link in reversed(chain))
+        return cls(type(error).__name__, str(error), any(map(_is_consequence, chain)), links, str(where or ""))
 
-    def traceback(self) -> str:
+    def format_traceback(self) -> str:
         """As Python writes it. Made where it is shown: only the notebook knows the text of its cells."""
         parts = (
             "".join(traceback.format_list([traceback.FrameSummary(*f) for f in frames])) + title
@@ -110,7 +121,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """What a rank says to a call: the function's value, or why there is none; and how many `lines` it has printed."""
 
     value: Any = None
@@ -118,17 +129,17 @@ class Answer:
     lines: int = 0
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _iterate_chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _title(error: BaseException) -> str:
+def _format_title(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
+def _select_frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
     """The user's own frames, or ours where there are none, and the last one, where it happened."""
     frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
     known = [frame for frame in frames if "site-packages" not in frame.filename and frame.filename != __file__]
@@ -138,12 +149,12 @@ def _frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
             yield frame.filename, frame.lineno or 0, frame.name
 
 
-def _follows(error: BaseException) -> bool:
+def _is_consequence(error: BaseException) -> bool:
     """Whether a rank failed only because another one did, or because it was told to stop."""
     return isinstance(error, ReleasedError | KeyboardInterrupt) or bool(_BY_OTHERS.search(str(error)))
 
 
-def execute(host: Host, common: bytes, own: bytes, followed: Followed | None = None) -> bytes:
+def execute(host: RankServer, common: bytes, own: bytes, followed: NotebookImports | None = None) -> bytes:
     """Call `function(host, *args, *own)`, where `common` is `(function, args)`, to a pickled Answer.
 
     If that fails the other ranks are released first, so that none waits for this one. A step that is walked is given
@@ -151,48 +162,48 @@ def execute(host: Host, common: bytes, own: bytes, followed: Followed | None = N
     """
     output = host.board.output
     before = output.emitted if output else 0
-    with working(host.board, "takes its work"):
+    with report_working(host.board, "takes its work"):
         try:
             if followed is not None:
-                follow(followed)
-            function, args, own_args = _unpacked(common, own)
-            host.board.at(getattr(function, "__qualname__", repr(function)).encode())
-            if not getattr(function, "while_walking", False):
-                host.leave()
-            return _told(host, function(host, *args, *own_args), before)
+                sync_imports(followed)
+            function, args, own_args = _unpack_call(common, own)
+            host.board.report(getattr(function, "__qualname__", repr(function)).encode())
+            if not getattr(function, "allow_during_step", False):
+                host.abort_debug_step()
+            return _pack_reply(host, function(host, *args, *own_args), before)
         except BaseException as error:
-            return _failed(host, error, before)
+            return _abort_and_reply(host, error, before)
 
 
-def _unpacked(common: bytes, own: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
+def _unpack_call(common: bytes, own: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
     try:
         function, args = cloudpickle.loads(common)
         return function, args, cloudpickle.loads(own)
     except ImportError as error:
-        raise missing(error) from error
+        raise make_import_error(error) from error
 
 
-def _told(host: Host, value: Any, before: int, failure: Failure | None = None) -> bytes:
+def _pack_reply(host: RankServer, value: Any, before: int, failure: Failure | None = None) -> bytes:
     """A pickled Answer, once all is emitted that was printed; `before` as many lines had been."""
     if (output := host.board.output) is None:
-        return pack(Answer(value, failure))
+        return pack(Reply(value, failure))
     output.end()
-    return pack(Answer(value, failure, output.emitted - before))
+    return pack(Reply(value, failure, output.emitted - before))
 
 
-def _failed(host: Host, error: BaseException, before: int) -> bytes:
+def _abort_and_reply(host: RankServer, error: BaseException, before: int) -> bytes:
     host.world.abort()
-    return _told(host, None, before, Failure.of(error, host.board.read()))
+    return _pack_reply(host, None, before, Failure.of(error, host.board.read()))
 
 
-@while_walking
-def recover(host: Host) -> None:
+@allow_during_step
+def recover(host: RankServer) -> None:
     """Be ready for new work after a failure; collective. Trainings stay, on the same world, made fresh."""
     host.recover()
 
 
-@while_walking
-def regroup(host: Host) -> None:
+@allow_during_step
+def recover_and_reset(host: RankServer) -> None:
     """As `recover`, where there are fewer ranks than before: what was made for all of them is given up."""
     host.recover()
     for held in (host.trainings, host.courses, host.predictions):
@@ -200,51 +211,51 @@ def regroup(host: Host) -> None:
 
 
 @cache
-def _this_rank() -> Host:
+def _get_server() -> RankServer:
     from engines.comm.mpi import MpiWorld
 
-    host = Host(MpiWorld(), Board.inherited())
-    host.board.output = _speak()
+    host = RankServer(MpiWorld(), StatusBoard.from_environment())
+    host.board.output = _redirect_output()
     # MPI's own end waits for all ranks, and those may wait for this one: it ends at once, so that they are told.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    atexit.register(_end_at_once, os.getpid())
+    atexit.register(_exit_at_once, os.getpid())
     return host
 
 
-def _end_at_once(rank_pid: int) -> None:
+def _exit_at_once(rank_pid: int) -> None:
     """Leave the interpreter without MPI's end; a process that the rank has forked ends as it likes."""
     if os.getpid() == rank_pid:
         os._exit(1)
 
 
-def _speak() -> Output:
+def _redirect_output() -> LineBuffer:
     """From here on whatever this process prints goes to the notebook, line by line, and from threads, too."""
     way = sys.stdout
 
-    def emit(line: Line) -> None:
+    def emit(line: OutputLine) -> None:
         way.write(f"\n{SPOKEN}{json.dumps([line.stream, line.text])}\n")
 
-    output = Output(emit, way.flush)
+    output = LineBuffer(emit, way.flush)
     sys.stdout, sys.stderr = (RankStream(each, getattr(sys, each), lambda: output) for each in ("stdout", "stderr"))
     return output
 
 
 def join() -> tuple[int, int, int]:
     """(rank, size, pid) of this MPI process, once all have come; collective."""
-    world = _this_rank().world
+    world = _get_server().world
     return world.rank, world.size, os.getpid()
 
 
-def run(common: bytes, own: bytes, followed: Followed) -> bytes:
+def run(common: bytes, own: bytes, followed: NotebookImports) -> bytes:
     """`execute` on this MPI process. SIGINT stops it, once."""
-    host = _this_rank()
+    host = _get_server()
     before = host.board.output.emitted if host.board.output else 0
     torch.set_grad_enabled(True)  # an interrupt just as `no_grad` began or ended leaves it off, and nothing is trained
     signal.signal(signal.SIGINT, _stop_once)
     try:
         return execute(host, common, own, followed)
     except KeyboardInterrupt as error:  # held back in MPI, it came while that call's failure was being told
-        return _failed(host, error, before)
+        return _abort_and_reply(host, error, before)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # or the answer could be lost; until the next message
 

@@ -9,7 +9,16 @@ from typing import Any
 
 from engines.plan import PRECISIONS, SCHEDULES, Plan
 
-__all__ = ["CHOICES", "GROUPS", "HELP", "WRITTEN", "knob_of", "knobs_named", "text_of", "value_of"]
+__all__ = [
+    "CHOICES",
+    "GROUPS",
+    "HELP",
+    "WRITTEN",
+    "find_plan_option",
+    "find_plan_options",
+    "format_value",
+    "parse_value",
+]
 
 HELP: Mapping[str, str] = {
     "split_size": "stages that the model is cut into",
@@ -56,33 +65,33 @@ _SET = re.compile(rf"\b({_NAMES})=")
 _NAMED = re.compile(rf"\b({'|'.join(name for name in _NAMES.split('|') if '_' in name)})\b")
 
 
-def knobs_named(text: str) -> tuple[str, ...]:
+def find_plan_options(text: str) -> tuple[str, ...]:
     """The knobs that a message names, in order: as `name=value` first, then by a name that is no English word.
 
-    >>> knobs_named("A batch of 3 images has parts=2. Use other parts, many times, or data_parallel.")
+    >>> find_plan_options("A batch of 3 images has parts=2. Use other parts, many times, or data_parallel.")
     ('parts', 'data_parallel')
     """
     return tuple(dict.fromkeys([*_SET.findall(text), *_NAMED.findall(text)]))
 
 
-def knob_of(text: str, touched: str = "") -> str:
+def find_plan_option(text: str, touched: str = "") -> str:
     """The knob beside which a message belongs, empty where it names none.
 
     That is the one that was `touched` last, if the message names it: it has made a good plan a bad one. Otherwise it
     is the first one: messages begin with the knob that has to change, and go on to how.
 
     >>> text = "spatial_size=3 asks for more spatial stages than the split_size=2 stages there are."
-    >>> knob_of(text), knob_of(text, touched="split_size"), knob_of(text, touched="parts")
+    >>> find_plan_option(text), find_plan_option(text, touched="split_size"), find_plan_option(text, touched="parts")
     ('spatial_size', 'split_size', 'spatial_size')
     """
-    named = knobs_named(text)
+    named = find_plan_options(text)
     return touched if touched in named else next(iter(named), "")
 
 
-def value_of(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """`4` is a number, `4,2` a tuple, anything else a word.
 
-    >>> value_of("4"), value_of("4, 2"), value_of("auto"), value_of("2x3,square")
+    >>> parse_value("4"), parse_value("4, 2"), parse_value("auto"), parse_value("2x3,square")
     (4, (4, 2), 'auto', ('2x3', 'square'))
     """
     words = [word.strip() for word in text.strip().removesuffix(",").split(",")]
@@ -90,10 +99,10 @@ def value_of(text: str) -> Any:
     return tuple(parts) if "," in text else parts[0]
 
 
-def text_of(value: Any) -> str:
+def format_value(value: Any) -> str:
     """What `value_of` reads back; nothing for None.
 
-    >>> text_of((4, 2)), text_of((4,)), text_of(None)
+    >>> format_value((4, 2)), format_value((4,)), format_value(None)
     ('4, 2', '4,', '')
     """
     if value is None:

@@ -10,7 +10,7 @@ from engines.errors import PlanError
 from engines.plan import Plan
 from engines.spatial.tiles import Grid
 
-__all__ = ["Layout", "Pipe", "Role", "StageRanks", "check_fits", "threads_of"]
+__all__ = ["Layout", "Pipeline", "Role", "StageRanks", "check_fits", "compute_threads"]
 
 _COUNTED = 256  # ranks of a plan that does not fit, stage by stage
 
@@ -38,7 +38,7 @@ class StageRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class Pipe:
+class Pipeline:
     """A copy of the model: the ranks of its stages."""
 
     replica: int
@@ -56,17 +56,17 @@ class Layout:
     ['0', '2']
     """
 
-    pipes: tuple[Pipe, ...]
+    pipes: tuple[Pipeline, ...]
 
     @classmethod
     @lru_cache(maxsize=16)
     def of(cls, plan: Plan) -> Layout:
         """The layout that a plan asks for."""
         size, directions = plan.replica_ranks, range(1 + plan.bidirectional)
-        stages = _stages(plan)
+        stages = _make_stages(plan)
         return cls(
             tuple(
-                Pipe(replica, direction, tuple(_placed(stage, size, replica, direction) for stage in stages))
+                Pipeline(replica, direction, tuple(_place_stage(stage, size, replica, direction) for stage in stages))
                 for replica in range(plan.data_parallel)
                 for direction in directions
             )
@@ -97,10 +97,10 @@ class Layout:
                     found.setdefault(rank, []).append(Role(index, tile, pipe.direction, pipe.replica))
         return tuple(tuple(found[rank]) for rank in sorted(found))
 
-    def words(self, rank: int) -> str:
+    def describe_rank(self, rank: int) -> str:
         """What a rank is, to be read.
 
-        >>> Layout.of(Plan(split_size=2, spatial_size=1)).words(2)
+        >>> Layout.of(Plan(split_size=2, spatial_size=1)).describe_rank(2)
         'stage 0, tile 2'
         """
         several = len({pipe.replica for pipe in self.pipes}) > 1
@@ -110,7 +110,7 @@ class Layout:
             for role in self.roles[rank]
         )
 
-    def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
+    def find_ranks(self, stages: Iterable[int]) -> tuple[int, ...]:
         """All ranks that hold one of these stages in any copy of the model, ascending."""
         key = tuple(stages)
         if key not in self._groups:
@@ -122,12 +122,12 @@ class Layout:
     def _groups(self) -> dict[tuple[int, ...], tuple[int, ...]]:
         return {}
 
-    def pipe(self, role: Role) -> Pipe:
+    def get_pipeline(self, role: Role) -> Pipeline:
         """The copy of the model that a role is of."""
         return self.pipes[role.replica * self.directions + role.direction]
 
 
-def _stages(plan: Plan) -> list[StageRanks]:
+def _make_stages(plan: Plan) -> list[StageRanks]:
     """The stages of one replica, going forward; behind the spatial ones they are dealt out in turns."""
     found, first = [], 0
     for grid in plan.grids[: plan.spatial_size]:
@@ -141,23 +141,23 @@ def _stages(plan: Plan) -> list[StageRanks]:
     return found
 
 
-def _placed(stage: StageRanks, size: int, replica: int, direction: int) -> StageRanks:
+def _place_stage(stage: StageRanks, size: int, replica: int, direction: int) -> StageRanks:
     ranks = (size - 1 - rank if direction else rank for rank in stage.ranks)
     return StageRanks(stage.grid, tuple(replica * size + rank for rank in ranks), stage.shares)
 
 
-def threads_of(plan: Plan, rank: int, cores: int, here: int | None = None) -> int:
+def compute_threads(plan: Plan, rank: int, cores: int, here: int | None = None) -> int:
     """The cores of a host shared among ranks that work at once: those of a stage, or all where batches come in parts.
 
     Where the host has only some of the ranks, it is at most so many that are `here`. One that works while the others
     wait leaves a core to them, if that is not half of what it has: all of a kernel's threads wait for one that has to
     share its core with whoever looks for messages.
 
-    >>> threads_of(Plan(split_size=1, num_spatial_parts=64**2), rank=0, cores=2)
+    >>> compute_threads(Plan(split_size=1, num_spatial_parts=64**2), rank=0, cores=2)
     1
-    >>> threads_of(Plan(split_size=1, num_spatial_parts=4), rank=0, cores=8, here=2)
+    >>> compute_threads(Plan(split_size=1, num_spatial_parts=4), rank=0, cores=8, here=2)
     4
-    >>> [threads_of(Plan(split_size=2, spatial_size=0), rank=0, cores=cores) for cores in (2, 4)]
+    >>> [compute_threads(Plan(split_size=2, spatial_size=0), rank=0, cores=cores) for cores in (2, 4)]
     [2, 3]
     """
     layout = Layout.of(plan)
@@ -173,12 +173,12 @@ def check_fits(plan: Plan, engines: int) -> None:
     if plan.ranks != engines:
         times = f", {plan.data_parallel} times" if plan.data_parallel > 1 else ""
         raise PlanError(
-            f"The plan needs {plan.ranks} ranks ({_ranks_of_stages(plan)}over {plan.split_size} stages{times}), but "
+            f"The plan needs {plan.ranks} ranks ({_format_rank_counts(plan)}over {plan.split_size} stages{times}), but "
             f"there are {engines}. Start {plan.ranks} ranks, or change split_size, spatial_size or num_spatial_parts."
         )
 
 
-def _ranks_of_stages(plan: Plan) -> str:
+def _format_rank_counts(plan: Plan) -> str:
     """`4 + 1 `; nothing of so many that nobody would read it."""
     if plan.ranks > _COUNTED:
         return ""

@@ -19,7 +19,7 @@ __all__ = ["EpochLog"]
 Record = Mapping[str, float | int | None]
 
 
-def _csv(records: Iterable[Record]) -> str:
+def _format_csv(records: Iterable[Record]) -> str:
     text = io.StringIO()
     rows = list(records)
     writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
@@ -28,23 +28,23 @@ def _csv(records: Iterable[Record]) -> str:
     return text.getvalue()
 
 
-def _of_csv(text: str) -> list[Record]:
-    return [{name: _number(word) for name, word in row.items()} for row in csv.DictReader(io.StringIO(text))]
+def _parse_csv(text: str) -> list[Record]:
+    return [{name: _parse_number(word) for name, word in row.items()} for row in csv.DictReader(io.StringIO(text))]
 
 
-def _number(word: str) -> float | int | None:
+def _parse_number(word: str) -> float | int | None:
     if not word:
         return None
     return int(word) if word.lstrip("-").isdecimal() else float(word)
 
 
-def _of_json(text: str) -> list[Record]:
+def _parse_json(text: str) -> list[Record]:
     return [dict(record) for record in json.loads(text)]
 
 
 _FORMS: dict[str, tuple[Callable[[Iterable[Record]], str], Callable[[str], list[Record]]]] = {
-    ".csv": (_csv, _of_csv),
-    ".json": (lambda records: json.dumps(list(records), indent=1) + "\n", _of_json),
+    ".csv": (_format_csv, _parse_csv),
+    ".json": (lambda records: json.dumps(list(records), indent=1) + "\n", _parse_json),
     ".jsonl": (
         lambda records: "".join(json.dumps(record) + "\n" for record in records),
         lambda text: [dict(json.loads(line)) for line in text.splitlines()],
@@ -78,7 +78,7 @@ class EpochLog:
                 f"{self.path} is there already, and is no log of a training ({type(error).__name__}: {error}). "
                 "Name another file."
             ) from error
-        self._board = _tensorboard(self.path.with_suffix(".tensorboard"))
+        self._board = _make_summary_writer(self.path.with_suffix(".tensorboard"))
 
     def add(self, record: Record) -> None:
         """One more. Where it cannot be written any more (a full disk), that is said, and the training goes on."""
@@ -116,7 +116,7 @@ class EpochLog:
         self.close()
 
 
-def _tensorboard(folder: Path) -> Any:
+def _make_summary_writer(folder: Path) -> Any:
     """A writer of scalars, or None where TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter

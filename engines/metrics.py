@@ -10,7 +10,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-__all__ = ["Counts", "Scores", "added", "count"]
+__all__ = ["Counts", "Scores", "count_predictions", "sum_counts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,12 @@ class Scores:
     bad: tuple[str, ...] = ()
 
 
-def added(counts: Iterable[Counts]) -> Counts:
+def sum_counts(counts: Iterable[Counts]) -> Counts:
     """All of them together."""
     return reduce(Counts.__add__, counts, Counts())
 
 
-def count(scores: Tensor, labels: Tensor) -> Counts:
+def count_predictions(scores: Tensor, labels: Tensor) -> Counts:
     """Of (N, C, ...) scores for labels (N, ...) or (N, 1, ...), whole numbers or not.
 
     Of one score alone it counts whether it is above 0. What has a label that is no class is not judged, and nothing is

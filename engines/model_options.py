@@ -55,15 +55,15 @@ def build_model(options: argparse.Namespace) -> nn.Module:
     Raises TraceError where that fails, PlanError where the flags do not name a model.
     """
     torch.manual_seed(options.seed)
-    path, known = _SHORT[options.model](options) if options.model in _SHORT else _by_path(options)
-    positional, keywords = _arguments(_built(_json(options.model_args)))
-    model = _call(path, positional, {**_built(known), **keywords})
+    path, known = _SHORT[options.model](options) if options.model in _SHORT else _resolve_callable(options)
+    positional, keywords = _split_arguments(_build_values(_parse_model_args(options.model_args)))
+    model = _call(path, positional, {**_build_values(known), **keywords})
     if not isinstance(model, nn.Module):
         raise TraceError(f"{path} returned {type(model).__name__}, not a torch.nn.Module.")
     return model
 
 
-def _by_path(options: argparse.Namespace) -> Named:
+def _resolve_callable(options: argparse.Namespace) -> Named:
     """A callable gets what it has parameters for."""
     ours = ":" not in options.model and options.model in models.__all__
     path = f"{models.__name__}:{options.model}" if ours else options.model
@@ -74,11 +74,11 @@ def _by_path(options: argparse.Namespace) -> Named:
         "depth": layers,
         "num_filters": options.num_filters,
     }
-    takes = _parameters(_imported(path))
+    takes = _get_parameter_names(_import_callable(path))
     return path, {name: value for name, value in told.items() if value is not None and name in takes}
 
 
-def _resnet(options: argparse.Namespace) -> Named:
+def _resolve_resnet(options: argparse.Namespace) -> Named:
     """v2 where there is one of that depth, as the predecessor's benchmarks have it, else v1."""
     depth = _DEPTH if options.num_layers is None else options.num_layers
     version = next((name for name, step in (("v2", 9), ("v1", 6)) if depth > step and depth % step == 2), None)
@@ -90,7 +90,7 @@ def _resnet(options: argparse.Namespace) -> Named:
     return f"engines.models:resnet_{version}", {"depth": depth, "num_classes": options.num_classes}
 
 
-def _amoebanet(options: argparse.Namespace) -> Named:
+def _resolve_amoebanet(options: argparse.Namespace) -> Named:
     cells = _CELLS if options.num_layers is None else options.num_layers
     filters = _FILTERS if options.num_filters is None else options.num_filters
     if cells < 3 or cells % 3 or filters < 8:
@@ -105,11 +105,11 @@ def _amoebanet(options: argparse.Namespace) -> Named:
     }
 
 
-def _unet(options: argparse.Namespace) -> Named:
+def _resolve_unet(options: argparse.Namespace) -> Named:
     return "engines.models.unet:UNet", {"num_classes": options.num_classes}
 
 
-def _resnet50(options: argparse.Namespace) -> Named:
+def _resolve_resnet50(options: argparse.Namespace) -> Named:
     """Of whichever stock package is installed."""
     if find_spec("monai"):
         stem = {"spatial_dims": 2, "n_input_channels": 3, "conv1_t_stride": 2}
@@ -124,46 +124,46 @@ def _resnet50(options: argparse.Namespace) -> Named:
 
 
 _SHORT: dict[str, Callable[[argparse.Namespace], Named]] = {
-    "resnet": _resnet,
-    "amoebanet": _amoebanet,
-    "unet": _unet,
-    "resnet50": _resnet50,
+    "resnet": _resolve_resnet,
+    "amoebanet": _resolve_amoebanet,
+    "unet": _resolve_unet,
+    "resnet50": _resolve_resnet50,
 }
 
 
-def _json(text: str) -> Any:
+def _parse_model_args(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise PlanError(f"--model-args {text!r} is not JSON ({error}).") from error
 
 
-def _built(value: Any) -> Any:
+def _build_values(value: Any) -> Any:
     """JSON in which an object with the one key `PACKAGE.MODULE:CALLABLE` is what that call returns: a config, say."""
     if isinstance(value, list):
-        return [_built(item) for item in value]
+        return [_build_values(item) for item in value]
     if not isinstance(value, dict):
         return value
-    items = {key: _built(item) for key, item in value.items()}
+    items = {key: _build_values(item) for key, item in value.items()}
     path = next(iter(items), "")
-    return _call(path, *_arguments(items[path])) if len(items) == 1 and ":" in path else items
+    return _call(path, *_split_arguments(items[path])) if len(items) == 1 and ":" in path else items
 
 
-def _arguments(value: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+def _split_arguments(value: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     if isinstance(value, dict):
         return (), value
     return (value if isinstance(value, list) else [value]), {}
 
 
 def _call(path: str, positional: Sequence[Any], keywords: dict[str, Any]) -> Any:
-    make = _imported(path)
+    make = _import_callable(path)
     try:
         return make(*positional, **keywords)
     except (Exception, SystemExit) as error:
         raise TraceError(f"{path} failed with {type(error).__name__}: {error}. Check --model-args.") from error
 
 
-def _imported(path: str) -> Callable[..., Any]:
+def _import_callable(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     try:
         return attrgetter(name)(importlib.import_module(module))  # type: ignore[no-any-return]
@@ -171,7 +171,7 @@ def _imported(path: str) -> Callable[..., Any]:
         raise TraceError(f"{path!r} cannot be imported ({error}). Name it PACKAGE.MODULE:CALLABLE.") from error
 
 
-def _parameters(make: Callable[..., Any]) -> Sequence[str]:
+def _get_parameter_names(make: Callable[..., Any]) -> Sequence[str]:
     try:
         return tuple(inspect.signature(make).parameters)
     except (TypeError, ValueError):

@@ -16,10 +16,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from engines.errors import PlanError
 from engines.layer.steady import has_hooks
-from engines.optimisers import Optimiser, ParameterSpec, make_on_rank, make_optimiser, name_some
+from engines.optimisers import Optimiser, ParameterSpec, format_names, make_on_rank, make_optimiser
 from engines.program.update import Scheduler
 
-__all__ = ["check_groups_of", "check_on_ranks", "check_scheduler", "count_states", "frozen_by"]
+__all__ = ["check_groups", "check_on_ranks", "check_scheduler", "count_states", "find_frozen"]
 
 _STEPS = 3
 _OF_EACH_GROUP = 2  # weights with which steps are tried, of each rank and group: with two of them norms differ
@@ -28,7 +28,7 @@ _COUNTED = 1 << 22  # elements of all weights on which states are counted
 _FAR = 1e-3  # of the way that a weight has gone: far more than rounding in float32
 
 
-def frozen_by(function: Optimiser, specs: Sequence[ParameterSpec]) -> frozenset[str]:
+def find_frozen(function: Optimiser, specs: Sequence[ParameterSpec]) -> frozenset[str]:
     """The parameters that a function freezes as it makes the optimiser, by the ranks' names.
 
     Raises PlanError where it makes none that can train the model: see `make_optimiser`; or one that wants a closure;
@@ -36,7 +36,7 @@ def frozen_by(function: Optimiser, specs: Sequence[ParameterSpec]) -> frozenset[
     """
     if not specs:
         return frozenset()
-    named = {spec.name: spec.stand_in() for spec in specs}
+    named = {spec.name: spec.make_placeholder() for spec in specs}
     made = make_optimiser(function, named)
     closure = inspect.signature(made.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
@@ -46,37 +46,38 @@ def frozen_by(function: Optimiser, specs: Sequence[ParameterSpec]) -> frozenset[
         )
     if hooked := [name for name, weight in named.items() if has_hooks(weight)]:
         raise PlanError(
-            f"The optimiser's function gives {name_some(hooked)} a hook of its gradient, which a rank would call with "
-            "the part of it that it has of one micro-batch. Use made.register_step_pre_hook, which is called with "
+            f"The optimiser's function gives {format_names(hooked)} a hook of its gradient, which a rank would call "
+            "with the part of it that it has of one micro-batch. Use made.register_step_pre_hook, which is called with "
             "the whole gradients before each step."
         )
     return frozenset(spec.key for spec in specs if spec.requires_grad and not named[spec.name].requires_grad)
 
 
-def check_groups_of(function: Optimiser, specs: Sequence[ParameterSpec], own: Mapping[str, nn.Parameter]) -> None:
+def check_groups(function: Optimiser, specs: Sequence[ParameterSpec], own: Mapping[str, nn.Parameter]) -> None:
     """Raises PlanError where the function groups the user's own parameters otherwise than equal ones on a rank.
 
     `own` are those of the user's model and loss, by the ranks' names. A function that looks for parameters by identity
     (`id(p) in ids`) finds them there alone; on ranks all would silently be in the other group.
     """
-    given = {spec.name: spec.stand_in() for spec in specs}
+    given = {spec.name: spec.make_placeholder() for spec in specs}
     mine = {spec.name: own[spec.key] for spec in specs}
     requires = {name: weight.requires_grad for name, weight in mine.items()}
     try:
-        pairs = zip(_grouped(function, given).items(), _grouped(function, mine).values(), strict=True)
+        pairs = zip(_find_groups(function, given).items(), _find_groups(function, mine).values(), strict=True)
         differing = [name for (name, on_rank), with_own in pairs if on_rank != with_own]
     finally:
         for name, weight in mine.items():
             weight.requires_grad_(requires[name])
     if differing:
         raise PlanError(
-            f"The optimiser's function puts {name_some(differing)} into another group than that of the same parameter "
-            "of your model: it looks for parameters by identity, as id(p) in ids does, and ranks have copies. Let it "
-            "choose by name (an argument called named_parameters is given (name, parameter) pairs), position or shape."
+            f"The optimiser's function puts {format_names(differing)} into another group than that of the same "
+            "parameter of your model: it looks for parameters by identity, as id(p) in ids does, and ranks have "
+            "copies. Let it choose by name (an argument called named_parameters is given (name, parameter) pairs), "
+            "position or shape."
         )
 
 
-def _grouped(function: Optimiser, named: Mapping[str, Tensor]) -> dict[str, int]:
+def _find_groups(function: Optimiser, named: Mapping[str, Tensor]) -> dict[str, int]:
     """The number of each parameter's group; -1 where it is in none."""
     made = make_optimiser(function, named)
     numbers = {id(weight): number for number, group in enumerate(made.param_groups) for weight in group["params"]}
@@ -102,14 +103,14 @@ def check_scheduler(scheduler: Scheduler, made: torch.optim.Optimizer) -> None:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _OptimiserTrial:
     """A function of the user's, the model's parameters, and their values at the start."""
 
     function: Optimiser
     specs: Sequence[ParameterSpec]
     state: Mapping[str, Tensor]
 
-    def options(self, held: Collection[str]) -> dict[str, Mapping[str, Any]]:
+    def collect_options(self, held: Collection[str]) -> dict[str, Mapping[str, Any]]:
         """The options of the group of each weight in `held`, made as a rank with these weights makes it."""
         weights = {
             spec.key: nn.Parameter(self.state[spec.key].detach().to(spec.dtype), requires_grad=True)
@@ -123,23 +124,25 @@ class _Trial:
             for weight in group["params"]
         }
 
-    def steps(self, held: Collection[str]) -> dict[str, tuple[Tensor, Tensor]]:
+    def run_steps(self, held: Collection[str]) -> dict[str, tuple[Tensor, Tensor]]:
         """Where the weights in `held` are before and after some steps down random gradients, the same in each trial."""
         specs = [replace(spec, dtype=torch.float64) if spec.dtype.is_floating_point else spec for spec in self.specs]
         moved = [(number, spec) for number, spec in enumerate(specs) if spec.key in held]
-        weights = {spec.key: nn.Parameter(_random(spec, number, 1.0)) for number, spec in moved}
+        weights = {spec.key: nn.Parameter(_make_random(spec, number, 1.0)) for number, spec in moved}
         before = {key: weight.detach().clone() for key, weight in weights.items()}
         made = make_on_rank(self.function, specs, weights)
         for step in range(_STEPS):
             for number, spec in moved:
                 size = 10.0 ** ((number + step) % 3 - 1)  # norms that change from step to step
-                weights[spec.key].grad = _random(spec, number + (1 + step) * len(specs), size)
+                weights[spec.key].grad = _make_random(spec, number + (1 + step) * len(specs), size)
             _step(made)
         return {key: (before[key], weight.detach()) for key, weight in weights.items()}
 
-    def few(self, holdings: Iterable[Collection[str]], options: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
+    def choose_sample(
+        self, holdings: Iterable[Collection[str]], options: Mapping[str, Mapping[str, Any]]
+    ) -> frozenset[str]:
         """Some weights that all ranks and all groups have a part of: of each the smallest."""
-        small = sorted((spec for spec in self.specs if _size(spec) <= _LARGEST), key=_size)
+        small = sorted((spec for spec in self.specs if _count_elements(spec) <= _LARGEST), key=_count_elements)
         chosen: set[str] = set()
         for held in holdings:
             taken: list[str] = []
@@ -165,28 +168,28 @@ def check_on_ranks(
     """
     if not specs:
         return  # a model without weights trains nothing
-    trial, distinct = _Trial(function, specs, state), list(dict.fromkeys(map(frozenset, holdings)))
-    whole = trial.options(frozenset().union(*distinct))
+    trial, distinct = _OptimiserTrial(function, specs, state), list(dict.fromkeys(map(frozenset, holdings)))
+    whole = trial.collect_options(frozenset().union(*distinct))
     for held in distinct:
-        _check_options(trial.options(held), whole)
-    few = trial.few(distinct, whole)
+        _check_options(trial.collect_options(held), whole)
+    few = trial.choose_sample(distinct, whole)
     if not few:
         return
     with torch.random.fork_rng(devices=[]):
         try:
-            together = trial.steps(few)
+            together = trial.run_steps(few)
         except PlanError:
             if must_step:
                 raise
             return
-        if len(holdings) > 1 and _differ(together, trial.steps(few)):
+        if len(holdings) > 1 and _find_differing(together, trial.run_steps(few)):
             raise PlanError(
                 "The optimiser moves a weight otherwise when it steps again from the same start: it draws random "
                 "numbers, and ranks that hold the same weight would draw others. Use one that follows the gradients."
             )
         for held in distinct:
-            if far := _differ(together, trial.steps(few & held)):
-                names = name_some([spec.name for spec in specs if spec.key in far])
+            if far := _find_differing(together, trial.run_steps(few & held)):
+                names = format_names([spec.name for spec in specs if spec.key in far])
                 raise PlanError(
                     f"The optimiser moves {names} otherwise where it has not all weights of the model, and a rank has "
                     "only those of its stage. Use one that works per parameter, such as SGD or AdamW; the norm of all "
@@ -200,11 +203,11 @@ def count_states(function: Optimiser, specs: Sequence[ParameterSpec]) -> int:
     It is counted on weights of the model's shapes, of about four million elements together. Raises PlanError where
     the optimiser cannot be made or cannot step.
     """
-    frozen, weights, left = frozen_by(function, specs), {}, _COUNTED
-    for spec in sorted(specs, key=_size, reverse=True):
-        if spec.requires_grad and spec.key not in frozen and _size(spec) <= left:
-            weights[spec.key] = nn.Parameter(_random(spec, 0, 1.0))
-            weights[spec.key].grad, left = torch.ones(spec.shape, dtype=spec.dtype), left - _size(spec)
+    frozen, weights, left = find_frozen(function, specs), {}, _COUNTED
+    for spec in sorted(specs, key=_count_elements, reverse=True):
+        if spec.requires_grad and spec.key not in frozen and _count_elements(spec) <= left:
+            weights[spec.key] = nn.Parameter(_make_random(spec, 0, 1.0))
+            weights[spec.key].grad, left = torch.ones(spec.shape, dtype=spec.dtype), left - _count_elements(spec)
     if not weights:
         return 0
     made = make_on_rank(function, specs, weights)
@@ -216,7 +219,7 @@ def count_states(function: Optimiser, specs: Sequence[ParameterSpec]) -> int:
 
 def _check_options(rank: Mapping[str, Mapping[str, Any]], whole: Mapping[str, Mapping[str, Any]]) -> None:
     for key, options in rank.items():
-        if other := [name for name, value in options.items() if not _same(value, whole[key].get(name))]:
+        if other := [name for name, value in options.items() if not _is_same(value, whole[key].get(name))]:
             raise PlanError(
                 f"The optimiser's function gives {key} {other[0]}={options[other[0]]!r} on a rank that has not all "
                 f"weights, and {other[0]}={whole[key].get(other[0])!r} in one process. Let it choose by the names, "
@@ -224,7 +227,7 @@ def _check_options(rank: Mapping[str, Mapping[str, Any]], whole: Mapping[str, Ma
             )
 
 
-def _same(one: Any, other: Any) -> bool:
+def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
     return type(one) is type(other) and (one is other or one == other or repr(one) == repr(other))
@@ -240,7 +243,9 @@ def _step(made: torch.optim.Optimizer) -> None:
         ) from error
 
 
-def _differ(one: Mapping[str, tuple[Tensor, Tensor]], other: Mapping[str, tuple[Tensor, Tensor]]) -> frozenset[str]:
+def _find_differing(
+    one: Mapping[str, tuple[Tensor, Tensor]], other: Mapping[str, tuple[Tensor, Tensor]]
+) -> frozenset[str]:
     """The weights of `other` that have gone another way than those of `one`; what has diverged in both is the same."""
 
     def is_far(start: Tensor, end: Tensor, expected: Tensor) -> bool:
@@ -251,12 +256,12 @@ def _differ(one: Mapping[str, tuple[Tensor, Tensor]], other: Mapping[str, tuple[
     return frozenset(key for key, (start, end) in other.items() if is_far(start, end, one[key][1]))
 
 
-def _random(spec: ParameterSpec, seed: int, size: float) -> Tensor:
+def _make_random(spec: ParameterSpec, seed: int, size: float) -> Tensor:
     random = torch.Generator().manual_seed(seed)
     return (size * torch.randn(spec.shape, generator=random, dtype=torch.float64)).to(spec.dtype)
 
 
-def _size(spec: ParameterSpec) -> int:
+def _count_elements(spec: ParameterSpec) -> int:
     size = 1
     for count in spec.shape:
         size *= count

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from engines.errors import PlanError
-from engines.layer.graph import plain_name
+from engines.layer.graph import to_user_name
 from engines.layer.names import OWNERS
 
 __all__ = [
     "NAMED",
     "Optimiser",
     "ParameterSpec",
+    "collect_parameter_specs",
+    "collect_user_parameters",
+    "format_names",
     "make_on_rank",
     "make_optimiser",
-    "name_some",
-    "own_parameters",
-    "specs_of",
 ]
 
 Optimiser = Callable[[Any], torch.optim.Optimizer]
@@ -48,13 +48,13 @@ class ParameterSpec:
     dtype: torch.dtype
     requires_grad: bool
 
-    def stand_in(self, device: torch.device | str = "cpu") -> nn.Parameter:
+    def make_placeholder(self, device: torch.device | str = "cpu") -> nn.Parameter:
         """A parameter of this shape, all of whose elements are one zero in memory."""
         zero = torch.zeros((), dtype=self.dtype, device=device)
         return nn.Parameter(zero.expand(self.shape), requires_grad=self.requires_grad)
 
 
-def specs_of(
+def collect_parameter_specs(
     model: nn.Module, loss: object, held_in: torch.dtype, used: Collection[str] = ()
 ) -> tuple[ParameterSpec, ...]:
     """All parameters, frozen ones too, in the order of `named_parameters()`: the model's, then the loss's.
@@ -74,11 +74,11 @@ def specs_of(
                 )
             dtype = held_in if weight.is_floating_point() else weight.dtype
             key = prefix + name
-            found[id(weight)] = ParameterSpec(plain_name(key), key, tuple(weight.shape), dtype, weight.requires_grad)
+            found[id(weight)] = ParameterSpec(to_user_name(key), key, tuple(weight.shape), dtype, weight.requires_grad)
     return tuple(found.values())
 
 
-def own_parameters(model: nn.Module, loss: object) -> dict[str, nn.Parameter]:
+def collect_user_parameters(model: nn.Module, loss: object) -> dict[str, nn.Parameter]:
     """The user's own parameters of model and loss by the ranks' names; a shared one has all of its names."""
     return {
         prefix + name: weight
@@ -95,7 +95,7 @@ def make_optimiser(function: Optimiser, named: Mapping[str, Tensor]) -> torch.op
     optimiser has a parameter that was not given, and where one that requires gradients is in none of its groups.
     """
     frozen = [name for name, weight in named.items() if not weight.requires_grad]
-    made = _called(function, named)
+    made = _call_function(function, named)
     if not isinstance(made, torch.optim.Optimizer):
         raise PlanError(
             f"optimiser makes a {type(made).__name__}, not a torch.optim.Optimizer. Give a function of parameters that "
@@ -104,7 +104,7 @@ def make_optimiser(function: Optimiser, named: Mapping[str, Tensor]) -> torch.op
     _check_groups(made, named)
     if woken := [name for name in frozen if named[name].requires_grad]:
         raise PlanError(
-            f"The optimiser's function sets requires_grad on {name_some(woken)}, which the model has frozen. Call "
+            f"The optimiser's function sets requires_grad on {format_names(woken)}, which the model has frozen. Call "
             "requires_grad_(True) on the model before it is given."
         )
     return made
@@ -118,47 +118,47 @@ def make_on_rank(
     Groups without a weight of this rank are empty. Raises PlanError as `make_optimiser` does.
     """
     device = next((weight.device for weight in weights.values()), torch.device("cpu"))
-    named = {spec.name: weights[spec.key] if spec.key in weights else spec.stand_in(device) for spec in specs}
+    named = {spec.name: weights[spec.key] if spec.key in weights else spec.make_placeholder(device) for spec in specs}
     made = make_optimiser(function, named)
     if lost := [name for name, weight in weights.items() if not weight.requires_grad]:
         raise PlanError(
-            f"The optimiser's function has frozen {name_some(lost)} on a rank, but not before. Let it make the same "
+            f"The optimiser's function has frozen {format_names(lost)} on a rank, but not before. Let it make the same "
             "optimiser whenever it is called."
         )
-    _keep(made, {id(weight) for weight in weights.values()})
+    _keep_only(made, {id(weight) for weight in weights.values()})
     return made
 
 
-def name_some(names: Sequence[str]) -> str:
+def format_names(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _called(function: Optimiser, named: Mapping[str, Tensor]) -> Any:
+def _call_function(function: Optimiser, named: Mapping[str, Tensor]) -> Any:
     if not callable(function):
         raise PlanError(
             f"optimiser is a {type(function).__name__}, not a function. Ranks make it of their own weights: give a "
             "function of parameters, such as partial(torch.optim.SGD, lr=0.1)."
         )
-    pairs = _wants_names(function)
+    pairs = _needs_names(function)
     try:
         return function(list(named.items()) if pairs else list(named.values()))
     except PlanError:
         raise
     except Exception as error:
-        advice = "" if pairs else _advice(error)
+        advice = "" if pairs else _suggest_fix(error)
         raise PlanError(f"The optimiser cannot be made: {type(error).__name__}: {error}{advice}") from error
 
 
-def _advice(error: Exception) -> str:
+def _suggest_fix(error: Exception) -> str:
     """What helps a function that takes parameters apart as if they were pairs."""
     if "unpack" not in str(error):
         return ""
     return f". It is given (name, parameter) pairs if its first argument is called {NAMED}."
 
 
-def _wants_names(function: Optimiser) -> bool:
+def _needs_names(function: Optimiser) -> bool:
     try:
         arguments = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some callables written in C have none
@@ -179,12 +179,12 @@ def _check_groups(made: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> N
     if missing := [name for name, weight in named.items() if weight.requires_grad and id(weight) not in held]:
         raise PlanError(
             f"The optimiser has no group for {len(missing)} of the {len(named)} parameters that its function was "
-            f"given: {name_some(missing)}. To freeze them call requires_grad_(False) on them, in the model or in the "
-            "function; otherwise put them into a group."
+            f"given: {format_names(missing)}. To freeze them call requires_grad_(False) on them, in the model or in "
+            "the function; otherwise put them into a group."
         )
 
 
-def _keep(made: torch.optim.Optimizer, kept: Collection[int]) -> None:
+def _keep_only(made: torch.optim.Optimizer, kept: Collection[int]) -> None:
     """Take out of the optimiser all parameters but those with these ids; its groups stay, in their order."""
     for group in made.param_groups:
         mine = [id(weight) in kept for weight in group["params"]]

@@ -17,26 +17,26 @@ from engines.bench.halo_case import HaloCase
 from engines.comm.together import run_on_first
 from engines.comm.world import World
 from engines.errors import PlanError
-from engines.knobs import HELP, value_of
+from engines.knobs import HELP, parse_value
 from engines.layout import check_fits
 from engines.model_options import add_model_flags, build_model
 from engines.plan import Plan
-from engines.training import Optimiser, Recipe, prepare, say_changed_precision, traced
+from engines.training import Optimiser, Recipe, describe_precision_change, prepare, trace_model
 
 __all__ = [
-    "Parser",
+    "FlagParser",
     "add_model_flags",
     "build_model",
-    "duration",
-    "halo_case",
-    "halo_parser",
-    "image_size",
-    "optimiser",
-    "parser",
-    "plan",
-    "positive",
-    "recipe",
-    "seed",
+    "choose_optimiser",
+    "make_halo_case",
+    "make_halo_parser",
+    "make_parser",
+    "make_plan",
+    "make_recipe",
+    "parse_image_size",
+    "parse_positive",
+    "parse_seconds",
+    "parse_seed",
 ]
 
 _SIDE = re.compile(r"\d{1,9}", re.ASCII)
@@ -50,7 +50,7 @@ _OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-class Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     """Says what is wrong as every other part does: in one sentence, raised rather than printed."""
 
     def error(self, message: str) -> Any:
@@ -65,13 +65,13 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
-def parser(description: str) -> argparse.ArgumentParser:
+def make_parser(description: str) -> argparse.ArgumentParser:
     """The flags that all commands share."""
-    flags = Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    flags = FlagParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add_model_flags(flags)
     flags.add_argument("--image-size", default="512", help="pixels: one number, or HEIGHTxWIDTH")
     flags.add_argument("--batch-size", type=int, default=1)
-    flags.add_argument("--seed", type=seed, default=0)
+    flags.add_argument("--seed", type=parse_seed, default=0)
     flags.add_argument("--optimiser", choices=sorted(_OPTIMISERS), default="sgd")
     flags.add_argument("--learning-rate", type=float, default=0.001)
     flags.add_argument("--clip-norm", type=float, default=None, help="bound of the norm of all gradients together")
@@ -80,18 +80,18 @@ def parser(description: str) -> argparse.ArgumentParser:
     return flags
 
 
-def halo_parser() -> argparse.ArgumentParser:
+def make_halo_parser() -> argparse.ArgumentParser:
     """The flags of the halo benchmark, in the predecessor's names."""
-    flags = Parser(
+    flags = FlagParser(
         description="Time a halo exchange, there and back, against the same by hand in mpi4py.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     flags.add_argument("--image-size", default="1024", help="pixels: one number, or HEIGHTxWIDTH")
-    flags.add_argument("--num-spatial-parts", type=value_of, default=None, help=f"{HELP['num_spatial_parts']} (4)")
-    flags.add_argument("--slice-method", type=value_of, default="square", help=HELP["slice_method"])
+    flags.add_argument("--num-spatial-parts", type=parse_value, default=None, help=f"{HELP['num_spatial_parts']} (4)")
+    flags.add_argument("--slice-method", type=parse_value, default="square", help=HELP["slice_method"])
     counts = {"batch-size": 1, "halo-len": 3, "in-channels": 1, "out-channels": 256, "warmup": 10, "iterations": 100}
     for name, default in counts.items():
-        flags.add_argument(f"--{name}", type=positive, default=default)
+        flags.add_argument(f"--{name}", type=parse_positive, default=default)
     flags.add_argument("--dtype", "--precision", default="float32", choices=["float32", "float64"])
     flags.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
     flags.add_argument("--with-compute", action="store_true", help="time the convolution that reads the halo as well")
@@ -99,7 +99,7 @@ def halo_parser() -> argparse.ArgumentParser:
     return flags
 
 
-def halo_case(options: argparse.Namespace) -> HaloCase:
+def make_halo_case(options: argparse.Namespace) -> HaloCase:
     """What the flags of the halo benchmark ask for. Raises PlanError."""
     wanted = Plan(
         split_size=1,
@@ -107,7 +107,7 @@ def halo_case(options: argparse.Namespace) -> HaloCase:
         slice_method=options.slice_method,
         precision=options.dtype,
     )
-    shape = (options.batch_size, options.in_channels, *image_size(options.image_size))
+    shape = (options.batch_size, options.in_channels, *parse_image_size(options.image_size))
     return HaloCase(
         plan=wanted,
         image_shape=shape,
@@ -128,39 +128,39 @@ def _add_plan_flags(flags: argparse.ArgumentParser) -> None:
         elif field.default is True:
             flags.add_argument(*names, action=argparse.BooleanOptionalAction, default=True, **told)
         else:
-            flags.add_argument(*names, type=value_of, default=field.default, **told)
+            flags.add_argument(*names, type=parse_value, default=field.default, **told)
 
 
 _ALIASES = {"local_dp": ("--local-DP",), "halo_d2": ("--halo-D2",)}
 
 
-def positive(text: str) -> int:
+def parse_positive(text: str) -> int:
     """A whole number of at least 1."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1.")
     return int(text)
 
 
-def duration(text: str) -> float:
+def parse_seconds(text: str) -> float:
     """Seconds, 0 or more."""
     if not 0 <= (found := float(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, 0 or more.")
     return found
 
 
-def seed(text: str) -> int:
+def parse_seed(text: str) -> int:
     """A whole number of 64 bits."""
     if (found := int(text)) not in _SEEDS:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 64 bits.")
     return found
 
 
-def plan(options: argparse.Namespace) -> Plan:
+def make_plan(options: argparse.Namespace) -> Plan:
     """The plan that the flags ask for. Raises PlanError."""
     return Plan(**{field.name: getattr(options, field.name) for field in fields(Plan)})
 
 
-def image_size(text: str) -> tuple[int, int]:
+def parse_image_size(text: str) -> tuple[int, int]:
     """`512` or `512x768` as (height, width) in pixels."""
     parts = text.lower().split("x")
     if len(parts) > 2 or not all(map(_SIDE.fullmatch, parts)) or not all(map(int, parts)):
@@ -168,28 +168,28 @@ def image_size(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
-def image_shape(options: argparse.Namespace) -> tuple[int, int, int, int]:
+def get_image_shape(options: argparse.Namespace) -> tuple[int, int, int, int]:
     """(N, C, H, W) of a batch. Raises PlanError."""
-    return (options.batch_size, 3, *image_size(options.image_size))
+    return (options.batch_size, 3, *parse_image_size(options.image_size))
 
 
-def optimiser(options: argparse.Namespace) -> Optimiser:
+def choose_optimiser(options: argparse.Namespace) -> Optimiser:
     """Parameters -> the optimiser that the flags ask for."""
     return partial(_OPTIMISERS[options.optimiser], lr=options.learning_rate)
 
 
-def recipe(options: argparse.Namespace, ranks: int, world: World | None = None) -> tuple[nn.Module, Recipe]:
+def make_recipe(options: argparse.Namespace, ranks: int, world: World | None = None) -> tuple[nn.Module, Recipe]:
     """The model, and what every rank has to know; checked against the number of ranks.
 
     Where all ranks of a `world` ask for it, one of them traces the model for all: that takes seconds of a core.
     """
-    wanted = plan(options)
+    wanted = make_plan(options)
     check_fits(wanted, ranks)
     model, loss = build_model(options), nn.CrossEntropyLoss()
-    shape = image_shape(options)
-    trace = partial(traced, model, wanted, shape, loss, device=options.device)
-    moves = optimiser(options)
-    if (changed := say_changed_precision(model, loss, wanted)) and (world is None or world.rank == 0):
+    shape = get_image_shape(options)
+    trace = partial(trace_model, model, wanted, shape, loss, device=options.device)
+    moves = choose_optimiser(options)
+    if (changed := describe_precision_change(model, loss, wanted)) and (world is None or world.rank == 0):
         warnings.warn(changed, stacklevel=2)
     return model, prepare(
         model, wanted, shape, loss, moves, device=options.device, clip_norm=options.clip_norm,

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from engines.comm.device import choose_device
-from engines.layer.answers import joined_answers, prediction_of
-from engines.layer.trace import LOSS, MODEL, plain_name
+from engines.layer.answers import get_prediction, merge_outputs
+from engines.layer.trace import LOSS, MODEL, to_user_name
 from engines.optimisers import make_optimiser
 from engines.program.update import SCALE, UpdateRules
-from engines.spatial.draws import SameDraws
+from engines.spatial.draws import CounterRNGMode
 from engines.training import Loss, Optimiser, Recipe
 
-__all__ = ["Comparison", "OneProcess", "Record", "compare", "one_process"]
+__all__ = ["Comparison", "ReferenceTraining", "TrainingRecord", "compare", "train_reference"]
 
 
 @dataclass(frozen=True)
-class Record:
+class TrainingRecord:
     """What a training did: each step's losses by micro-batch and its gradients, weights and buffers at the end.
 
     `whole`: the loss is that of the whole batch, the same for each micro-batch; ranks know the summands of a mean.
@@ -43,24 +43,24 @@ class Record:
         """The loss of each step: the mean over its micro-batches."""
         return tuple(sum(losses.values()) / len(losses) for losses in self.losses)
 
-    def like(self, other: Record) -> Record:
+    def restrict_to(self, other: TrainingRecord) -> TrainingRecord:
         """Of this record what the other one has as well: the same losses, gradients, weights and buffers."""
         pairs = zip(self.gradients, other.gradients, strict=True)
         losses = zip(self.losses, other.losses, strict=True)
-        return Record(
+        return TrainingRecord(
             tuple({number: loss for number, loss in mine.items() if number in theirs} for mine, theirs in losses),
-            tuple(_common(mine, theirs) for mine, theirs in pairs),
-            _common(self.weights, other.weights),
-            _common(self.buffers, other.buffers),
+            tuple(_select_common(mine, theirs) for mine, theirs in pairs),
+            _select_common(self.weights, other.weights),
+            _select_common(self.buffers, other.buffers),
             self.whole,
         )
 
 
-def _common(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _select_common(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {name: tensor for name, tensor in mine.items() if name in theirs}
 
 
-class OneProcess:
+class ReferenceTraining:
     """A copy of the plain model, trained as anyone would in one process. The model given is not changed.
 
     With a `seed` it draws the random numbers that ranks draw with that seed. Where `dtype` is a half one, weights are
@@ -90,7 +90,7 @@ class OneProcess:
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=first, enabled=dtype is torch.float16)
 
     @classmethod
-    def of(cls, model: nn.Module, loss: Loss, recipe: Recipe, seed: int | None = None) -> OneProcess:
+    def of(cls, model: nn.Module, loss: Loss, recipe: Recipe, seed: int | None = None) -> ReferenceTraining:
         """Trained as a recipe says, on the device that its first rank would choose."""
         dtype, device = getattr(torch, recipe.plan.precision), choose_device(recipe.device, rank=0)
         count = recipe.plan.micro_batches
@@ -113,9 +113,9 @@ class OneProcess:
 
     def _add(self, images: Tensor, labels: Tensor) -> None:
         """Add one micro-batch's share of the step's gradient."""
-        with self._draws(), self._autocast(images):
+        with self._make_rng_mode(), self._make_autocast(images):
             answer = self.model(images.to(self.dtype))
-            value = self.loss(prediction_of(answer), labels)
+            value = self.loss(get_prediction(answer), labels)
         self.begun += 1
         self.losses.append(float(value.item()))
         if self.optimiser:
@@ -125,19 +125,19 @@ class OneProcess:
         """The gradient of the loss of the whole batch."""
         answers = []
         for images in micro_batches:
-            with self._draws(), self._autocast(images):
-                answers.append(prediction_of(self.model(images.to(self.dtype))))
+            with self._make_rng_mode(), self._make_autocast(images):
+                answers.append(get_prediction(self.model(images.to(self.dtype))))
             self.begun += 1
-        with self._autocast(labels):
-            value = self.loss(joined_answers(answers), labels)
+        with self._make_autocast(labels):
+            value = self.loss(merge_outputs(answers), labels)
         self.losses = [float(value.item())] * self.micro_batches
         if self.optimiser:
             self.scaler.scale(value).backward()
 
-    def _draws(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.seed is None else SameDraws(self.seed, self.begun)
+    def _make_rng_mode(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.seed is None else CounterRNGMode(self.seed, self.begun)
 
-    def _autocast(self, images: Tensor) -> AbstractContextManager[object]:
+    def _make_autocast(self, images: Tensor) -> AbstractContextManager[object]:
         half = self.precision is not self.dtype
         return torch.autocast(images.device.type, self.precision) if half else nullcontext()
 
@@ -163,12 +163,12 @@ class OneProcess:
     @property
     def weights(self) -> dict[str, nn.Parameter]:
         """Of the model and of its loss, by name."""
-        return {plain_name(prefix + name): p for prefix, it in self._modules for name, p in it.named_parameters()}
+        return {to_user_name(prefix + name): p for prefix, it in self._modules for name, p in it.named_parameters()}
 
     @property
     def buffers(self) -> dict[str, Tensor]:
         """Of both as well."""
-        return {plain_name(prefix + name): b for prefix, it in self._modules for name, b in it.named_buffers()}
+        return {to_user_name(prefix + name): b for prefix, it in self._modules for name, b in it.named_buffers()}
 
     @property
     def _modules(self) -> list[tuple[str, nn.Module]]:
@@ -181,16 +181,16 @@ class OneProcess:
         return {name: p.grad.clone() for name, p in self.weights.items() if p.grad is not None}
 
 
-def one_process(
+def train_reference(
     model: nn.Module, loss: Loss, optimiser: Optimiser, batches: Iterable[Mapping[str, Tensor]], dtype: torch.dtype,
     seed: int | None = None, micro_batches: int = 1, rules: UpdateRules | None = None, whole_loss: bool = False,
-    begin: Callable[[OneProcess], None] = lambda process: None,
-) -> Record:  # fmt: skip
+    begin: Callable[[ReferenceTraining], None] = lambda process: None,
+) -> TrainingRecord:  # fmt: skip
     """What one process does with these batches, each of that many micro-batches; `whole_loss` as in `OneProcess`.
 
     `begin` may change it at the start.
     """
-    alone = OneProcess(model, loss, optimiser, dtype, seed, micro_batches, rules, whole_loss=whole_loss)
+    alone = ReferenceTraining(model, loss, optimiser, dtype, seed, micro_batches, rules, whole_loss=whole_loss)
     begin(alone)
     losses, gradients = [], []
     for batch in batches:
@@ -198,7 +198,7 @@ def one_process(
         losses.append(dict(enumerate(alone.losses)))
         gradients.append(alone.gradients)
     weights = {name: weight.detach() for name, weight in alone.weights.items()}
-    return Record(tuple(losses), tuple(gradients), weights, alone.buffers, alone.whole_loss, alone.resting)
+    return TrainingRecord(tuple(losses), tuple(gradients), weights, alone.buffers, alone.whole_loss, alone.resting)
 
 
 @dataclass(frozen=True)
@@ -227,12 +227,12 @@ class Comparison:
         return not far and self.loss_rel <= times * usual.worst and math.isfinite(self.worst)
 
 
-def compare(oracle: Record, ranks: Sequence[Record]) -> Comparison:
+def compare(oracle: TrainingRecord, ranks: Sequence[TrainingRecord]) -> Comparison:
     """Hold each rank's record against the oracle's; every copy of a weight counts, and what no rank has is wrong."""
-    losses = _loss_pairs(oracle, ranks)
-    sizes = [_squares(theirs) for theirs in oracle.gradients]  # once, and not for each rank and weight
+    losses = _pair_losses(oracle, ranks)
+    sizes = [_compute_squares(theirs) for theirs in oracle.gradients]  # once, and not for each rank and weight
     steps = [
-        _Distances(_differences(mine, theirs), size)
+        _SquaredNorms(_compute_differences(mine, theirs), size)
         for rank in ranks
         for mine, theirs, size in zip(rank.gradients, oracle.gradients, sizes, strict=True)
     ]
@@ -243,20 +243,20 @@ def compare(oracle: Record, ranks: Sequence[Record]) -> Comparison:
     told = all(
         set().union(*(rank.losses[step] for rank in ranks)) == set(theirs) for step, theirs in enumerate(oracle.losses)
     )
-    worst_rel, worst = max((each for step in steps for each in step.by_name()), default=(0.0, ""))
+    worst_rel, worst = max((each for step in steps for each in step.compute_by_name()), default=(0.0, ""))
     return Comparison(
-        loss_rel=max(_told(abs(mine - theirs) / max(abs(theirs), 1e-300)) for mine, theirs in losses)
+        loss_rel=max(_replace_nan(abs(mine - theirs) / max(abs(theirs), 1e-300)) for mine, theirs in losses)
         if told
         else math.inf,
         grad_rel=max(step.whole for step in steps) if complete else math.inf,
         worst_parameter=worst,
         worst_parameter_rel=worst_rel,
-        buffers_rel=max(_distance(rank.buffers, oracle.buffers) for rank in ranks),
-        params_rel=max(_distance(rank.weights, oracle.weights) for rank in ranks),
+        buffers_rel=max(_compute_distance(rank.buffers, oracle.buffers) for rank in ranks),
+        params_rel=max(_compute_distance(rank.weights, oracle.weights) for rank in ranks),
     )
 
 
-def _loss_pairs(oracle: Record, ranks: Sequence[Record]) -> list[tuple[float, float]]:
+def _pair_losses(oracle: TrainingRecord, ranks: Sequence[TrainingRecord]) -> list[tuple[float, float]]:
     """Each loss that a rank knows beside the oracle's: micro-batch by micro-batch, or the mean where that is whole."""
     if not oracle.whole:
         return [
@@ -273,7 +273,7 @@ def _loss_pairs(oracle: Record, ranks: Sequence[Record]) -> list[tuple[float, fl
 
 
 @dataclass(frozen=True)
-class _Distances:
+class _SquaredNorms:
     """Squared norms by name: of some tensors' differences to the oracle's, and of all that the oracle has."""
 
     differences: Mapping[str, float]
@@ -282,42 +282,42 @@ class _Distances:
     @property
     def whole(self) -> float:
         """|mine - theirs| / |theirs| over all tensors that are mine, as one vector."""
-        return _relative(sum(self.differences.values()), sum(self.sizes[name] for name in self.differences))
+        return _compute_relative(sum(self.differences.values()), sum(self.sizes[name] for name in self.differences))
 
-    def by_name(self) -> Iterator[tuple[float, str]]:
+    def compute_by_name(self) -> Iterator[tuple[float, str]]:
         """The same for one after another; where it is zero but for rounding, against the size of all."""
         whole = sum(self.sizes.values())
         for name, difference in self.differences.items():
             own = self.sizes[name]
-            yield _relative(difference, own if own > 1e-24 * whole else whole), name
+            yield _compute_relative(difference, own if own > 1e-24 * whole else whole), name
 
 
-def _distance(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    return _Distances(_differences(mine, theirs), _squares(theirs)).whole
+def _compute_distance(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    return _SquaredNorms(_compute_differences(mine, theirs), _compute_squares(theirs)).whole
 
 
-def _differences(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name: _square(tensor.double() - theirs[name].double()) for name, tensor in mine.items()}
+def _compute_differences(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: _compute_square(tensor.double() - theirs[name].double()) for name, tensor in mine.items()}
 
 
-def _squares(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name: _square(tensor.double()) for name, tensor in tensors.items()}
+def _compute_squares(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: _compute_square(tensor.double()) for name, tensor in tensors.items()}
 
 
-def _square(tensor: Tensor) -> float:
+def _compute_square(tensor: Tensor) -> float:
     return tensor.square().sum().item()
 
 
-def _relative(difference: float, size: float) -> float:
+def _compute_relative(difference: float, size: float) -> float:
     """Of two squared norms."""
-    return _told(math.sqrt(difference) / max(math.sqrt(size), 1e-300)) if difference else 0.0
+    return _replace_nan(math.sqrt(difference) / max(math.sqrt(size), 1e-300)) if difference else 0.0
 
 
-def _told(error: float) -> float:
+def _replace_nan(error: float) -> float:
     """What is not a number is infinitely wrong: `max` would drop it."""
     return error if math.isfinite(error) else math.inf
 
 
-def plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A rank's tensors by the names that a Record has."""
-    return {plain_name(name): tensor for name, tensor in tensors.items()}
+    return {to_user_name(name): tensor for name, tensor in tensors.items()}

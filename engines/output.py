@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import Any, TextIO
 
-__all__ = ["Line", "Meter", "Output", "RankStream", "diverted"]
+__all__ = ["LineBuffer", "OutputLine", "RankStream", "RateLimiter", "redirect_streams"]
 
 _AT_ONCE, _PER_S = 20_000, 5_000  # characters that may come at once, and each second from then on
 _EACH, _LONGEST = 100, 4_000  # characters that a line counts for beside its own, and those of it that are shown
@@ -20,18 +20,18 @@ _SAY_S = 1.0  # what was left out is said this often
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class OutputLine:
     """`stream` is `stdout` or `stderr`."""
 
     stream: str
     text: str
 
 
-class Meter:
+class RateLimiter:
     """Lets a burst of lines pass, some more each second, and counts those that it does not; `times` as many.
 
-    >>> meter = Meter(clock=lambda: 0.0)
-    >>> sum(meter.passes("0123456789") for _ in range(1_000)), meter.note()
+    >>> meter = RateLimiter(clock=lambda: 0.0)
+    >>> sum(meter.allow("0123456789") for _ in range(1_000)), meter.report_dropped()
     (181, '... 819 lines more were left out: a page does not take as many.')
     """
 
@@ -40,7 +40,7 @@ class Meter:
         self._room, self._at_s, self._left_out, self._is_full = self._most, clock(), 0, False
         self._said_s = float("-inf")
 
-    def passes(self, text: str) -> bool:
+    def allow(self, text: str) -> bool:
         """Whether there is room for one more line."""
         now_s = self._clock()
         self._room = min(self._most, self._room + (now_s - self._at_s) * self._per_s)
@@ -52,7 +52,7 @@ class Meter:
         self._left_out += not passes
         return passes
 
-    def note(self, at_once: bool = False) -> str:
+    def report_dropped(self, at_once: bool = False) -> str:
         """How many have not passed since that was last said, in words; empty where all have.
 
         Just after it was said it is empty, too, unless `at_once`.
@@ -65,15 +65,15 @@ class Meter:
         return f"... {count:,} {lines} more were left out: a page does not take as many." if count else ""
 
 
-class Output:
+class LineBuffer:
     """What one rank prints. `emit` is given each line once it is whole, and what is left of one when `end` is called.
 
     `flush` has what was emitted go on its way at once. Of what would be too much the lines are counted, and that is
     said with the next line that passes.
     """
 
-    def __init__(self, emit: Callable[[Line], None], flush: Callable[[], None] = lambda: None) -> None:
-        self._emit, self.flush, self._meter, self._lock = emit, flush, Meter(), RLock()
+    def __init__(self, emit: Callable[[OutputLine], None], flush: Callable[[], None] = lambda: None) -> None:
+        self._emit, self.flush, self._meter, self._lock = emit, flush, RateLimiter(), RLock()
         self._begun, self._more = {"stdout": "", "stderr": ""}, {"stdout": 0, "stderr": 0}
         self.emitted = 0
 
@@ -96,26 +96,26 @@ class Output:
                 if begun.strip():
                     self._end_line(stream, begun.strip("\r"))
                 self._more[stream] = 0
-            self._count(at_once=True)
+            self._emit_note(at_once=True)
 
     def _end_line(self, stream: str, line: str) -> None:
         more, self._more[stream] = self._more[stream], 0
         _, anew, text = line.rstrip("\r").rpartition("\r")
-        self._say(stream, text, 0 if anew else more)
+        self._emit_line(stream, text, 0 if anew else more)
 
-    def _say(self, stream: str, text: str, more: int) -> None:
+    def _emit_line(self, stream: str, text: str, more: int) -> None:
         """A whole line, of which `more` characters were not kept."""
         if more := more + max(0, len(text) - _LONGEST):
             text = f"{text[:_LONGEST]} ... ({more:,} characters more)"
-        if self._meter.passes(text):
-            self._count()
-            self._give(Line(stream, text))
+        if self._meter.allow(text):
+            self._emit_note()
+            self._emit_counted(OutputLine(stream, text))
 
-    def _count(self, at_once: bool = False) -> None:
-        if note := self._meter.note(at_once):
-            self._give(Line("stderr", note))
+    def _emit_note(self, at_once: bool = False) -> None:
+        if note := self._meter.report_dropped(at_once):
+            self._emit_counted(OutputLine("stderr", note))
 
-    def _give(self, line: Line) -> None:
+    def _emit_counted(self, line: OutputLine) -> None:
         self.emitted += 1
         self._emit(line)
 
@@ -126,7 +126,7 @@ class RankStream(io.TextIOBase):
     `whose()` is the output of the rank that this thread is, or None.
     """
 
-    def __init__(self, name: str, before: TextIO, whose: Callable[[], Output | None]) -> None:
+    def __init__(self, name: str, before: TextIO, whose: Callable[[], LineBuffer | None]) -> None:
         self._name, self._before, self._whose = name, before, whose
 
     def write(self, text: str) -> int:
@@ -162,14 +162,14 @@ class RankStream(io.TextIOBase):
         return getattr(self._before, name)
 
 
-class _Diversion:
+class _StreamRedirection:
     """Of the process: as long as anybody uses it."""
 
     def __init__(self) -> None:
         self.lock, self.users = RLock(), 0
         self.streams: list[tuple[str, TextIO, RankStream]] = []
 
-    def begin(self, whose: Callable[[], Output | None]) -> None:
+    def begin(self, whose: Callable[[], LineBuffer | None]) -> None:
         with self.lock:
             self.users += 1
             if self.users == 1:
@@ -177,7 +177,7 @@ class _Diversion:
                     before = getattr(sys, name)
                     self.streams.append((name, before, RankStream(name, before, whose)))
                     setattr(sys, name, self.streams[-1][2])
-                _have_logs_write((before, mine) for _, before, mine in self.streams)
+                _redirect_handlers((before, mine) for _, before, mine in self.streams)
 
     def end(self) -> None:
         with self.lock:
@@ -186,15 +186,15 @@ class _Diversion:
                 for name, before, mine in self.streams:
                     if getattr(sys, name) is mine:  # else somebody has put another one there
                         setattr(sys, name, before)
-                _have_logs_write((mine, before) for _, before, mine in self.streams)
+                _redirect_handlers((mine, before) for _, before, mine in self.streams)
                 self.streams.clear()
 
 
-_diversion = _Diversion()
+_diversion = _StreamRedirection()
 
 
 @contextmanager
-def diverted(whose: Callable[[], Output | None]) -> Iterator[None]:
+def redirect_streams(whose: Callable[[], LineBuffer | None]) -> Iterator[None]:
     """Within it what threads that are ranks write goes to their outputs; handlers of logs that write there, too."""
     _diversion.begin(whose)
     try:
@@ -203,7 +203,7 @@ def diverted(whose: Callable[[], Output | None]) -> Iterator[None]:
         _diversion.end()
 
 
-def _have_logs_write(instead: Iterable[tuple[Any, Any]]) -> None:
+def _redirect_handlers(instead: Iterable[tuple[Any, Any]]) -> None:
     """Handlers keep the stream that there was when they were made."""
     instead = list(instead)
     for logger in (logging.root, *list(logging.root.manager.loggerDict.values())):

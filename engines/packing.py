@@ -45,13 +45,13 @@ def pack(value: Any, by_value: Collection[str] = (), modules: set[str] | None = 
 
     `modules` gets the names of those whose functions and classes, or which themselves, are in it.
     """
-    with io.BytesIO() as file, _sent(by_value):
+    with io.BytesIO() as file, _pickle_by_value(by_value):
         _Pickler(file, set() if modules is None else modules).dump(value)
         return file.getvalue()
 
 
 @contextmanager
-def _sent(by_value: Collection[str]) -> Iterator[None]:
+def _pickle_by_value(by_value: Collection[str]) -> Iterator[None]:
     """Within it cloudpickle sends what these modules hold, and not its name."""
     if not by_value:
         yield

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from engines.errors import PlanError
-from engines.facts import facts_table
+from engines.facts import format_html_table
 from engines.spatial.tiles import Grid
 
 __all__ = ["HALF", "PRECISIONS", "SCHEDULES", "Plan"]
@@ -111,9 +111,9 @@ class Plan:
     @property
     def grids(self) -> tuple[Grid, ...]:
         """The tile grid of each stage; a stage that is not spatial has one tile."""
-        methods = _per_stage("slice_method", self.slice_method, self.spatial_size)
-        counts = _per_stage("num_spatial_parts", self.num_spatial_parts, self.spatial_size)
-        spatial = tuple(grid(method, count) for method, count in zip(methods, counts, strict=True))
+        methods = _expand_per_stage("slice_method", self.slice_method, self.spatial_size)
+        counts = _expand_per_stage("num_spatial_parts", self.num_spatial_parts, self.spatial_size)
+        spatial = tuple(make_grid(method, count) for method, count in zip(methods, counts, strict=True))
         return spatial + (Grid(1, 1),) * (self.split_size - self.spatial_size)
 
     @property
@@ -188,13 +188,13 @@ class Plan:
     def _repr_html_(self) -> str:
         chosen = {name: repr(value) for name, value in self.chosen.items()}
         rest = {"all knobs" if not chosen else "all other knobs": "at their defaults"}
-        return facts_table("Plan", {"layout": self.summary, "ranks": self.ranks, **chosen, **rest})
+        return format_html_table("Plan", {"layout": self.summary, "ranks": self.ranks, **chosen, **rest})
 
 
-def grid(method: str, tiles: int | None) -> Grid:
+def make_grid(method: str, tiles: int | None) -> Grid:
     """The grid that a slice method gives for a number of tiles (None: 4, or what the grid itself says).
 
-    >>> grid("vertical", 3)
+    >>> make_grid("vertical", 3)
     Grid(rows=1, cols=3)
     """
     if match := _GRID.fullmatch(str(method)):
@@ -209,33 +209,33 @@ def grid(method: str, tiles: int | None) -> Grid:
         return result
     count = 4 if tiles is None else tiles
     if method == "square":
-        return _square(count)
+        return _make_square(count)
     if method in ("vertical", "horizontal"):
         return Grid(1, count) if method == "vertical" else Grid(count, 1)
     raise PlanError(f"slice_method={method!r} is unknown. Choose {SLICE_METHODS}.")
 
 
-def _square(count: int) -> Grid:
+def _make_square(count: int) -> Grid:
     side = math.isqrt(count)
     if side * side != count:
         raise PlanError(
             f"num_spatial_parts={count} is no square number, which slice_method='square' needs. "
-            f"Use {side * side} or {(side + 1) ** 2}, or another slice_method, such as '{_nearly_square(count)}'."
+            f"Use {side * side} or {(side + 1) ** 2}, or another slice_method, such as '{_make_near_square(count)}'."
         )
     return Grid(side, side)
 
 
-def _nearly_square(count: int) -> Grid:
+def _make_near_square(count: int) -> Grid:
     """The grid of `count` tiles whose sides are closest.
 
-    >>> str(_nearly_square(6)), str(_nearly_square(5))
+    >>> str(_make_near_square(6)), str(_make_near_square(5))
     ('2x3', '1x5')
     """
     rows = max(side for side in range(1, math.isqrt(count) + 1) if count % side == 0)
     return Grid(rows, count // rows)
 
 
-def _per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:
+def _expand_per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:
     """One value for each spatial stage, from one for all or a tuple."""
     if not isinstance(value, tuple):
         return (value,) * stages

@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from engines import options
 from engines.errors import PlanError, TraceError
 from engines.predict.published import PUBLISHED
-from engines.predict.replay import Outcome, Replay
+from engines.predict.replay import PublishedReplay, ReplayOutcome
 
-__all__ = ["published_command", "table"]
+__all__ = ["format_outcomes", "run_published"]
 
 
-def published_command(arguments: Sequence[str]) -> int:
+def run_published(arguments: Sequence[str]) -> int:
     """One line of JSON a row, and a table. The exit code is 0, or 2 where a row cannot be simulated."""
-    flags = options.Parser("published", description="Simulate published results; machines and assumptions are data.")
+    flags = options.FlagParser(
+        "published", description="Simulate published results; machines and assumptions are data."
+    )
     flags.add_argument("--only", nargs="*", default=[""], metavar="NAME", help="rows whose names begin so")
-    found, replay = [], Replay()
+    found, replay = [], PublishedReplay()
     try:
         chosen = tuple(flags.parse_args(arguments).only)
         rows = [row for row in PUBLISHED if row.name.startswith(chosen)]
@@ -27,16 +29,16 @@ def published_command(arguments: Sequence[str]) -> int:
                 f"No row begins with {' or '.join(chosen)}. There are {', '.join(r.name for r in PUBLISHED)}."
             )
         for row in rows:
-            found.append(replay.outcome(row))
+            found.append(replay.simulate_result(row))
             print(json.dumps(found[-1].line), flush=True)
     except (PlanError, TraceError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    print(table(found))
+    print(format_outcomes(found))
     return 0
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
+def format_outcomes(outcomes: Sequence[ReplayOutcome]) -> str:
     """Simulated beside published, and the range over each row's variants that fit the machine."""
     lines = [f"{'row':24}{'published':>12}{'simulated':>12}{'ratio':>8}  {'range':20}{'peak GiB':>9}  unit"]
     for each in outcomes:

@@ -24,10 +24,10 @@ def is_within(path: str | Path, folder: str | Path) -> bool:
 
 def open_regular(path: str | Path) -> BinaryIO:
     """Open a file for reading. Raises OSError, and NotRegularError where it is a pipe, a socket or a device."""
-    return open(path, "rb", opener=_handle)
+    return open(path, "rb", opener=_open_descriptor)
 
 
-def _handle(path: str, flags: int) -> int:
+def _open_descriptor(path: str, flags: int) -> int:
     handle = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):

@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engines.metrics import Counts, Scores, added
+from engines.metrics import Counts, Scores, sum_counts
 
-__all__ = ["Epoch", "Event", "Healed", "LeftOut", "Told", "summary"]
+__all__ = ["EpochResult", "Recovered", "SkippedImage", "StepResult", "TrainingEvent", "summarise"]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StepResult:
     """What is told of one step: `counts` of its predictions, made before the weights changed.
 
     `seconds` it took to compute, and `wait_s` it waited for its images.
@@ -38,14 +38,14 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class SkippedImage:
     """A bad image that all ranks leave out from now on: which one, and why."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Healed:
+class Recovered:
     """Something has gone wrong, and all goes on: with `steps` steps done, and `epochs` epochs."""
 
     text: str
@@ -54,7 +54,7 @@ class Healed:
 
 
 @dataclass(frozen=True, slots=True)
-class Epoch:
+class EpochResult:
     """What is told of an epoch, or of what was left of one.
 
     `loss` is the mean over its images; `left_out` images are known to be bad; `held_out` is of images that are not
@@ -72,13 +72,13 @@ class Epoch:
     held_out: Scores | None = None
 
     @classmethod
-    def of(cls, steps: Sequence[Told], left_out: int = 0, held_out: Scores | None = None) -> Epoch:
+    def of(cls, steps: Sequence[StepResult], left_out: int = 0, held_out: Scores | None = None) -> EpochResult:
         """Of its steps."""
         seconds, wait_s, images = (
             sum(getattr(step, name) for step in steps) for name in ("seconds", "wait_s", "images")
         )
         loss = statistics.fmean([step.loss for step in steps], [step.images for step in steps])
-        counts = added(step.counts for step in steps)
+        counts = sum_counts(step.counts for step in steps)
         return cls(steps[0].epoch, len(steps), images, seconds, wait_s, loss, counts, left_out, held_out)
 
     @property
@@ -102,8 +102,8 @@ class Epoch:
             "images_per_s": self.images_per_s,
             "data_wait": self.data_wait,
             "left_out": self.left_out,
-            **_judged("", self.loss, self.counts),
-            **_judged(
+            **_make_score_record("", self.loss, self.counts),
+            **_make_score_record(
                 "held_out_", *((self.held_out.loss, self.held_out.counts) if self.held_out else (None, Counts()))
             ),
         }
@@ -118,16 +118,16 @@ class Epoch:
         return f"Epoch {self.epoch} Global loss: {self.loss:.6f}, {', '.join(parts)}"
 
 
-Event = LeftOut | Told | Epoch | Healed
+TrainingEvent = SkippedImage | StepResult | EpochResult | Recovered
 """What whoever watches a training is told, as it happens."""
 
 
-def _judged(prefix: str, loss: float | None, counts: Counts) -> dict[str, float | None]:
+def _make_score_record(prefix: str, loss: float | None, counts: Counts) -> dict[str, float | None]:
     dice = counts.dice if counts.pixels else None
     return {f"{prefix}loss": loss, f"{prefix}accuracy": counts.accuracy, f"{prefix}dice": dice}
 
 
-def summary(told: Sequence[Told], last: Epoch) -> dict[str, object]:
+def summarise(told: Sequence[StepResult], last: EpochResult) -> dict[str, object]:
     """A training as one line: loss, accuracy and so on are those of its last epoch."""
     speeds = [step.images_per_s for step in told]
     record = last.record

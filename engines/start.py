@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["SAFE", "command", "standard_first"]
+__all__ = ["SAFE", "make_command", "order_search_path"]
 
 SAFE = "PYTHONSAFEPATH"
 """With this variable set Python does not look into the working folder. The processes that a rank starts inherit it."""
@@ -21,19 +21,19 @@ SAFE = "PYTHONSAFEPATH"
 _HOME = str(Path(__file__).parents[1])
 
 
-def command(module: str, *arguments: str) -> list[str]:
+def make_command(module: str, *arguments: str) -> list[str]:
     """What starts a module so.
 
-    >>> command("engines.guard", "ls")[-2:]
+    >>> make_command("engines.guard", "ls")[-2:]
     ['engines.guard', 'ls']
     """
     return [sys.executable, "-P", __file__, module, *arguments]
 
 
-def standard_first(paths: Iterable[str]) -> list[str]:
+def order_search_path(paths: Iterable[str]) -> list[str]:
     """The folders of the standard library, then the others in their order, each once, that of this package among them.
 
-    >>> ordered = standard_first(["", "lib", *sys.path])
+    >>> ordered = order_search_path(["", "lib", *sys.path])
     >>> ordered.index("") > ordered.index(sysconfig.get_path("stdlib"))
     True
     """
@@ -50,13 +50,15 @@ def _is_standard(path: str) -> bool:
 
 def _main(module: str, *arguments: str) -> None:
     # Only with its own folder before what is installed is this package the one that the notebook has, not another copy.
-    sys.path[:] = standard_first([*filter(_is_standard, sys.path), *_asked(), str(Path.cwd()), _HOME, *sys.path])
+    sys.path[:] = order_search_path(
+        [*filter(_is_standard, sys.path), *_get_pythonpath(), str(Path.cwd()), _HOME, *sys.path]
+    )
     os.environ.setdefault(SAFE, "rank")
     sys.argv[:] = [sys.argv[0], *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _asked() -> list[str]:
+def _get_pythonpath() -> list[str]:
     """The folders of PYTHONPATH, which Python has put first."""
     return [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]  # noqa: PTH100
 

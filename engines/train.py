@@ -11,28 +11,28 @@ from typing import Protocol
 from torch import Tensor
 
 from engines.comm.world import World
-from engines.images.feed import Feed, Feeding, Unready
-from engines.images.ignored import ignored_label
+from engines.images.feed import LoaderOptions, NotReady, RankLoader
+from engines.images.ignored import find_ignored_label
 from engines.images.labelled import LabelledImages
-from engines.images.own import OwnPart
+from engines.images.own import ShardReader
 from engines.layer.graph import TensorSpec
-from engines.loss.classes import are_judged
-from engines.metrics import Counts, Scores, added, count
-from engines.partial import smallest_step
+from engines.loss.classes import has_accuracy
+from engines.metrics import Counts, Scores, count_predictions, sum_counts
+from engines.partial import compute_smallest_step
 from engines.program.worker import Inputs
-from engines.report import Epoch, LeftOut, Told
+from engines.report import EpochResult, SkippedImage, StepResult
 from engines.training import RankTraining, Recipe, StepReport
-from engines.whereabouts import here
+from engines.whereabouts import get_status_board
 
 __all__ = [
-    "Course",
-    "Heard",
-    "RankCourse",
-    "Ranks",
-    "heard",
+    "CollectiveTrainLoop",
+    "RankStepStats",
+    "RankTrainLoop",
+    "TrainLoop",
+    "collect_stats",
+    "merge_stats",
     "run",
-    "stepped",
-    "told",
+    "run_step",
 ]
 
 
@@ -40,7 +40,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class RankStepStats:
     """What one rank knows of a step: the losses of some micro-batches, and what its predictions are worth."""
 
     images: int
@@ -52,7 +52,7 @@ class Heard:
     wait_s: float = 0.0
 
 
-class RankCourse:
+class RankTrainLoop:
     """One rank on its way through images; `specs` are those of a step. A failure ends the workers of its feed.
 
     After a step, `training` and `feed.state()` are what a checkpoint needs; before the first, `feed.resume(state)`
@@ -66,26 +66,26 @@ class RankCourse:
         training: RankTraining,
         specs: Mapping[str, TensorSpec],
         images: LabelledImages,
-        feeding: Feeding,
+        feeding: LoaderOptions,
     ) -> None:
         self.world, self.training, self.images = world, training, specs["images"].shape[0]
-        unit, sizes = smallest_step(training.recipe.plan), training.sizes
-        own = OwnPart(training, images, specs, ignored_label(training.graph))
-        self.feed = Feed(world, own, self.images, feeding, unit, sizes.__contains__)
+        unit, sizes = compute_smallest_step(training.recipe.plan), training.sizes
+        own = ShardReader(training, images, specs, find_ignored_label(training.graph))
+        self.feed = RankLoader(world, own, self.images, feeding, unit, sizes.__contains__)
         self.report: StepReport | None = None
 
-    def step(self) -> Heard | Unready | None:
+    def step(self) -> RankStepStats | NotReady | None:
         """One training step; None where the epoch is over, and the next one is begun. Collective.
 
         Unready, and nothing done, where the next step is a smaller one for which the training is not ready.
         Raises ImageError, on every rank, where an image cannot be read; LossError where the loss is not a number.
         """
         try:
-            here().at(b"reads the images of the next step")
-            served = self.feed.next()
-            if served is None or isinstance(served, Unready):
+            get_status_board().report(b"reads the images of the next step")
+            served = self.feed.load_next()
+            if served is None or isinstance(served, NotReady):
                 return served
-            self.report, heard = stepped(self.training, served.parts, served.images)
+            self.report, heard = run_step(self.training, served.parts, served.images)
             self.feed.advance()
         except BaseException:
             self.close()
@@ -101,65 +101,69 @@ class RankCourse:
         """End the workers."""
         self.feed.close()
 
-    def __enter__(self) -> RankCourse:
+    def __enter__(self) -> RankTrainLoop:
         return self
 
     def __exit__(self, *failure: object) -> None:
         self.close()
 
 
-def stepped(training: RankTraining, parts: Inputs, images: int) -> tuple[StepReport, Heard]:
+def run_step(training: RankTraining, parts: Inputs, images: int) -> tuple[StepReport, RankStepStats]:
     """One training step on this rank's parts of the inputs."""
     start_s = time.perf_counter()
     training.step(parts, images)
-    return heard(training, parts, images, time.perf_counter() - start_s)
+    return collect_stats(training, parts, images, time.perf_counter() - start_s)
 
 
-def heard(training: RankTraining, parts: Inputs, images: int, seconds: float) -> tuple[StepReport, Heard]:
+def collect_stats(
+    training: RankTraining, parts: Inputs, images: int, seconds: float
+) -> tuple[StepReport, RankStepStats]:
     """What this rank tells of a step that is done, and what it knows of it."""
-    judged = parts.items() if are_judged(training.graph) else ()
-    counts = added(_counted(training, number, part["labels"]) for number, part in judged if "labels" in part)
-    return training.report, Heard(images, seconds, training.report.losses, counts)
+    judged = parts.items() if has_accuracy(training.graph) else ()
+    counts = sum_counts(
+        _count_micro_batch(training, number, part["labels"]) for number, part in judged if "labels" in part
+    )
+    return training.report, RankStepStats(images, seconds, training.report.losses, counts)
 
 
-def _counted(training: RankTraining, micro_batch: int, labels: Tensor) -> Counts:
+def _count_micro_batch(training: RankTraining, micro_batch: int, labels: Tensor) -> Counts:
     """Of this rank's predictions for a micro-batch, as the step has left them; what ranks share is counted once."""
-    way = training.program.way(micro_batch)
+    way = training.program.get_direction_program(micro_batch)
     feed = way.feeds["labels"]
     own = feed.axes is not None or (feed.tile is not None and feed.tile.images is not None)
     if way.prediction is None or not (own or way.seeds_loss):
         return Counts()
     scores = training.worker.peek(way.prediction, micro_batch).detach()
-    return count(scores, labels.to(scores.device))
+    return count_predictions(scores, labels.to(scores.device))
 
 
-def told(ranks: Sequence[Heard]) -> Told:
+def merge_stats(ranks: Sequence[RankStepStats]) -> StepResult:
     """A step, from what all ranks know of it."""
     losses = {number: loss for heard in ranks for number, loss in heard.losses.items()}
     seconds, wait_s = max(heard.seconds for heard in ranks), max(heard.wait_s for heard in ranks)
-    first, counts = ranks[0], added(heard.counts for heard in ranks)
+    first, counts = ranks[0], sum_counts(heard.counts for heard in ranks)
     loss = statistics.fmean(losses.values())
-    return Told(first.epoch, first.step, first.images, seconds, loss, counts, wait_s)
+    return StepResult(first.epoch, first.step, first.images, seconds, loss, counts, wait_s)
 
 
 # ---- all ranks
 
 
-class Course(Protocol):
+class TrainLoop(Protocol):
     """A training as whoever drives it sees it: from a rank, or from a notebook."""
 
     @property
     def bad(self) -> Sequence[str]:
         """Of each image that was left out so far, which one it is and why."""
 
-    def step(self) -> Told | None:
+    def step(self) -> StepResult | None:
         """The next step; None where the epoch is over."""
 
     def evaluate(self) -> Scores | None:
         """How good the model is now on images that it is not trained on; None where there are none."""
 
 
-class Ranks:
+class CollectiveTrainLoop:
     """The course of all ranks, seen from one of them; every rank does the same. `evaluate` as in `Course`.
 
     `smaller` makes the recipe of a step of fewer images, where an epoch ends with one.
@@ -167,7 +171,7 @@ class Ranks:
 
     def __init__(
         self,
-        course: RankCourse,
+        course: RankTrainLoop,
         evaluate: Callable[[], Scores | None] = lambda: None,
         smaller: Callable[[int], Recipe] | None = None,
     ) -> None:
@@ -178,18 +182,18 @@ class Ranks:
         """As every rank knows."""
         return self.course.feed.bad
 
-    def step(self) -> Told | None:
+    def step(self) -> StepResult | None:
         """Told to every rank."""
         heard = self.course.step()
-        if isinstance(heard, Unready) and self.smaller:
+        if isinstance(heard, NotReady) and self.smaller:
             self.course.training.add_size(self.smaller(heard.images))
             return self.step()
-        return None if heard is None else told(self.course.world.all_gather(heard))
+        return None if heard is None else merge_stats(self.course.world.all_gather(heard))
 
 
 def run(
-    course: Course, epochs: int = 1, begun: Sequence[Told] = (), is_over: bool = False
-) -> Iterator[LeftOut | Told | Epoch]:
+    course: TrainLoop, epochs: int = 1, begun: Sequence[StepResult] = (), is_over: bool = False
+) -> Iterator[SkippedImage | StepResult | EpochResult]:
     """Each step when it is done, before it the bad images that it left out, and each epoch behind its steps.
 
     An epoch that has begun already counts as one; `begun` are its steps that are to be told with it, and `is_over`
@@ -202,7 +206,7 @@ def run(
         more = number > 0 or not is_over
         while more:
             step = course.step()
-            yield from map(LeftOut, course.bad[said:])
+            yield from map(SkippedImage, course.bad[said:])
             said = len(course.bad)
             more = step is not None
             if step is not None:
@@ -212,5 +216,5 @@ def run(
             held_out = course.evaluate()
             new = [text for text in held_out.bad if text not in judged] if held_out else []
             judged.update(new)
-            yield from map(LeftOut, new)
-            yield Epoch.of(steps, said, held_out)
+            yield from map(SkippedImage, new)
+            yield EpochResult.of(steps, said, held_out)

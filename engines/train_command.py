@@ -12,53 +12,63 @@ from torch import nn
 
 from engines import options, train_options
 from engines.checkpoint.interrupts import Interrupts
-from engines.checkpoint.keeper import Keeper, keeper_of_ranks
+from engines.checkpoint.keeper import CheckpointManager, make_rank_manager
 from engines.checkpoint.load import load
-from engines.comm.together import run_on_first, run_on_all
+from engines.comm.together import run_on_all, run_on_first
 from engines.comm.world import World
 from engines.errors import PlanError
-from engines.evaluation import HeldOut, RankEvaluation, evaluate_on_ranks
-from engines.images.feed import Feeding
+from engines.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks
+from engines.images.feed import LoaderOptions
 from engines.log import EpochLog
 from engines.metrics import Scores
-from engines.partial import left_over, smaller
-from engines.report import Epoch, LeftOut, Told, summary
-from engines.traces import Traces
-from engines.train import RankCourse, Ranks, run
-from engines.training import RankTraining, Recipe, images_per_step
+from engines.partial import count_left_over, make_smaller_recipe
+from engines.report import EpochResult, SkippedImage, StepResult, summarise
+from engines.traces import TraceCache
+from engines.train import CollectiveTrainLoop, RankTrainLoop, run
+from engines.training import RankTraining, Recipe, count_step_images
 
-__all__ = ["train_command"]
+__all__ = ["run_train"]
 
 
-def train_command(world: World, arguments: Sequence[str]) -> bool:
+def run_train(world: World, arguments: Sequence[str]) -> bool:
     """Train as the flags say; every rank does the same, and what is printed is one rank's to show."""
-    chosen = train_options.train_parser().parse_args(arguments)
-    feeding = Feeding(chosen.seed, chosen.max_steps, chosen.num_workers, chosen.on_bad_image, chosen.drop_last)
-    model, recipe = options.recipe(chosen, world.size, world)
-    for text in train_options.without_effect(chosen):
+    chosen = train_options.make_train_parser().parse_args(arguments)
+    feeding = LoaderOptions(chosen.seed, chosen.max_steps, chosen.num_workers, chosen.on_bad_image, chosen.drop_last)
+    model, recipe = options.make_recipe(chosen, world.size, world)
+    for text in train_options.describe_ineffective(chosen):
         print(text, flush=True)
-    images, others = run_on_all(world, lambda: train_options.applications(chosen, images_per_step(recipe)))
+    images, others = run_on_all(world, lambda: train_options.make_datasets(chosen, count_step_images(recipe)))
     training = RankTraining(world, recipe)
     loss = nn.CrossEntropyLoss()
-    smaller = _smaller(world, recipe, Traces(model, options.image_shape(chosen), loss, device=chosen.device))
-    if rest := run_on_all(world, lambda: left_over(len(images), recipe, feeding.steps, feeding.drop_last), PlanError):
+    smaller = _make_recipe_maker(
+        world, recipe, TraceCache(model, options.get_image_shape(chosen), loss, device=chosen.device)
+    )
+    if rest := run_on_all(
+        world, lambda: count_left_over(len(images), recipe, feeding.steps, feeding.drop_last), PlanError
+    ):
         training.add_size(smaller(rest))
-    held_out = None if others is None else HeldOut(model, loss, recipe, others, chosen.on_bad_image)
-    evaluate = _evaluation(world, training, held_out) if held_out else lambda: None
+    held_out = None if others is None else HeldOutSet(model, loss, recipe, others, chosen.on_bad_image)
+    evaluate = _make_evaluate(world, training, held_out) if held_out else lambda: None
     log = run_on_all(world, lambda: EpochLog(chosen.log) if chosen.log and not world.rank else None, PlanError)
-    with RankCourse(world, training, recipe.step_specs, images, feeding) as course, log or nullcontext():
+    with RankTrainLoop(world, training, recipe.step_specs, images, feeding) as course, log or nullcontext():
         done = _resume(course, chosen)
-        with _kept(course, chosen) as kept:
-            _tell(Ranks(course, evaluate, smaller), max(0, chosen.num_epochs - done), chosen.verbose, log, kept)
+        with _manage_checkpoints(course, chosen) as kept:
+            _run_and_print(
+                CollectiveTrainLoop(course, evaluate, smaller),
+                max(0, chosen.num_epochs - done),
+                chosen.verbose,
+                log,
+                kept,
+            )
     return True
 
 
-def _smaller(world: World, recipe: Recipe, traces: Traces) -> Callable[[int], Recipe]:
+def _make_recipe_maker(world: World, recipe: Recipe, traces: TraceCache) -> Callable[[int], Recipe]:
     """What makes the recipe of a step of fewer images; one rank traces the model for all. Collective."""
-    return lambda images: run_on_first(world, lambda: smaller(recipe, traces, images))
+    return lambda images: run_on_first(world, lambda: make_smaller_recipe(recipe, traces, images))
 
 
-def _evaluation(world: World, training: RankTraining, held_out: HeldOut) -> Callable[[], Scores]:
+def _make_evaluate(world: World, training: RankTraining, held_out: HeldOutSet) -> Callable[[], Scores]:
     """What judges the training after each epoch."""
     labels = training.recipe.step_specs["labels"]
     evaluation = RankEvaluation(world, training, held_out.forward, labels, held_out.images)
@@ -66,18 +76,22 @@ def _evaluation(world: World, training: RankTraining, held_out: HeldOut) -> Call
 
 
 @contextmanager
-def _kept(course: RankCourse, chosen: argparse.Namespace) -> Iterator[Keeper | None]:
+def _manage_checkpoints(course: RankTrainLoop, chosen: argparse.Namespace) -> Iterator[CheckpointManager | None]:
     """What saves the training as the flags say, and when this process is asked to end; None where nothing does."""
     if chosen.save is None:
         yield None
         return
     with Interrupts() as asked:
-        yield keeper_of_ranks(course.training, chosen.save, course.feed.state, chosen.save_every, chosen.keep, asked)
+        yield make_rank_manager(
+            course.training, chosen.save, course.feed.get_state, chosen.save_every, chosen.keep, asked
+        )
 
 
-def _resume(course: RankCourse, chosen: argparse.Namespace) -> int:
+def _resume(course: RankTrainLoop, chosen: argparse.Namespace) -> int:
     """Go on as the flags say; how many epochs are done already. Raises CheckpointError, ImageError."""
-    path = course.world.all_gather(run_on_all(course.world, partial(train_options.resumed, chosen), PlanError))[0]
+    path = course.world.all_gather(
+        run_on_all(course.world, partial(train_options.find_resume_path, chosen), PlanError)
+    )[0]
     if path is None:
         return 0
     checkpoint = load(course.training, path)
@@ -85,45 +99,47 @@ def _resume(course: RankCourse, chosen: argparse.Namespace) -> int:
         print(text, flush=True)
     print(f"Resumed after {checkpoint.step} steps: {checkpoint.path}", flush=True)
     if checkpoint.feed is not None:
-        with checkpoint.reading():
+        with checkpoint.translate_errors():
             course.feed.resume(checkpoint.feed, anew=True)
     return course.feed.place.epoch
 
 
-def _tell(course: Ranks, epochs: int, verbose: bool, log: EpochLog | None, kept: Keeper | None) -> None:
+def _run_and_print(
+    course: CollectiveTrainLoop, epochs: int, verbose: bool, log: EpochLog | None, kept: CheckpointManager | None
+) -> None:
     """Go through the training, and print it in the predecessor's words; the last line is JSON."""
-    steps: list[Told] = []
-    last: Epoch | None = None
+    steps: list[StepResult] = []
+    last: EpochResult | None = None
     for event in run(course, epochs):
-        print(_line(event, verbose), flush=True)
+        print(_format_event(event, verbose), flush=True)
         match event:
-            case Told():
+            case StepResult():
                 steps.append(event)
                 if kept:
-                    kept.after_step()
-            case Epoch():
+                    kept.save_after_step()
+            case EpochResult():
                 last = event
                 if log is not None:
                     log.add(event.record)
                 if kept:
-                    kept.after_epoch()
+                    kept.save_after_epoch()
     if kept:
-        kept.after_all()
+        kept.save_at_end()
     if not steps:
         print("No steps are left to do: all epochs are done.", flush=True)
     if last is not None:
-        line = summary(steps, last)
+        line = summarise(steps, last)
         print(f"Mean {line['images_per_s_mean']} Median {line['images_per_s_median']}", flush=True)
         print(json.dumps(line), flush=True)
 
 
-def _line(event: LeftOut | Told | Epoch, verbose: bool) -> str:
+def _format_event(event: SkippedImage | StepResult | EpochResult, verbose: bool) -> str:
     match event:
-        case LeftOut():
+        case SkippedImage():
             return f"Left out from now on: {event.text}"
-        case Told():
+        case StepResult():
             line = f"Epoch: {event.epoch} images per sec:{event.images_per_s:.4f} Time:{event.seconds:.4f}"
             more = f"\nStep: {event.step}, loss: {event.loss:.6f}, accuracy: {event.accuracy}"
             return line + more * verbose
-        case Epoch():
+        case EpochResult():
             return str(event)

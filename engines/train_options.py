@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from engines import options
-from engines.checkpoint.folder import checkpoints
+from engines.checkpoint.folder import list_checkpoints
 from engines.checkpoint.save import KEEP
 from engines.errors import PlanError
 from engines.images.augmented import KINDS, Augmented
-from engines.images.cifar import cifar_images
+from engines.images.cifar import load_cifar_images
 from engines.images.examples import FITS
 from engines.images.folder import folder_images
 from engines.images.labelled import LabelledImages
-from engines.images.some import parted
+from engines.images.some import split_by_slide
 from engines.images.synthetic import SyntheticImages
 from engines.images.tables import table_images
 
-__all__ = ["application", "applications", "resumed", "train_parser", "without_effect"]
+__all__ = ["describe_ineffective", "find_resume_path", "make_dataset", "make_datasets", "make_train_parser"]
 
 _SYNTHETIC_STEPS = 10  # of an epoch
 _CROP = "crop"
@@ -27,12 +27,12 @@ _CROP = "crop"
 Size = tuple[int, int]
 
 
-def train_parser() -> argparse.ArgumentParser:
+def make_train_parser() -> argparse.ArgumentParser:
     """The flags of `train`."""
-    flags = options.parser("Train a model on the ranks, and say how fast, with which loss and accuracy.")
+    flags = options.make_parser("Train a model on the ranks, and say how fast, with which loss and accuracy.")
     flags.set_defaults(model="resnet", batch_size=32, image_size="32", names=None, test=False)
-    flags.add_argument("--num-epochs", type=options.positive, default=1)
-    flags.add_argument("--max-steps", type=options.positive, help="end an epoch after so many steps")
+    flags.add_argument("--num-epochs", type=options.parse_positive, default=1)
+    flags.add_argument("--max-steps", type=options.parse_positive, help="end an epoch after so many steps")
     flags.add_argument("--app", default="3", help="1 or medical, 2 or cifar, 3 or synthetic: which images to train on")
     flags.add_argument(
         "--datapath",
@@ -55,8 +55,10 @@ def train_parser() -> argparse.ArgumentParser:
     )
     flags.add_argument("--log", type=Path, help="a .csv, .json or .jsonl file that gets a record for each epoch")
     flags.add_argument("--save", type=Path, metavar="FOLDER", help="where checkpoints go; SIGUSR1 saves and ends")
-    flags.add_argument("--save-every", type=options.positive, metavar="STEPS", help="save so often; else once an epoch")
-    flags.add_argument("--keep", type=options.positive, default=KEEP, help="how many checkpoints stay")
+    flags.add_argument(
+        "--save-every", type=options.parse_positive, metavar="STEPS", help="save so often; else once an epoch"
+    )
+    flags.add_argument("--keep", type=options.parse_positive, default=KEEP, help="how many checkpoints stay")
     flags.add_argument(
         "--resume", nargs="?", const="", metavar="FOLDER",
         help="go on from this checkpoint, or the newest of this folder; alone: from that of --save, if there is one",
@@ -70,41 +72,41 @@ def _add_image_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--fit", choices=FITS, default="scale", help="bring medical images to the size, or crop or pad")
     flags.add_argument("--mask-threshold", type=int, help="the number of a mask above which a pixel is of class 1")
     flags.add_argument(
-        "--mask-ignore", type=_numbers, default=(), metavar="N[,N]",
+        "--mask-ignore", type=_parse_numbers, default=(), metavar="N[,N]",
         help="numbers of a mask that are no class, such as 255 for void: the loss leaves their pixels out",
     )  # fmt: skip
     flags.add_argument(
         "--augment",
-        type=_augmentations,
+        type=_parse_augmentations,
         default=(),
         help=f"some of {','.join(KINDS)} between commas; and crop: take random parts of medical images, unscaled",
     )
 
 
-def _augmentations(text: str) -> tuple[str, ...]:
+def _parse_augmentations(text: str) -> tuple[str, ...]:
     kinds = tuple(filter(None, (kind.strip() for kind in text.split(","))))
     if unknown := [kind for kind in kinds if kind not in (*KINDS, _CROP)]:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join((*KINDS, _CROP))}")
     return kinds
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _parse_numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not whole numbers between commas, such as 255") from None
 
 
-def resumed(chosen: argparse.Namespace) -> Path | None:
+def find_resume_path(chosen: argparse.Namespace) -> Path | None:
     """The checkpoint, or folder of them, to go on from; None to begin. Raises PlanError, or CheckpointError."""
     if chosen.resume != "":
         return chosen.resume and Path(chosen.resume)
     if not chosen.save:
         raise PlanError("--resume without a folder goes on from that of --save, which is not given. Give one of them.")
-    return chosen.save if chosen.save.is_dir() and checkpoints(chosen.save) else None
+    return chosen.save if chosen.save.is_dir() and list_checkpoints(chosen.save) else None
 
 
-def without_effect(chosen: argparse.Namespace) -> Iterator[str]:
+def describe_ineffective(chosen: argparse.Namespace) -> Iterator[str]:
     """What is to be said of each flag that was given and changes nothing here."""
     if chosen.enable_master_comm_opt:
         yield (
@@ -113,36 +115,38 @@ def without_effect(chosen: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def applications(chosen: argparse.Namespace, images_per_step: int) -> tuple[LabelledImages, LabelledImages | None]:
+def make_datasets(chosen: argparse.Namespace, images_per_step: int) -> tuple[LabelledImages, LabelledImages | None]:
     """The images to train on, augmented, and those to judge by, if any. Raises PlanError, or ImageError."""
     if chosen.validate_path and chosen.held_out is not None:
         raise PlanError("--validate-path and --held-out both say which images are judged by. Give one of them.")
-    images, others = application(chosen, images_per_step), None
+    images, others = make_dataset(chosen, images_per_step), None
     crops = _CROP in chosen.augment
     judged = {**vars(chosen), "augment": (), "fit": "crop" if crops else chosen.fit}
     if chosen.validate_path:
-        judged |= {"datapath": chosen.validate_path, "names": getattr(images, "names", None), "test": True}
-        others = application(argparse.Namespace(**judged), images_per_step)
+        judged |= {"datapath": chosen.validate_path, "names": getattr(images, "draw_names", None), "test": True}
+        others = make_dataset(argparse.Namespace(**judged), images_per_step)
     elif chosen.held_out is not None:
-        _, others = parted(application(argparse.Namespace(**judged), images_per_step), chosen.held_out, chosen.seed)
-        images, _ = parted(images, chosen.held_out, chosen.seed)
+        _, others = split_by_slide(
+            make_dataset(argparse.Namespace(**judged), images_per_step), chosen.held_out, chosen.seed
+        )
+        images, _ = split_by_slide(images, chosen.held_out, chosen.seed)
     kinds = [kind for kind in chosen.augment if kind != _CROP]
     if not chosen.augment:
         return images, others
-    augmented = Augmented(images, kinds, options.image_size(chosen.image_size) if crops else None)
+    augmented = Augmented(images, kinds, options.parse_image_size(chosen.image_size) if crops else None)
     if chosen.on_bad_image == "raise":
         augmented.check()
     return augmented, others
 
 
-def application(chosen: argparse.Namespace, images_per_step: int) -> LabelledImages:
+def make_dataset(chosen: argparse.Namespace, images_per_step: int) -> LabelledImages:
     """The images that the flags ask for. Raises PlanError where there is no such application, or ImageError."""
     make = _APPLICATIONS.get(chosen.app)
     if make is None:
         raise PlanError(f"--app {chosen.app!r} is unknown. Choose one of {', '.join(_APPLICATIONS)}.")
-    if _CROP in chosen.augment and make is not _medical:
+    if _CROP in chosen.augment and make is not _make_medical:
         raise PlanError("--augment crop takes parts of images larger than --image-size: only --app medical has them.")
-    images = make(chosen, options.image_size(chosen.image_size), images_per_step)
+    images = make(chosen, options.parse_image_size(chosen.image_size), images_per_step)
     if images.classes > chosen.num_classes:
         raise PlanError(
             f"The images have {images.classes} classes, but --num-classes is {chosen.num_classes}. "
@@ -151,11 +155,11 @@ def application(chosen: argparse.Namespace, images_per_step: int) -> LabelledIma
     return images
 
 
-def _synthetic(chosen: argparse.Namespace, size: Size, images_per_step: int) -> LabelledImages:
+def _make_synthetic(chosen: argparse.Namespace, size: Size, images_per_step: int) -> LabelledImages:
     return SyntheticImages(_SYNTHETIC_STEPS * images_per_step, size, chosen.num_classes, chosen.seed)
 
 
-def _medical(chosen: argparse.Namespace, size: Size, images_per_step: int) -> LabelledImages:
+def _make_medical(chosen: argparse.Namespace, size: Size, images_per_step: int) -> LabelledImages:
     wanted = None if _CROP in chosen.augment else size
     check = chosen.on_bad_image == "raise"
     if chosen.datapath.suffix.lower() == ".csv":
@@ -170,15 +174,15 @@ def _medical(chosen: argparse.Namespace, size: Size, images_per_step: int) -> La
     return images
 
 
-def _cifar(chosen: argparse.Namespace, size: Size, images_per_step: int) -> LabelledImages:
-    return cifar_images(chosen.datapath, size, chosen.test)
+def _make_cifar(chosen: argparse.Namespace, size: Size, images_per_step: int) -> LabelledImages:
+    return load_cifar_images(chosen.datapath, size, chosen.test)
 
 
 _APPLICATIONS: dict[str, Callable[[argparse.Namespace, Size, int], LabelledImages]] = {
-    "1": _medical,
-    "medical": _medical,
-    "2": _cifar,
-    "cifar": _cifar,
-    "3": _synthetic,
-    "synthetic": _synthetic,
+    "1": _make_medical,
+    "medical": _make_medical,
+    "2": _make_cifar,
+    "cifar": _make_cifar,
+    "3": _make_synthetic,
+    "synthetic": _make_synthetic,
 }

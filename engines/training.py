@@ -12,41 +12,48 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.comm.device import autocast_type, choose_device, held_bytes, memory_format, threads_of, use_threads
+from engines.comm.device import (
+    choose_autocast_type,
+    choose_device,
+    choose_memory_format,
+    choose_thread_count,
+    get_used_bytes,
+    use_threads,
+)
 from engines.comm.world import World
 from engines.errors import LossError, PlanError, TraceError
-from engines.layer.graph import ModelGraph, TensorSpec, plain_name
-from engines.layer.names import OWNERS, StateNames, state_names
-from engines.loss.causes import Cause, causes
-from engines.loss.causes import said as said_causes
-from engines.loss.counting import Counting
-from engines.offload.lane import OffloadedLane
-from engines.offload.shelf import Shelf
-from engines.offload.store import Store
-from engines.optimiser_trial import check_groups_of, check_on_ranks, check_scheduler, frozen_by
+from engines.layer.graph import ModelGraph, TensorSpec, to_user_name
+from engines.layer.names import OWNERS, StateNames, collect_state_names
+from engines.loss.causes import NonFiniteCause, find_causes
+from engines.loss.causes import format_causes as said_causes
+from engines.loss.counting import LabelCounter
+from engines.offload.lane import EagerOffloadingMicroBatch
+from engines.offload.shelf import Offloader
+from engines.offload.store import OffloadStore
+from engines.optimiser_trial import check_groups, check_on_ranks, check_scheduler, find_frozen
 from engines.optimisers import (
     Optimiser,
     ParameterSpec,
+    collect_parameter_specs,
+    collect_user_parameters,
+    format_names,
     make_on_rank,
     make_optimiser,
-    name_some,
-    own_parameters,
-    specs_of,
 )
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
-from engines.program.compiled import Compiled, check_compiler
+from engines.program.compiled import SegmentCompiler, check_compiler
 from engines.program.instructions import Phase, SumGradients
-from engines.program.lane import Lane
-from engines.program.places import said
-from engines.program.program import Feed, Program
+from engines.program.lane import MicroBatchState
+from engines.program.places import describe_steps
+from engines.program.program import Program, ShardSpec
 from engines.program.segment import Segment
-from engines.program.timeline import Event
+from engines.program.timeline import TimelineEvent
 from engines.program.update import SCALE, Scheduler, UpdateRules
 from engines.program.worker import Inputs, Worker
-from engines.spatial.additions import Additions
-from engines.spatial.draws import has_draws
-from engines.traces import Loss, Traces
+from engines.spatial.additions import UserOps
+from engines.spatial.draws import has_random_ops
+from engines.traces import Loss, TraceCache
 
 __all__ = [
     "Loss",
@@ -54,14 +61,14 @@ __all__ = [
     "RankTraining",
     "Recipe",
     "StepReport",
-    "images_per_step",
-    "own_copy",
+    "collect_state",
+    "copy_state_tensor",
+    "count_step_images",
+    "describe_precision_change",
+    "freeze_weights",
     "prepare",
-    "say_changed_precision",
     "sgd",
-    "state_of",
-    "traced",
-    "without_gradient",
+    "trace_model",
 ]
 
 _RECENT = 5  # the losses of so many steps are remembered, to tell whether they grew
@@ -84,7 +91,7 @@ class Recipe:
     state: Mapping[str, Tensor]
     device: str = "auto"
     seed: int = 0
-    additions: Additions = field(default_factory=Additions)
+    additions: UserOps = field(default_factory=UserOps)
     clip_norm: float | None = None
     scheduler: Scheduler | None = None
     loss_scale: float = SCALE
@@ -113,7 +120,7 @@ class Recipe:
     @property
     def draws(self) -> int | None:
         """The seed, where the model draws random numbers."""
-        return self.seed if has_draws(self.graph) else None
+        return self.seed if has_random_ops(self.graph) else None
 
     @property
     def rules(self) -> UpdateRules:
@@ -121,17 +128,19 @@ class Recipe:
         scaled = self.plan.precision == "float16"
         return UpdateRules(self.clip_norm, self.scheduler, self.loss_scale if scaled else None)
 
-    def of_rank(self, program: Program) -> Recipe:
+    def restrict_to_rank(self, program: Program) -> Recipe:
         """Only what one rank has to be sent; what no rank changes is with rank 0.
 
         Raises TraceError where a weight has no values.
         """
         if absent := [name for name in (*program.weights, *program.buffers) if self.state[name].is_meta]:
             raise TraceError(
-                f"{plain_name(absent[0])} of the model is on the meta device and has no values. Make the model on the "
-                "CPU, or give it values first: model.to_empty(device='cpu'), then those of a state_dict."
+                f"{to_user_name(absent[0])} of the model is on the meta device and has no values. Make the model on "
+                "the CPU, or give it values first: model.to_empty(device='cpu'), then those of a state_dict."
             )
-        names = {owner: names if program.rank == 0 else names.without_kept() for owner, names in self.names.items()}
+        names = {
+            owner: names if program.rank == 0 else names.drop_unused_tensors() for owner, names in self.names.items()
+        }
         return replace(self, state={n: self.state[n] for n in (*program.weights, *program.buffers)}, names=names)
 
 
@@ -161,37 +170,39 @@ def prepare(
     steps once after each update. `graph` is what `traced` has found before. Raises TraceError, PlanError or ImageError.
     """
     loss = loss or nn.CrossEntropyLoss()
-    graph = graph or traced(model, plan, image_shape, loss, labels, device)
+    graph = graph or trace_model(model, plan, image_shape, loss, labels, device)
     if clip_norm is not None and not clip_norm > 0:
         raise PlanError(f"clip_norm={clip_norm!r} must be a positive number, or None for gradients of any norm.")
     used = {name for node in graph.nodes for name in node.reads}
-    parameters = specs_of(model, loss, getattr(torch, plan.held_in), used)
-    graph = without_gradient(graph, frozen_by(optimiser, parameters))
+    parameters = collect_parameter_specs(model, loss, getattr(torch, plan.held_in), used)
+    graph = freeze_weights(graph, find_frozen(optimiser, parameters))
     if parameters:
-        check_groups_of(optimiser, parameters, own_parameters(model, loss))
-    programs, state = compile_plan(graph, plan), state_of(model, loss, graph)
+        check_groups(optimiser, parameters, collect_user_parameters(model, loss))
+    programs, state = compile_plan(graph, plan), collect_state(model, loss, graph)
     if plan.compile_segments:
-        check_compiler(autocast_type(device))
+        check_compiler(choose_autocast_type(device))
     if scheduler:
-        check_scheduler(scheduler, make_optimiser(optimiser, {spec.name: spec.stand_in() for spec in parameters}))
-    on_cpu = device in ("auto", "cpu") and autocast_type(device) == "cpu"
+        check_scheduler(
+            scheduler, make_optimiser(optimiser, {spec.name: spec.make_placeholder() for spec in parameters})
+        )
+    on_cpu = device in ("auto", "cpu") and choose_autocast_type(device) == "cpu"
     check_on_ranks(optimiser, parameters, state, [graph.trainable & set(p.weights) for p in programs], on_cpu)
-    names = state_names(model, loss, used)
+    names = collect_state_names(model, loss, used)
     return Recipe(
-        graph, plan, optimiser, state, device, torch.initial_seed(), Additions.now(), clip_norm, scheduler,
+        graph, plan, optimiser, state, device, torch.initial_seed(), UserOps.snapshot(), clip_norm, scheduler,
         names=names, parameters=parameters,
     )  # fmt: skip
 
 
-def without_gradient(graph: ModelGraph, frozen: frozenset[str]) -> ModelGraph:
+def freeze_weights(graph: ModelGraph, frozen: frozenset[str]) -> ModelGraph:
     """The graph, and that of a share of its images, with some weights frozen."""
     if not frozen & graph.trainable:
         return graph
-    share = graph.share and without_gradient(graph.share, frozen)
+    share = graph.share and freeze_weights(graph.share, frozen)
     return replace(graph, trainable=graph.trainable - frozen, share=share)
 
 
-def say_changed_precision(model: nn.Module, loss: object, plan: Plan) -> str:
+def describe_precision_change(model: nn.Module, loss: object, plan: Plan) -> str:
     """What the plan's precision changes of weights and buffers that are in another one than PyTorch's usual float32.
 
     Nothing where it keeps them.
@@ -204,13 +215,13 @@ def say_changed_precision(model: nn.Module, loss: object, plan: Plan) -> str:
         return ""
     types = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in other.values()}))
     return (
-        f"{len(other)} of the model's {len(named)} tensors are {types} ({name_some(list(other))}), but ranks hold them "
-        f"in {plan.held_in}: Plan(precision={plan.precision!r}). The precision is the plan's choice: for float64 say "
-        "Plan(precision='float64'); a half one computes as torch.autocast does, with weights in float32."
+        f"{len(other)} of the model's {len(named)} tensors are {types} ({format_names(list(other))}), but ranks hold "
+        f"them in {plan.held_in}: Plan(precision={plan.precision!r}). The precision is the plan's choice: for float64 "
+        "say Plan(precision='float64'); a half one computes as torch.autocast does, with weights in float32."
     )
 
 
-def traced(
+def trace_model(
     model: nn.Module, plan: Plan, image_shape: Sequence[int], loss: Loss, labels: TensorSpec | Tensor | None = None,
     device: str = "auto",
 ) -> ModelGraph:  # fmt: skip
@@ -218,10 +229,10 @@ def traced(
 
     Of the plan it depends on `parts`, `local_dp` and `precision` alone.
     """
-    return Traces(model, image_shape, loss, labels, device).graph(plan)
+    return TraceCache(model, image_shape, loss, labels, device).get_graph(plan)
 
 
-def state_of(model: nn.Module, loss: Loss | None, graph: ModelGraph) -> dict[str, Tensor]:
+def collect_state(model: nn.Module, loss: Loss | None, graph: ModelGraph) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for prefix, owner in zip(OWNERS.values(), (model, loss), strict=True):
         if isinstance(owner, nn.Module):
@@ -239,101 +250,103 @@ class StepReport:
     """
 
     losses: Mapping[int, float]
-    events: tuple[Event, ...]
+    events: tuple[TimelineEvent, ...]
     memory_bytes: int = 0
 
 
 @dataclass(frozen=True)
-class _Size:
+class _StepSetup:
     """What does the steps of one number of images."""
 
     graph: ModelGraph
     worker: Worker
-    counting: Counting
+    counting: LabelCounter
 
 
 class RankTraining:
     """The weights, optimiser and worker of one rank."""
 
     def __init__(self, world: World, recipe: Recipe, overlap: bool = True) -> None:
-        recipe.additions.adopt()
-        program = Compiler(recipe.graph, recipe.plan, overlap=overlap).program(world.rank)
+        recipe.additions.register()
+        program = Compiler(recipe.graph, recipe.plan, overlap=overlap).compile_rank(world.rank)
         self.world, self.overlap = world, overlap
         self.recipe, self.program, self.graph = recipe, program, recipe.graph
         self.device = choose_device(recipe.device, world.rank)
-        self.threads = threads_of(recipe.plan, world.rank)
-        self.weights = {name: self._own_weight(name) for name in program.weights}
-        self.buffers = {name: self._own(name) for name in program.buffers}
+        self.threads = choose_thread_count(recipe.plan, world.rank)
+        self.weights = {name: self._copy_weight(name) for name in program.weights}
+        self.buffers = {name: self._copy_tensor(name) for name in program.buffers}
         self.kept = {
             f"{prefix}{name}": tensor.clone()
             for owner, prefix in OWNERS.items()
             if owner in recipe.names and world.rank == 0
             for name, tensor in recipe.names[owner].kept.items()
         }
-        self._make_lane = self._offloaded() if recipe.plan.offload_activations else Lane
-        self._make_segment = Compiled() if recipe.plan.compile_segments else Segment
-        found = self._size(recipe, program, recipe.make_optimiser(self.weights), recipe.rules)
-        self.images = images_per_step(recipe)
+        self._make_lane = self._prepare_offloading() if recipe.plan.offload_activations else MicroBatchState
+        self._make_segment = SegmentCompiler() if recipe.plan.compile_segments else Segment
+        found = self._make_setup(recipe, program, recipe.make_optimiser(self.weights), recipe.rules)
+        self.images = count_step_images(recipe)
         self.sizes = {self.images: found}
         self.worker, self.counting = found.worker, found.counting
         self.recent: deque[float] = deque(maxlen=_RECENT)
 
-    def _size(
+    def _make_setup(
         self, recipe: Recipe, program: Program, optimiser: torch.optim.Optimizer | None, rules: UpdateRules
-    ) -> _Size:
+    ) -> _StepSetup:
         owned = {**self.weights, **self.buffers}
-        counting = Counting(recipe.graph, recipe.plan, program, self.world, owned, self.device)
+        counting = LabelCounter(recipe.graph, recipe.plan, program, self.world, owned, self.device)
         worker = Worker(
             program, self.world, self.weights, self.buffers, optimiser, self.device, self.recipe.seed, rules,
             keeps_graphs=not recipe.plan.checkpoint_activations,
             make_lane=self._make_lane, make_segment=self._make_segment,
             constants=counting.values, count_labels=counting.count,
         )  # fmt: skip
-        worker.words = said(recipe.graph, recipe.plan, program)
-        return _Size(recipe.graph, worker, counting)
+        worker.words = describe_steps(recipe.graph, recipe.plan, program)
+        return _StepSetup(recipe.graph, worker, counting)
 
     def add_size(self, recipe: Recipe) -> None:
-        """Be ready for steps of fewer images, of which `engines.partial.smaller` has made the recipe.
+        """Be ready for steps of fewer images, of which `engines.partial.make_smaller_recipe` has made the recipe.
 
         Weights, optimiser and buffers are those of all steps. Raises PlanError where the rank would hold others.
         """
-        images = images_per_step(recipe)
+        images = count_step_images(recipe)
         if images in self.sizes:
             return
-        program = Compiler(recipe.graph, recipe.plan, overlap=self.overlap).program(self.world.rank)
-        if _holds(program) != _holds(self.sizes[self.images].worker.program):
+        program = Compiler(recipe.graph, recipe.plan, overlap=self.overlap).compile_rank(self.world.rank)
+        if _get_held(program) != _get_held(self.sizes[self.images].worker.program):
             raise PlanError(
                 f"With {images} images in a step in place of {self.images}, rank {self.world.rank} would hold other "
                 "weights, for the model then has other layers. Leave the last images of an epoch out: drop_last=True."
             )
         # The optimiser is the one of the full steps, which `follow` hands over.
-        self.sizes[images] = self._size(recipe, program, None, UpdateRules())
+        self.sizes[images] = self._make_setup(recipe, program, None, UpdateRules())
 
-    def use(self, images: int) -> None:
+    def use_size(self, images: int) -> None:
         """Take the program for steps of so many images. Raises PlanError where the rank is not ready for them."""
-        found = self._of_size(images)
+        found = self._get_setup(images)
         if found.worker is not self.worker:
             self.worker.restart({})  # its micro-batches are not kept in memory meanwhile
-            found.worker.follow(self.worker)
+            found.worker.resume_from(self.worker)
             self.graph, self.program = found.graph, found.worker.program
             self.worker, self.counting = found.worker, found.counting
 
-    def _of_size(self, images: int) -> _Size:
+    def _get_setup(self, images: int) -> _StepSetup:
         if images not in self.sizes:
             known = ", ".join(map(str, self.sizes))
             raise PlanError(f"A step of {images} images was not prepared; steps of {known} images were.")
         return self.sizes[images]
 
-    def _offloaded(self) -> Callable[..., Lane]:
+    def _prepare_offloading(self) -> Callable[..., MicroBatchState]:
         """What makes lanes whose activations lie in a file of this rank's own. Raises RankError where there is none."""
         stays = [*self.weights.values(), *self.buffers.values()]
-        return partial(OffloadedLane, shelf=Shelf(Store(), stays, reads_files=self.device.type == "cpu"))
+        return partial(
+            EagerOffloadingMicroBatch, shelf=Offloader(OffloadStore(), stays, reads_files=self.device.type == "cpu")
+        )
 
-    def _own(self, name: str) -> Tensor:
-        return own_copy(self.recipe.state[name], self.recipe.graph.specs[name], self.device)
+    def _copy_tensor(self, name: str) -> Tensor:
+        return copy_state_tensor(self.recipe.state[name], self.recipe.graph.specs[name], self.device)
 
-    def _own_weight(self, name: str) -> nn.Parameter:
-        return nn.Parameter(self._own(name), requires_grad=name in self.graph.trainable)
+    def _copy_weight(self, name: str) -> nn.Parameter:
+        return nn.Parameter(self._copy_tensor(name), requires_grad=name in self.graph.trainable)
 
     def step(self, inputs: Inputs, images: int | None = None) -> StepReport:
         """One training step on this rank's parts of the inputs, of `images` images on all ranks (None: a full step).
@@ -353,9 +366,9 @@ class RankTraining:
     @property
     def report(self) -> StepReport:
         """What is told of the step, as far as it has come."""
-        return StepReport(self.worker.losses, tuple(self.worker.events), held_bytes(self.device))
+        return StepReport(self.worker.losses, tuple(self.worker.events), get_used_bytes(self.device))
 
-    def give_up(self) -> None:
+    def abort_step(self) -> None:
         """Forget the step that has failed, if one has; `updates` tells whether it has come to the weights."""
         if not self.worker.done:
             self.worker.restart({})
@@ -367,37 +380,37 @@ class RankTraining:
 
     def start(self, inputs: Inputs, images: int | None = None) -> None:
         """Go to the start of a step of `images` images (None: a full one), gradients forgotten; collective."""
-        self._remember_loss()
-        self.use(images or self.images)
+        self._record_loss()
+        self.use_size(images or self.images)
         use_threads(self.threads)
         self.worker.connect()
         for weight in self.weights.values():
             weight.grad = None
         self.worker.restart(
-            {number: {name: self._placed(p) for name, p in parts.items()} for number, parts in inputs.items()}
+            {number: {name: self._to_device(p) for name, p in parts.items()} for number, parts in inputs.items()}
         )
 
-    def _remember_loss(self) -> None:
+    def _record_loss(self) -> None:
         if self.worker.done and (loss := self.worker.loss) is not None:
             self.recent.append(loss)
 
-    def _placed(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, memory_format=memory_format(tensor.dim()))
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, memory_format=choose_memory_format(tensor.dim()))
 
     def _check_loss(self) -> None:
         step = self.program.steps[self.worker.position - 1]
-        made = getattr(step.instruction, "outputs", ()) if step.phase is Phase.FORWARD else ()
+        made = getattr(step.instruction, "get_output_tiles", ()) if step.phase is Phase.FORWARD else ()
         if self.graph.loss in made and not math.isfinite(loss := self.worker.losses[step.micro_batch]):
-            cause = said_causes({self.program.rank: self.causes(step.micro_batch)})
+            cause = said_causes({self.program.rank: self.find_causes(step.micro_batch)})
             raise LossError.of(loss, step.micro_batch, self.program.micro_batches, cause)
 
-    def causes(self, micro_batch: int | None = None) -> list[Cause]:
+    def find_causes(self, micro_batch: int | None = None) -> list[NonFiniteCause]:
         """What this rank finds that makes a loss not a number: of one micro-batch, or of all that it has."""
-        return causes(self.graph, self.worker, self.counting, tuple(self.recent), micro_batch)
+        return find_causes(self.graph, self.worker, self.counting, tuple(self.recent), micro_batch)
 
     def cut(self, inputs: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
         """This rank's parts of the whole inputs of a step, of as many images as there are."""
-        return cut_inputs(self._of_size(len(inputs["images"])).worker.program, inputs)
+        return cut_inputs(self._get_setup(len(inputs["images"])).worker.program, inputs)
 
     @property
     def held(self) -> dict[str, Tensor]:
@@ -409,7 +422,7 @@ class RankTraining:
         """The buffers without the constants that the model makes while it runs."""
         return {name: buffer for name, buffer in self.buffers.items() if name not in self.graph.constants}
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
+    def copy_tensors(self) -> dict[str, dict[str, Tensor]]:
         """Copies of the rank's weights, gradients and buffers, and on rank 0 of what is kept, on the host."""
         grads = {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}
         groups: dict[str, Any] = {
@@ -421,31 +434,31 @@ class RankTraining:
         }
 
 
-def images_per_step(recipe: Recipe) -> int:
+def count_step_images(recipe: Recipe) -> int:
     """The images that all ranks together take in one step."""
     return recipe.step_specs["images"].shape[0]
 
 
-def _holds(program: Program) -> tuple[object, ...]:
+def _get_held(program: Program) -> tuple[object, ...]:
     """What a rank's programs for steps of different numbers of images must have in common."""
-    return program.weights, program.buffers, tuple(program.of_kind(SumGradients))
+    return program.weights, program.buffers, tuple(program.select_instructions(SumGradients))
 
 
-def own_copy(tensor: Tensor, spec: TensorSpec, device: torch.device) -> Tensor:
+def copy_state_tensor(tensor: Tensor, spec: TensorSpec, device: torch.device) -> Tensor:
     """A copy of a weight or buffer on a rank's device, in the type of the graph and the memory format of ranks."""
-    dtype, layout = getattr(torch, spec.dtype), memory_format(tensor.dim())
+    dtype, layout = getattr(torch, spec.dtype), choose_memory_format(tensor.dim())
     return tensor.detach().to(device=device, dtype=dtype, copy=True, memory_format=layout)
 
 
 def cut_inputs(program: Program, inputs: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     """The parts of the whole inputs of a step that a rank's program is fed with, by micro-batch."""
     return {
-        number: {name: _part(inputs[name], feed, number, program.micro_batches) for name, feed in feeds.items()}
+        number: {name: _cut_part(inputs[name], feed, number, program.micro_batches) for name, feed in feeds.items()}
         for number, feeds in program.feeds.items()
     }
 
 
-def _part(whole: Tensor, feed: Feed, number: int, micro_batches: int) -> Tensor:
+def _cut_part(whole: Tensor, feed: ShardSpec, number: int, micro_batches: int) -> Tensor:
     """A micro-batch's images, and of these the pixels that the feed says."""
     part = whole.chunk(micro_batches)[number] if micro_batches > 1 else whole
     if feed.tile is not None and feed.tile.images is not None:

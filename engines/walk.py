@@ -13,21 +13,21 @@ from torch.nn import functional
 
 from engines.comm.device import use_threads
 from engines.errors import PlanError
-from engines.program.carry import Landing
-from engines.program.instructions import arriving
+from engines.program.carry import ReceivedMessage
+from engines.program.instructions import get_received_exchange
 from engines.program.worker import Inputs
 from engines.spatial.moves import Move
-from engines.train import Heard, heard
+from engines.train import RankStepStats, collect_stats
 from engines.training import RankTraining, StepReport
 
-__all__ = ["Landed", "Look", "RankWalk", "Seen", "Standing"]
+__all__ = ["MessageEffect", "RankStepper", "StepState", "ViewRequest", "ViewResult"]
 
 _WATCHED_BYTES = 1 << 26
 """Messages that are larger together are carried, but no copies of what they did are kept."""
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class StepState:
     """Where a rank is, and what it holds: `activation_bytes` by name (what autograd keeps between is not among them),
     `weight_bytes` with gradients and buffers, and all memory of its process. `told` once the step is done.
     """
@@ -37,11 +37,11 @@ class Standing:
     weight_bytes: int
     process_bytes: int
     losses: Mapping[int, float]
-    told: tuple[StepReport, Heard] | None = None
+    told: tuple[StepReport, RankStepStats] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ViewRequest:
     """One value of a micro-batch, or its gradient, of which one channel of one image is shown.
 
     `axes` are its spatial ones, counted from the end, or None. No side is to have more than `bound_px` pixels.
@@ -57,7 +57,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ViewResult:
     """(h, w), float64: means of `block_px` x `block_px` pixels. The tensor has `shape`, and so many `channels`."""
 
     pixels: Tensor
@@ -67,7 +67,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class MessageEffect:
     """What one message did where it arrived; each (h, w), or nothing where there was nothing or it is not kept."""
 
     move: Move
@@ -76,16 +76,16 @@ class Landed:
     after: Tensor | None
 
 
-class RankWalk:
+class RankStepper:
     """One step of a rank's training, begun; the number tells it from those before."""
 
     def __init__(self, training: RankTraining, inputs: Inputs, images: int, number: str) -> None:
         self.training, self.inputs, self.images, self.number = training, inputs, images, number
         self.seconds = 0.0
-        self._landings: list[Landing] = []
+        self._landings: list[ReceivedMessage] = []
         training.start(inputs)
 
-    def advance(self, target: int) -> Standing:
+    def advance(self, target: int) -> StepState:
         """Do what is left of the first `target` instructions, then help messages along until all have; collective.
 
         The last exchange is watched: `landed` tells what arrived.
@@ -96,20 +96,20 @@ class RankWalk:
             self._landings = []
         while worker.position < target:
             if worker.position == target - 1:
-                self._watched()
+                self._advance_recording()
             else:
                 self.training.advance()
         # A large message leaves only while its sender looks, and this one may have nothing else to do.
-        worker.leave()
+        worker.flush_sends()
         worker.world.barrier()
         self.seconds += time.perf_counter() - start_s
         return self.standing
 
-    def _watched(self) -> None:
+    def _advance_recording(self) -> None:
         """One instruction, and what arrives by it."""
         worker = self.training.worker
-        exchange = arriving(worker.program.steps[worker.position].instruction)
-        if exchange is None or exchange.bytes_of((*exchange.sends, *exchange.receives)) > _WATCHED_BYTES:
+        exchange = get_received_exchange(worker.program.steps[worker.position].instruction)
+        if exchange is None or exchange.compute_bytes((*exchange.sends, *exchange.receives)) > _WATCHED_BYTES:
             return self.training.advance()
         carrier = {**worker.tools.carriers, **worker.tools.halves}[exchange.name]
         carrier.landings = self._landings
@@ -119,23 +119,27 @@ class RankWalk:
             carrier.landings = None
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> StepState:
         """Where it is now."""
         worker = self.training.worker
         lanes = (tensor for lane in worker.lanes.values() for tensor in lane.tensors)
         grads = (weight.grad for weight in worker.weights.values() if weight.grad is not None)
-        told = heard(self.training, self.inputs, self.images, self.seconds) if worker.done else None
-        return Standing(
-            worker.position, _bytes(lanes), _bytes((*worker.weights.values(), *worker.buffers.values(), *grads)),
-            psutil.Process().memory_info().rss, worker.losses, told,
-        )  # fmt: skip
+        told = collect_stats(self.training, self.inputs, self.images, self.seconds) if worker.done else None
+        return StepState(
+            worker.position,
+            _count_bytes(lanes),
+            _count_bytes((*worker.weights.values(), *worker.buffers.values(), *grads)),
+            psutil.Process().memory_info().rss,
+            worker.losses,
+            told,
+        )
 
     @property
     def done(self) -> bool:
         """Whether the weights have moved; all ranks come to this together."""
         return self.training.worker.done
 
-    def tensor(self, name: str | None, micro_batch: int, gradient: bool) -> Tensor | None:
+    def get_tensor(self, name: str | None, micro_batch: int, gradient: bool) -> Tensor | None:
         """This rank's part of a value, or of its gradient so far; None where there is none now."""
         if name is None:
             return None
@@ -146,19 +150,25 @@ class RankWalk:
         chosen = found.grad if gradient else found
         return None if chosen is None else chosen.detach()
 
-    def look(self, look: Look | None) -> tuple[Seen | None, list[Landed]]:
+    def view(self, look: ViewRequest | None) -> tuple[ViewResult | None, list[MessageEffect]]:
         """What is asked for, small enough to be drawn, and what the last exchange brought."""
-        return (None, []) if look is None else (self._seen(look), [_landed(each, look) for each in self._landings])
+        return (
+            (None, [])
+            if look is None
+            else (self._make_view(look), [_make_effect(each, look) for each in self._landings])
+        )
 
-    def _seen(self, look: Look) -> Seen | None:
-        found = self.tensor(look.name, look.micro_batch, look.gradient)
+    def _make_view(self, look: ViewRequest) -> ViewResult | None:
+        found = self.get_tensor(look.name, look.micro_batch, look.gradient)
         if found is None:
             return None
-        planes = _planes(found, look.axes)
+        planes = _to_planes(found, look.axes)
         if look.image >= planes.shape[0]:
             return None
         block_px = max(1, math.ceil(max(planes.shape[2:]) / look.bound_px))
-        return Seen(_reduced(_plane(planes, look), block_px), block_px, tuple(found.shape), planes.shape[1])
+        return ViewResult(
+            _reduce_plane(_get_plane(planes, look), block_px), block_px, tuple(found.shape), planes.shape[1]
+        )
 
     def drop(self) -> None:
         """Free what was computed. Weights, buffers and what random numbers follow from are as before the step."""
@@ -166,13 +176,13 @@ class RankWalk:
         self.training.worker.restart({})
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def _count_bytes(tensors: Iterable[Tensor]) -> int:
     """Of all memory that these hold, each piece once."""
     storages = {each.data_ptr(): each.nbytes() for each in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storages.values())
 
 
-def _planes(tensor: Tensor, axes: tuple[int, int] | None) -> Tensor:
+def _to_planes(tensor: Tensor, axes: tuple[int, int] | None) -> Tensor:
     """(images, channels, h, w) of any tensor: without pixels, a row for each image."""
     if axes is None:
         return tensor.reshape(1, 1, max(1, tensor.shape[0]) if tensor.dim() > 1 else 1, -1)
@@ -181,26 +191,26 @@ def _planes(tensor: Tensor, axes: tuple[int, int] | None) -> Tensor:
     return moved.reshape(images, -1, *moved.shape[-2:])
 
 
-def _plane(planes: Tensor, look: Look) -> Tensor:
+def _get_plane(planes: Tensor, look: ViewRequest) -> Tensor:
     return planes[look.image, min(look.channel, planes.shape[1] - 1)].double().cpu()
 
 
-def _reduced(plane: Tensor, block_px: int) -> Tensor:
+def _reduce_plane(plane: Tensor, block_px: int) -> Tensor:
     if block_px == 1 or not plane.numel():
         return plane.clone()
     size = [math.ceil(side / block_px) for side in plane.shape]
     return functional.adaptive_avg_pool2d(plane[None], size)[0]
 
 
-def _landed(landing: Landing, look: Look) -> Landed:
+def _make_effect(landing: ReceivedMessage, look: ViewRequest) -> MessageEffect:
     """The pixels of one channel, if there are some of that image, at full size in a strip, in part in a large piece."""
 
-    def shown(tensor: Tensor | None) -> Tensor | None:
+    def cut_plane(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
             return None
-        planes = _planes(tensor, look.axes)
+        planes = _to_planes(tensor, look.axes)
         if look.image >= planes.shape[0]:
             return None
-        return _plane(planes, look)[: look.bound_px, : look.bound_px].clone()
+        return _get_plane(planes, look)[: look.bound_px, : look.bound_px].clone()
 
-    return Landed(landing.move, shown(landing.before), shown(landing.arrived), shown(landing.after))
+    return MessageEffect(landing.move, cut_plane(landing.before), cut_plane(landing.arrived), cut_plane(landing.after))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
-__all__ = ["absolute", "is_deleted", "working_folder"]
+__all__ = ["describe_working_folder", "is_deleted", "make_absolute"]
 
 
 def is_deleted() -> bool:
@@ -17,15 +17,15 @@ def is_deleted() -> bool:
     return False
 
 
-def working_folder() -> str:
+def describe_working_folder() -> str:
     """Where a relative path was looked for, in words."""
     return "a folder that was deleted: os.chdir to another one" if is_deleted() else str(Path.cwd())
 
 
-def absolute(path: str | PathLike[str]) -> Path:
+def make_absolute(path: str | PathLike[str]) -> Path:
     """The path from the root; as it is where it begins in a folder that was deleted, so that it leads nowhere.
 
-    >>> absolute("/a/b").as_posix(), absolute("b") == Path.cwd() / "b"
+    >>> make_absolute("/a/b").as_posix(), make_absolute("b") == Path.cwd() / "b"
     ('/a/b', True)
     """
     return Path(path) if is_deleted() else Path(path).absolute()

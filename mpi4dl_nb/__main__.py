@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from engines.errors import PlanError, RankError
-from engines.options import Parser, positive
-from mpi4dl_nb.launch.engine_command import engine_command
-from mpi4dl_nb.launch.kept import become
+from engines.options import FlagParser, parse_positive
+from mpi4dl_nb.launch.engine_command import make_engine_command
+from mpi4dl_nb.launch.kept import exec_launcher
 from mpi4dl_nb.launch.surroundings import check_command
 
 __all__ = ["main"]
@@ -22,13 +22,15 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Becomes the launcher; where there is none, or ranks cannot start here, exits with code 2."""
-    flags = Parser(prog="python -m mpi4dl_nb", description=__doc__.splitlines()[0])
-    flags.add_argument("-n", type=positive, default=1, dest="ranks", metavar="RANKS", help="how many (default: 1)")
+    flags = FlagParser(prog="python -m mpi4dl_nb", description=__doc__.splitlines()[0])
+    flags.add_argument(
+        "-n", type=parse_positive, default=1, dest="ranks", metavar="RANKS", help="how many (default: 1)"
+    )
     flags.add_argument("command", nargs=argparse.REMAINDER, help="verify, train, predict, bench ..., with its flags")
     try:
         chosen = flags.parse_args(arguments)
         check_command(chosen.ranks)
-        become(engine_command(chosen.ranks, *chosen.command), chosen.ranks)
+        exec_launcher(make_engine_command(chosen.ranks, *chosen.command), chosen.ranks)
     except (PlanError, RankError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)

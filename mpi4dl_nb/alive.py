@@ -14,10 +14,10 @@ from mpi4dl_nb.calls import Ranks
 if TYPE_CHECKING:
     from mpi4dl_nb.cluster import Cluster
 
-__all__ = ["Held", "alive", "clusters"]
+__all__ = ["OwnedRanks", "count_alive_ranks", "get_running_clusters"]
 
 
-class Held:
+class OwnedRanks:
     """The ranks of a cluster, which is itself held weakly: once it is gone a thread ends them.
 
     A copy of this process, as data loaders make them, has copies of these objects: it ends nothing.
@@ -52,11 +52,11 @@ class Held:
     @property
     def alive(self) -> int:
         """How many of them are."""
-        return self.ranks.count() - (0 if self._ends else len(self.ranks.lost()))
+        return self.ranks.count() - (0 if self._ends else len(self.ranks.find_lost_ranks()))
 
 
 _lock = Lock()
-_held: dict[int, Held] = {}
+_held: dict[int, OwnedRanks] = {}
 
 
 @atexit.register
@@ -66,11 +66,11 @@ def _end_all() -> None:
             held.end()
 
 
-def alive() -> int:
+def count_alive_ranks() -> int:
     """How many ranks of this process are alive, of all its clusters, those that are just ending among them."""
     return sum(held.alive for held in list(_held.values()))
 
 
-def clusters() -> list[Cluster]:
+def get_running_clusters() -> list[Cluster]:
     """Those that have ranks, in the order in which they were started."""
     return [cluster for held in list(_held.values()) if (cluster := held.cluster()) is not None]

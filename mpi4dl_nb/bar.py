@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
-from engines.report import Epoch, Event, Healed, LeftOut, Told
+from engines.report import EpochResult, Recovered, SkippedImage, StepResult, TrainingEvent
 
 if TYPE_CHECKING:
     from mpi4dl_nb.fitting import History
     from mpi4dl_nb.training import Training
 
-__all__ = ["Bar"]
+__all__ = ["ProgressBar"]
 
 
-class Bar:
+class ProgressBar:
     """A bar that shows loss and images per second, and a line for each epoch; not `shown`, it tells of bad images."""
 
     stops = False
@@ -28,21 +28,21 @@ class Bar:
         """An empty bar."""
         self.bar, self.start_s = tqdm(total=total, unit="step", disable=not self.shown), time.perf_counter()
 
-    def heard(self, event: Event) -> None:
+    def heard(self, event: TrainingEvent) -> None:
         """One step more, or a line."""
         match event:
-            case LeftOut():
+            case SkippedImage():
                 tqdm.write(f"Left out from now on: {event.text}")
-            case Told():
+            case StepResult():
                 self.images += event.images
                 rate = self.images / (time.perf_counter() - self.start_s)
                 self.bar.set_postfix_str(f"loss {event.loss:.4f}, {rate:.2f} images/s")
                 self.bar.update()
-            case Healed():
+            case Recovered():
                 tqdm.write(event.text)
                 self.bar.n = event.steps
                 self.bar.refresh()
-            case Epoch() if self.shown:
+            case EpochResult() if self.shown:
                 tqdm.write(str(event))
 
     def end(self, outcome: History | BaseException) -> None:

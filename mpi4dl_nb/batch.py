@@ -8,25 +8,25 @@ import torch
 from torch import Tensor
 
 from engines.errors import ImageError
-from engines.loss.classes import class_numbers
+from engines.loss.classes import find_label_specs
 from engines.training import Recipe
 
-__all__ = ["checked"]
+__all__ = ["prepare_batch"]
 
 
-def checked(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]:
+def prepare_batch(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]:
     """Images and labels as tensors of the recipe's types.
 
     Raises ImageError for another shape, fractions in place of numbers or the reverse, or a label that the loss has no
     class for.
     """
     given = {"images": images, "labels": labels}
-    whole = {name: _tensor(name, each, recipe) for name, each in given.items()}
+    whole = {name: _to_tensor(name, each, recipe) for name, each in given.items()}
     _check_classes(recipe, whole["labels"])
     return whole
 
 
-def _tensor(name: str, given: Any, recipe: Recipe) -> Tensor:
+def _to_tensor(name: str, given: Any, recipe: Recipe) -> Tensor:
     spec, tensor, batches = recipe.step_specs[name], torch.as_tensor(given), recipe.plan.batches
     if tuple(tensor.shape) != spec.shape:
         several = f" ({batches} batches make a step of this plan)" if batches > 1 else ""
@@ -50,15 +50,15 @@ def _tensor(name: str, given: Any, recipe: Recipe) -> Tensor:
 
 def _check_classes(recipe: Recipe, labels: Tensor) -> None:
     """Class numbers beyond those of the loss would fail in a rank."""
-    for numbers in class_numbers(recipe.graph):
-        wrong = numbers.wrong(labels)
+    for numbers in find_label_specs(recipe.graph):
+        wrong = numbers.find_invalid(labels)
         if wrong.numel():
             raise ImageError(
                 f"A label is {int(wrong.max())}, but the loss takes numbers of {numbers.classes} classes (0 to "
-                f"{numbers.classes - 1}){_but(numbers.ignored)}. Change the labels, the loss's ignore_index, or the "
-                "model's num_classes."
+                f"{numbers.classes - 1}){_describe_ignored(numbers.ignored)}. Change the labels, the loss's "
+                "ignore_index, or the model's num_classes."
             )
 
 
-def _but(ignored: int | None) -> str:
+def _describe_ignored(ignored: int | None) -> str:
     return "" if ignored is None else f" and ignores {ignored}"

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from engines.errors import ImageError, PlanError
 
-__all__ = ["Batch", "Replayed", "check_batches", "images_of", "known_counts", "repeatable"]
+__all__ = ["Batch", "CachedBatches", "check_batches", "count_images", "find_batch_sizes", "make_repeatable"]
 
 Batch = tuple[Any, Any]
 
@@ -25,7 +25,7 @@ def check_batches(data: object, name: str = "data") -> None:
     raise PlanError(f"{kind}, which cannot be gone through. Give batches (images, labels) in a list or a DataLoader.")
 
 
-def images_of(batch: Any) -> int:
+def count_images(batch: Any) -> int:
     """The images of a batch. Raises ImageError where it is not a pair of images and labels."""
     try:
         images, _ = batch
@@ -36,18 +36,18 @@ def images_of(batch: Any) -> int:
         ) from error
 
 
-def known_counts(data: Iterable[Batch], full: int) -> Sequence[int] | None:
+def find_batch_sizes(data: Iterable[Batch], full: int) -> Sequence[int] | None:
     """The images of each batch of an epoch, of a list or a DataLoader; None where only drawing them tells.
 
     `full` is what a step takes. Raises ImageError where the batches of a list have another size.
     """
     if isinstance(data, list | tuple):
-        return _of_list(data, full)
-    return _of_loader(data) if isinstance(data, DataLoader) and data.batch_size == full else None
+        return _find_list_sizes(data, full)
+    return _find_loader_sizes(data) if isinstance(data, DataLoader) and data.batch_size == full else None
 
 
-def _of_list(data: Sequence[Batch], full: int) -> Sequence[int] | None:
-    counts = [images_of(batch) for batch in data]
+def _find_list_sizes(data: Sequence[Batch], full: int) -> Sequence[int] | None:
+    counts = [count_images(batch) for batch in data]
     if not counts or counts[0] != full:
         return None  # the first step says what is wrong
     wrong = next((number for number, count in enumerate(counts) if not 0 < count <= full), None)
@@ -59,7 +59,7 @@ def _of_list(data: Sequence[Batch], full: int) -> Sequence[int] | None:
     return counts
 
 
-def _of_loader(data: DataLoader) -> Sequence[int] | None:
+def _find_loader_sizes(data: DataLoader) -> Sequence[int] | None:
     """Of one that takes so many samples of a dataset as they come."""
     if isinstance(data.dataset, IterableDataset):
         return None
@@ -70,7 +70,7 @@ def _of_loader(data: DataLoader) -> Sequence[int] | None:
     return [data.batch_size] * whole + [rest] * bool(rest and whole and not data.drop_last)
 
 
-class Replayed:
+class CachedBatches:
     """The batches of an iterator, as often as they are asked for: each is drawn when it is needed, and then kept."""
 
     def __init__(self, drawn: Iterator[Batch]) -> None:
@@ -83,7 +83,7 @@ class Replayed:
             yield batch
 
 
-def repeatable(data: Iterable[Batch], epochs: int, steps: int | None, on_failure: str) -> Iterable[Batch]:
+def make_repeatable(data: Iterable[Batch], epochs: int, steps: int | None, on_failure: str) -> Iterable[Batch]:
     """Batches that can be gone through as `fit` will: those of an iterator are kept only where they are needed again.
 
     Raises PlanError where an iterator that goes on from epoch to epoch (`steps`) would have to go back to a checkpoint.
@@ -96,4 +96,4 @@ def repeatable(data: Iterable[Batch], epochs: int, steps: int | None, on_failure
             "iterator gives each of them once. Give a list or a DataLoader, or on_failure='raise'."
         )
     again = (epochs > 1 and steps is None) or on_failure != "raise"
-    return Replayed(data) if again else data
+    return CachedBatches(data) if again else data

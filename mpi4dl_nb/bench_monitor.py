@@ -17,17 +17,17 @@ from collections.abc import Sequence
 import psutil
 import torch
 
-from engines.comm.container import cores
+from engines.comm.container import count_cores
 from engines.images.synthetic import SyntheticImages
 from engines.models import resnet20_v1
-from engines.report import Epoch, LeftOut, Told
+from engines.report import EpochResult, SkippedImage, StepResult
 from mpi4dl_nb import Cluster, Monitor, Plan, Training
 from mpi4dl_nb.fitting import History
 
 __all__ = ["main"]
 
 
-class Timed:
+class StepTimer:
     """Takes the time from the first step's end to the last one's, of a training with a monitor or without."""
 
     def __init__(self, monitor: Monitor | None) -> None:
@@ -41,19 +41,19 @@ class Timed:
         if self.monitor:
             self.monitor.begin(training, total)
 
-    def heard(self, event: LeftOut | Told | Epoch) -> None:
+    def heard(self, event: SkippedImage | StepResult | EpochResult) -> None:
         """The end of a step, too."""
         start_s = time.perf_counter()
         if self.monitor:
             self.monitor.heard(event)
         self.telling_s += time.perf_counter() - start_s
-        if isinstance(event, Told):
+        if isinstance(event, StepResult):
             self.ends_s.append(time.perf_counter())
 
     def end(self, outcome: History | BaseException) -> None:
         """As a monitor hears it; before, what the thread that draws has computed is read."""
         if self.monitor:
-            self.drawing_s = _computed_s(self.monitor.thread_id)
+            self.drawing_s = _get_thread_cpu_s(self.monitor.thread_id)
             self.monitor.end(outcome)
 
     @property
@@ -67,32 +67,32 @@ class Timed:
         return self.ends_s[-1] - self.ends_s[0]
 
 
-def _computed_s(thread: int | None) -> float:
+def _get_thread_cpu_s(thread: int | None) -> float:
     """Processor time of one thread of this process so far."""
     return sum(each.user_time + each.system_time for each in psutil.Process().threads() if each.id == thread)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print one line."""
-    chosen = _options(arguments)
+    chosen = _parse_options(arguments)
     plan = Plan(split_size=2, spatial_size=1, num_spatial_parts=chosen.tiles, slice_method="vertical")
     size = (chosen.size, chosen.size)
     torch.manual_seed(0)
     with Cluster(plan.ranks, backend=chosen.backend) as cluster:
         training = Training(resnet20_v1(), plan, cluster, (chosen.batch_size, 3, *size))
         images = SyntheticImages(chosen.steps * chosen.batch_size, size, 10)
-        runs: dict[bool, list[Timed]] = {False: [], True: []}
+        runs: dict[bool, list[StepTimer]] = {False: [], True: []}
         for pair in range(chosen.pairs + 1):  # the first one warms up
             for watched in (False, True) if pair % 2 else (True, False):
-                timed = Timed(Monitor() if watched else None)
+                timed = StepTimer(Monitor() if watched else None)
                 training.fit(images, steps=chosen.steps, progress=False, go_on=False, monitor=timed)
                 runs[watched] += [timed] if pair else []
                 told = "with" if watched else "without"
                 print(f"pair {pair}, {told} a monitor: {timed.steps_per_s:.3f} steps/s", flush=True)
-    print(json.dumps(_line(plan, chosen.steps, runs)), flush=True)
+    print(json.dumps(_summarise(plan, chosen.steps, runs)), flush=True)
 
 
-def _line(plan: Plan, steps: int, runs: dict[bool, list[Timed]]) -> dict[str, object]:
+def _summarise(plan: Plan, steps: int, runs: dict[bool, list[StepTimer]]) -> dict[str, object]:
     """Medians; `ratio` is that of pairs of neighbours, `spread` half of the distance between their quartiles.
 
     `drawing_share` is of the processor time of all cores, `telling_share` of the time of the thread that runs `fit`.
@@ -109,13 +109,13 @@ def _line(plan: Plan, steps: int, runs: dict[bool, list[Timed]]) -> dict[str, ob
         "steps_per_s_monitored": round(statistics.median(speeds[True]), 3),
         "ratio": round(statistics.median(ratios), 4),
         "spread": round((high - low) / 2, 4),
-        "drawing_share": round(sum(timed.drawing_s for timed in runs[True]) / seconds / cores(), 5),
+        "drawing_share": round(sum(timed.drawing_s for timed in runs[True]) / seconds / count_cores(), 5),
         "telling_share": round(sum(timed.telling_s for timed in runs[True]) / seconds, 5),
         "load": round(os.getloadavg()[0], 1),
     }
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags = argparse.ArgumentParser(description="How fast a training is with a monitor, compared to without.")
     flags.add_argument("--pairs", type=int, default=7)
     flags.add_argument("--steps", type=int, default=100)

@@ -11,24 +11,26 @@ from tqdm.auto import tqdm
 from engines.errors import PlanError, RankError
 from engines.predict.calibrate import Calibration
 from engines.predict.machine import Machine
-from engines.predict.rehearsal import Rehearsal
+from engines.predict.rehearsal import CalibrationRecipes
 
 if TYPE_CHECKING:
     from mpi4dl_nb.cluster import Cluster
 
-__all__ = ["calibrated"]
+__all__ = ["calibrate_cluster"]
 
 
-def calibrated(cluster: Cluster, quick: bool = False, accept_noise: bool = False, progress: bool = True) -> Machine:
+def calibrate_cluster(
+    cluster: Cluster, quick: bool = False, accept_noise: bool = False, progress: bool = True
+) -> Machine:
     """The ranks measured, a second time where the first one was noisy: the better one of the two.
 
     Raises PlanError where that is of no use either, unless `accept_noise`; RankError where the ranks are lost.
     """
-    rehearsal = Rehearsal.of(cluster.n)
-    machine = _measured(cluster, rehearsal, quick, progress)
+    rehearsal = CalibrationRecipes.of(cluster.n)
+    machine = _measure(cluster, rehearsal, quick, progress)
     if machine.noise.is_good or accept_noise:
         return machine
-    machine = min(machine, _measured(cluster, rehearsal, quick, progress), key=lambda each: each.noise.level)
+    machine = min(machine, _measure(cluster, rehearsal, quick, progress), key=lambda each: each.noise.level)
     if machine.noise.is_useless:
         raise PlanError(
             f"This machine is too busy to be measured: {machine.noise}, in the better one of two calibrations. End "
@@ -44,14 +46,14 @@ def calibrated(cluster: Cluster, quick: bool = False, accept_noise: bool = False
     return machine
 
 
-def _measured(cluster: Cluster, rehearsal: Rehearsal, quick: bool, progress: bool) -> Machine:
+def _measure(cluster: Cluster, rehearsal: CalibrationRecipes, quick: bool, progress: bool) -> Machine:
     """A part after the other; an interrupt ends it between two of them, at the latest."""
-    cluster.call(Calibration.begin, rehearsal, quick)
-    parts = Calibration.parts(cluster.n, quick)
+    cluster.call(Calibration.start, rehearsal, quick)
+    parts = Calibration.count_parts(cluster.n, quick)
     try:
         for _ in tqdm(range(parts), desc="measuring this machine", unit=" parts", disable=not progress, leave=False):
-            found = cluster.call(Calibration.go_on)[0]
+            found = cluster.call(Calibration.run_next_part)[0]
     finally:
         with suppress(RankError):  # whoever ends it early has an error of its own
-            cluster.call(Calibration.end)
+            cluster.call(Calibration.discard)
     return found

@@ -11,30 +11,34 @@ from pathlib import Path
 from threading import RLock, get_ident
 from typing import Any, NoReturn
 
-from engines.comm.container import cores
-from engines.comm.device import threads_per_rank
+from engines.comm.container import count_cores
+from engines.comm.device import compute_threads_per_rank
 from engines.errors import Mpi4dlError, PlanError, RankError
-from engines.facts import facts_table
-from engines.host import recover, regroup
+from engines.facts import format_html_table
+from engines.host import recover, recover_and_reset
 from engines.packing import pack
 from engines.predict.machine import Machine
-from mpi4dl_nb.alive import Held, alive, clusters
-from mpi4dl_nb.calibrating import calibrated
-from mpi4dl_nb.calls import Call, Ranks
-from mpi4dl_nb.known_machine import KnownMachine
-from mpi4dl_nb.launch.across import CutOff
-from mpi4dl_nb.launch.allocation import chosen_hosts
-from mpi4dl_nb.launch.backend import chosen_backend
-from mpi4dl_nb.launch.in_turn import RanksInTurn
+from mpi4dl_nb.alive import OwnedRanks, count_alive_ranks, get_running_clusters
+from mpi4dl_nb.calibrating import calibrate_cluster
+from mpi4dl_nb.calls import Ranks, RemoteCall
+from mpi4dl_nb.known_machine import CalibrationCache
+from mpi4dl_nb.launch.across import HostLost
+from mpi4dl_nb.launch.allocation import choose_hosts
+from mpi4dl_nb.launch.backend import choose_backend
+from mpi4dl_nb.launch.in_turn import SingleThreadRanks
 from mpi4dl_nb.launch.loopback import LoopbackRanks
 from mpi4dl_nb.launch.mpi import MpiRanks
-from mpi4dl_nb.names import public_names
+from mpi4dl_nb.names import get_public_names
 from mpi4dl_nb.replaced import watch_notebook
-from mpi4dl_nb.shown import Shown
+from mpi4dl_nb.shown import OutputPrinter
 
 __all__ = ["HELP", "Cluster"]
 
-_BACKENDS: dict[str, Callable[[int], Ranks]] = {"mpi": MpiRanks, "loopback": LoopbackRanks, "in_turn": RanksInTurn}
+_BACKENDS: dict[str, Callable[[int], Ranks]] = {
+    "mpi": MpiRanks,
+    "loopback": LoopbackRanks,
+    "in_turn": SingleThreadRanks,
+}
 _SAID = {
     "mpi": "mpi: one process per rank",
     "loopback": "loopback: one thread of this process per rank",
@@ -82,16 +86,16 @@ class Cluster:
             raise PlanError(f"hang_after_s={hang_after_s!r} must be 1 second or more, or None for no limit.")
         if backend not in ("auto", *_BACKENDS):
             raise PlanError(f"backend={backend!r} must be one of {', '.join(map(repr, ('auto', *_BACKENDS)))}.")
-        self.hosts = chosen_hosts(hosts, backend in ("auto", "mpi"))
-        backend = chosen_backend(backend, n, self.hosts is not None)
+        self.hosts = choose_hosts(hosts, backend in ("auto", "mpi"))
+        backend = choose_backend(backend, n, self.hosts is not None)
         self.n, self.backend, self.hang_after_s = n, backend, hang_after_s
         self._hurry: tuple[int, Callable[[], bool]] = (0, lambda: False)
         self.dead, self._dead_rank = "", 0
         self._ranks: Ranks | None = None
-        self._held: Held | None = None
+        self._held: OwnedRanks | None = None
         self.kept_by = ""  # the name that keeps it, as far as that was told
-        self._shown = Shown(output)
-        self._last: Call | None = None
+        self._shown = OutputPrinter(output)
+        self._last: RemoteCall | None = None
         self.machine: Machine | None = None
         self._turn = RLock()  # two calls at once, from a widget's thread and a cell, would mix their messages
 
@@ -102,19 +106,19 @@ class Cluster:
 
     @property
     def _threads(self) -> int:
-        return {"mpi": threads_per_rank(self.n), "loopback": 1, "in_turn": cores()}[self.backend]
+        return {"mpi": compute_threads_per_rank(self.n), "loopback": 1, "in_turn": count_cores()}[self.backend]
 
     def start(self) -> Cluster:
         """Start the ranks and wait for them. Raises RankError if they do not come, with what they said."""
         if self._ranks is None:
-            if clusters():
+            if get_running_clusters():
                 gc.collect()  # a training holds itself: it, and its cluster, would be there for long after their end
-            self._ranks, self._last, self.dead = self._launched(), None, ""
-            self._held = Held(self, self._ranks)
+            self._ranks, self._last, self.dead = self._launch(), None, ""
+            self._held = OwnedRanks(self, self._ranks)
             watch_notebook()
         return self
 
-    def _launched(self) -> Ranks:
+    def _launch(self) -> Ranks:
         return MpiRanks(self.n, self.hosts) if self.hosts else _BACKENDS[self.backend](self.n)
 
     def stop(self) -> None:
@@ -143,42 +147,42 @@ class Cluster:
         their ranks go to the others, or away (`fewer`). Raises RankError.
         """
         with self._turn:
-            if self._ranks and (cut := self._ranks.cut_off()):
-                self._leave(cut, fewer)
+            if self._ranks and (cut := self._ranks.find_lost_hosts()):
+                self._drop_hosts(cut, fewer)
                 return self.restart()
-            lost = self._ranks.lost() if self._ranks else {}
+            lost = self._ranks.find_lost_ranks() if self._ranks else {}
             if fewer and lost:
-                self._go_on_without(lost)
+                self._shrink(lost)
                 return self
             if self._ranks is None or self.dead or lost:
                 return self.restart()
             try:
-                self._gather()
+                self._make_ready()
             except RankError:
                 self.restart()
         return self
 
-    def _leave(self, cut: Collection[str], fewer: bool) -> None:
+    def _drop_hosts(self, cut: Collection[str], fewer: bool) -> None:
         """Hosts that do not answer. Raises RankError where none is left, PlanError where ranks don't fit the others."""
-        left = self.hosts.without(cut)
-        n = self.n - fewer * sum(isinstance(each, CutOff) for each in self._ranks.lost().values())
-        left.share_out(n)
+        left = self.hosts.exclude(cut)
+        n = self.n - fewer * sum(isinstance(each, HostLost) for each in self._ranks.find_lost_ranks().values())
+        left.assign_ranks(n)
         self.hosts, self.n, self.machine = left, n, None
 
-    def _go_on_without(self, lost: Collection[int]) -> None:
+    def _shrink(self, lost: Collection[int]) -> None:
         if len(lost) == self.n:
             raise RankError(f"None of the {self.n} ranks is left to go on. Call heal() to start them anew.")
         if self._last is not None:
             self._last.release(_PATIENCE_S)
-        self._ranks.leave_out(lost)
+        self._ranks.exclude_ranks(lost)
         self.n, self.dead, self.machine = self.n - len(lost), "", None
-        self._meet(regroup)
+        self._resync(recover_and_reset)
 
     def resize(self, n: int) -> Cluster:
         """Be `n` ranks, and started. Where there are others, or one has died, all end first: what they held is lost."""
         _check_count(n)
         with self._turn:
-            if n != self.n or self.dead or (self._ranks and self._ranks.lost()):
+            if n != self.n or self.dead or (self._ranks and self._ranks.find_lost_ranks()):
                 self.stop()
             self.n = n
             return self.start()
@@ -194,23 +198,23 @@ class Cluster:
     ) -> list[Any]:
         """`function(host, *args, *per_rank[rank])` on every rank at once; the values in rank order.
 
-        `host` is the rank's own `engines.host.Host`. Functions may come from a cell. If a rank fails, the
+        `host` is the rank's own `engines.host.RankServer`. Functions may come from a cell. If a rank fails, the
         others stop waiting, and its error is raised within a second, with `rank` and `remote_traceback`.
         """
         parts = [()] * self.n if per_rank is None else list(per_rank)
         if len(parts) != self.n:
             raise PlanError(f"per_rank has {len(parts)} entries, but the cluster has {self.n} ranks.")
         with self._turn:
-            self._gather()
-            common, *own = self._packed(function, [(function, args), *parts])
-            self._last = call = Call(self._ranks, self._shown.show, self.hang_after_s, self._is_late)
-            call.make(common, own)
+            self._make_ready()
+            common, *own = self._pack(function, [(function, args), *parts])
+            self._last = call = RemoteCall(self._ranks, self._shown.show, self.hang_after_s, self._is_late)
+            call.run(common, own)
             if call.failures or call.hang:
-                self._check_alive(call.error())
-                raise call.error()
+                self._check_alive(call.make_error())
+                raise call.make_error()
         return [call.answers[rank].value for rank in range(self.n)]
 
-    def _packed(self, function: Callable[..., Any], values: Sequence[Any]) -> list[bytes]:
+    def _pack(self, function: Callable[..., Any], values: Sequence[Any]) -> list[bytes]:
         try:
             return self._ranks.pack(values)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -257,12 +261,14 @@ class Cluster:
                 "Ranks in turn cannot be calibrated: predictions are of ranks that work at once. Calibrate a Cluster "
                 "with backend='mpi', or name a machine: mpi4dl_nb.forecast(model, plan, image_shape, 'Summit')."
             )
-        kept = KnownMachine(Path(store)) if store else KnownMachine.of(self.n, self.backend, str(self.hosts or ""))
+        kept = (
+            CalibrationCache(Path(store)) if store else CalibrationCache.of(self.n, self.backend, str(self.hosts or ""))
+        )
         if not again and (store or not self._is_calibrated(quick)):
             self.machine = kept.read() or self.machine
         if again or not self._is_calibrated(quick):
-            self.machine = calibrated(self, bool(quick), accept_noise, progress)
-            kept.keep(self.machine)
+            self.machine = calibrate_cluster(self, bool(quick), accept_noise, progress)
+            kept.write(self.machine)
         return self.machine
 
     def _is_calibrated(self, quick: bool | None) -> bool:
@@ -270,7 +276,7 @@ class Cluster:
         known = self.machine is not None and self.machine.ranks == self.n
         return known and not (quick is False and self.machine.quick)
 
-    def _gather(self) -> None:
+    def _make_ready(self) -> None:
         """Be ready for a call; after a failure, bring the ranks together again. Raises RankError."""
         if self._ranks is None:
             raise RankError("The cluster is not started. Call start(), or use `with Cluster(...) as cluster:`.")
@@ -279,27 +285,27 @@ class Cluster:
             return
         if not self._last.release(_PATIENCE_S):
             rank = min(self._last.waiting.values())
-            self._die(RankError(f"Rank {rank}: it has not come back within {_PATIENCE_S:.0f} s.", rank))
-        self._meet(recover)
+            self._mark_dead(RankError(f"Rank {rank}: it has not come back within {_PATIENCE_S:.0f} s.", rank))
+        self._resync(recover)
 
-    def _meet(self, function: Callable[..., None]) -> None:
+    def _resync(self, function: Callable[..., None]) -> None:
         """A call that brings the ranks together again."""
-        self._last = Call(self._ranks, self._shown.show)
-        self._last.make(pack((function, ())), [pack(())] * self.n, _PATIENCE_S)
+        self._last = RemoteCall(self._ranks, self._shown.show)
+        self._last.run(pack((function, ())), [pack(())] * self.n, _PATIENCE_S)
         if not self._last.clean:
-            error = self._last.error()
+            error = self._last.make_error()
             self._check_alive(error)
-            self._die(RankError(f"The ranks do not find together again. {error}", error.rank))
+            self._mark_dead(RankError(f"The ranks do not find together again. {error}", error.rank))
 
     def _check_alive(self, error: Mpi4dlError | None = None) -> None:
         """Raises RankError where ranks have died: of which `error` tells more, if it is known."""
         if self.dead:
             raise RankError(self.dead, self._dead_rank)
-        if lost := self._ranks.lost():
+        if lost := self._ranks.find_lost_ranks():
             rank = next(iter(lost))  # the first to die
-            self._die(error or RankError(f"Rank {rank}: {lost[rank]}", rank))
+            self._mark_dead(error or RankError(f"Rank {rank}: {lost[rank]}", rank))
 
-    def _die(self, error: Mpi4dlError) -> NoReturn:
+    def _mark_dead(self, error: Mpi4dlError) -> NoReturn:
         """It can't go on as it is, and says why until it is healed."""
         self.dead, self._dead_rank = f"{str(error).rstrip('.')}. {HELP}", error.rank
         told = RankError(self.dead, error.rank)
@@ -313,7 +319,7 @@ class Cluster:
         return "not started" if self._ranks is None else self.dead or "ready"
 
     def __repr__(self) -> str:
-        return f"<Cluster of {self.n} ranks, backend={self.backend!r}: {self.state}; {_alive()}>"
+        return f"<Cluster of {self.n} ranks, backend={self.backend!r}: {self.state}; {_describe_alive()}>"
 
     def _repr_html_(self) -> str:
         facts = {
@@ -321,16 +327,16 @@ class Cluster:
             **({"Hosts": self.hosts} if self.hosts else {"Threads per rank": self._threads}),
             "Backend": _SAID[self.backend],
             "State": self.state,
-            "This notebook": _alive(),
+            "This notebook": _describe_alive(),
         }
-        return facts_table("Cluster", facts)
+        return format_html_table("Cluster", facts)
 
     def __dir__(self) -> list[str]:
-        return public_names(self)
+        return get_public_names(self)
 
 
-def _alive() -> str:
-    count = alive()
+def _describe_alive() -> str:
+    count = count_alive_ranks()
     return f"{count or 'no'} {'rank' if count == 1 else 'ranks'} of this notebook {'is' if count == 1 else 'are'} alive"
 
 

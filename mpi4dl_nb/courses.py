@@ -14,31 +14,31 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from engines.errors import ImageError, PlanError, RankError
-from engines.images.feed import Feeding, Unready
-from engines.images.ignored import check_ignored, ignored_label
+from engines.images.feed import LoaderOptions, NotReady
+from engines.images.ignored import check_ignored, find_ignored_label
 from engines.images.labelled import LabelledImages
 from engines.layer.graph import ModelGraph, TensorSpec
-from engines.loss.classes import class_numbers
+from engines.loss.classes import find_label_specs
 from engines.metrics import Scores
-from engines.partial import left_over
-from engines.report import Told
-from engines.train import Heard, RankCourse, told
-from engines.training import RankTraining, StepReport, images_per_step
-from mpi4dl_nb.batches import Batch, images_of, known_counts
+from engines.partial import count_left_over
+from engines.report import StepResult
+from engines.train import RankStepStats, RankTrainLoop, merge_stats
+from engines.training import RankTraining, StepReport, count_step_images
+from mpi4dl_nb.batches import Batch, count_images, find_batch_sizes
 from mpi4dl_nb.explaining import explain_loss
 
 if TYPE_CHECKING:
-    from engines.host import Host
+    from engines.host import RankServer
     from mpi4dl_nb.training import Training
 
 __all__ = [
     "Batch",
-    "BatchCourse",
-    "ImageCourse",
+    "BatchLoop",
+    "ImageLoop",
     "check_classes",
-    "continued",
-    "end",
-    "held",
+    "choose_resume_state",
+    "end_rank_loop",
+    "get_rank_training",
     "is_images",
 ]
 
@@ -50,7 +50,7 @@ def is_images(data: object) -> bool:
     return all(hasattr(data, name) for name in ("classes", "__len__", "name", "shape", "part", "label", "mask"))
 
 
-class BatchCourse:
+class BatchLoop:
     """Goes through batches, as often as it is asked to, in epochs of at most `limit`. `evaluate` as in `Course`.
 
     A batch of fewer images than a step takes is left out (`drop_last`), or trained with a program of its own. One that
@@ -70,21 +70,21 @@ class BatchCourse:
     ) -> None:
         self.training, self.evaluate = training, evaluate
         self.data, self.limit, self.drop_last = data, limit, drop_last
-        self.full, self.has_full = images_per_step(training.recipe), False
-        self.known = known_counts(data, self.full)
-        self._kept = self._without_dropped(data) if isinstance(data, Iterator) else None
+        self.full, self.has_full = count_step_images(training.recipe), False
+        self.known = find_batch_sizes(data, self.full)
+        self._kept = self._skip_dropped(data) if isinstance(data, Iterator) else None
         self.is_over = False
-        self._make_ready()
-        self._go_to((0, 0))
+        self._prepare_sizes()
+        self._seek((0, 0))
 
-    def _make_ready(self) -> None:
+    def _prepare_sizes(self) -> None:
         """Have ranks know the sizes that will come."""
         for count in {} if self.drop_last or not self.known else dict.fromkeys(self.known[: self.limit]):
             self.training.make_ready(count)
 
-    def _without_dropped(self, data: Iterable[Batch]) -> Iterator[Batch]:
+    def _skip_dropped(self, data: Iterable[Batch]) -> Iterator[Batch]:
         for batch in data:
-            count = images_of(batch)
+            count = count_images(batch)
             self.has_full = self.has_full or count == self.full
             if not (self.drop_last and self.has_full and count < self.full):
                 yield batch
@@ -94,16 +94,16 @@ class BatchCourse:
         """The epoch, and how many of its batches are done."""
         return self.epoch, self.number
 
-    def renew(self, place: tuple[int, int]) -> None:
+    def resume(self, place: tuple[int, int]) -> None:
         """Go on from a place it has been at. Further back the batches must come in the same order again."""
-        self._make_ready()  # for ranks that were started anew
+        self._prepare_sizes()  # for ranks that were started anew
         if place != self.place:
-            self._go_to(place)
+            self._seek(place)
 
-    def _go_to(self, place: tuple[int, int]) -> None:
+    def _seek(self, place: tuple[int, int]) -> None:
         self.epoch, self.number = place
         # What gives each batch once goes on where it is.
-        self.batches = self._kept or islice(self._without_dropped(self.data), self.number, None)
+        self.batches = self._kept or islice(self._skip_dropped(self.data), self.number, None)
         self._batch: Batch | None = None  # the one that is worked on
 
     @property
@@ -113,11 +113,11 @@ class BatchCourse:
         known = len(kept) if self.known else len(self.data) if isinstance(self.data, Sized) else self.limit
         return known if known is None or self.limit is None else min(known, self.limit)
 
-    def total(self, epochs: int) -> int | None:
+    def count_steps(self, epochs: int) -> int | None:
         """The steps of so many epochs, as far as that is known."""
         return None if self.steps is None else epochs * self.steps
 
-    def step(self) -> Told | None:
+    def step(self) -> StepResult | None:
         """One step on the next batch; waiting for it is waiting for data."""
         start_s = time.perf_counter()
         if self._batch is None and self.number != self.limit:
@@ -126,12 +126,12 @@ class BatchCourse:
         if self._batch is None:
             self._end_epoch()
             return None
-        heard = self._take(self._batch)
+        heard = self._train_batch(self._batch)
         self.number, self.is_over, self._batch = self.number + 1, False, None
-        return told([replace(rank, epoch=self.epoch, step=self.number - 1, wait_s=wait_s) for rank in heard])
+        return merge_stats([replace(rank, epoch=self.epoch, step=self.number - 1, wait_s=wait_s) for rank in heard])
 
-    def _take(self, batch: Batch) -> list[Heard]:
-        count = images_of(batch)
+    def _train_batch(self, batch: Batch) -> list[RankStepStats]:
+        count = count_images(batch)
         if not (self.has_full and 0 < count < self.full):
             return self.training.take(*batch)
         self.training.make_ready(count)
@@ -143,7 +143,7 @@ class BatchCourse:
         if not self.number and self._kept:
             text = f"The batches have ended after {self.epoch} epochs: there are none for another one."
             warnings.warn(text, stacklevel=2)
-        self._go_to((self.epoch + 1, 0))
+        self._seek((self.epoch + 1, 0))
         self.is_over = True
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class BatchCourse:
 # ---- images that the ranks read
 
 
-class ImageCourse:
+class ImageLoop:
     """Has every rank read its own part of `images`, step by step. `evaluate` as in `Course`.
 
     It begins where `state` says, and with the next epoch where that is the end of one. After each step `place`, and the
@@ -164,21 +164,21 @@ class ImageCourse:
         self,
         training: Training,
         images: LabelledImages,
-        feeding: Feeding,
+        feeding: LoaderOptions,
         state: Mapping[str, Any] | None,
         evaluate: Evaluate,
     ) -> None:
         check_classes(images, training.recipe.graph)
         self.training, self.evaluate, self.bad = training, evaluate, ()
         self.images, self.feeding = images, feeding
-        self.left_over = left_over(len(images), training.recipe, feeding.steps, feeding.drop_last)
-        whole = len(images) // images_per_step(training.recipe) + bool(self.left_over)
+        self.left_over = count_left_over(len(images), training.recipe, feeding.steps, feeding.drop_last)
+        whole = len(images) // count_step_images(training.recipe) + bool(self.left_over)
         self.steps = min(whole, feeding.steps or whole)
         self.is_over = False
         self._begin(state, anew=True)
         self.done = self.place["step"]  # of the epoch that has begun
 
-    def renew(self, place: Mapping[str, Any]) -> None:
+    def resume(self, place: Mapping[str, Any]) -> None:
         """Have the ranks read from there on."""
         self._begin(place, anew=False)
 
@@ -190,15 +190,15 @@ class ImageCourse:
         told = training.cluster.call(_begin, training.name, specs, self.images, self.feeding, place, anew)
         self.updates, self.place = told[0]
 
-    def total(self, epochs: int) -> int:
+    def count_steps(self, epochs: int) -> int:
         """The steps of so many epochs, of which the first may have begun."""
         return epochs * self.steps - self.done
 
-    def step(self) -> Told | None:
+    def step(self) -> StepResult | None:
         """One step on all ranks."""
         with explain_loss(self.training.cluster, self.training.name):
-            answers = self.training.cluster.call(_go_on, self.training.name, self.training.steps)
-        if isinstance(answers[0].heard, Unready):  # bad images were left out, and so fewer are left over
+            answers = self.training.cluster.call(_run_step, self.training.name, self.training.steps)
+        if isinstance(answers[0].heard, NotReady):  # bad images were left out, and so fewer are left over
             self.training.make_ready(answers[0].heard.images)
             return self.step()
         self.bad = (*self._known, *(text for text in answers[0].bad if text not in self._known))
@@ -209,12 +209,12 @@ class ImageCourse:
         if self.is_over:
             return None
         self.training.heard([answer.report for answer in answers])
-        return told(heard)
+        return merge_stats(heard)
 
     def close(self) -> None:
         """Have the ranks' workers end. Where ranks have died, theirs have too."""
         with suppress(RankError):
-            updates = self.training.cluster.call(end, self.training.name)
+            updates = self.training.cluster.call(end_rank_loop, self.training.name)
             if set(updates) != {self.updates}:
                 warnings.warn(
                     f"The training was stopped while ranks changed their weights: {updates.count(self.updates)} of "
@@ -225,8 +225,8 @@ class ImageCourse:
 
 def check_classes(images: LabelledImages, graph: ModelGraph) -> None:
     """Raises ImageError where the loss takes the labels for class numbers, and there are more classes than it knows."""
-    check_ignored(images, ignored_label(graph))
-    few = min((numbers.classes for numbers in class_numbers(graph)), default=images.classes)
+    check_ignored(images, find_ignored_label(graph))
+    few = min((numbers.classes for numbers in find_label_specs(graph)), default=images.classes)
     if few < images.classes:
         raise ImageError(
             f"The images have {images.classes} classes, but the loss takes numbers of {few}. "
@@ -234,7 +234,9 @@ def check_classes(images: LabelledImages, graph: ModelGraph) -> None:
         )
 
 
-def continued(state: Mapping[str, Any] | None, images: LabelledImages, seed: int | None) -> Mapping[str, Any] | None:
+def choose_resume_state(
+    state: Mapping[str, Any] | None, images: LabelledImages, seed: int | None
+) -> Mapping[str, Any] | None:
     """Where a training goes on: in the middle of an epoch, or with the next one; None where it begins anew.
 
     Raises ImageError where an epoch of other images, or of another seed, has not come to its end.
@@ -249,7 +251,7 @@ def continued(state: Mapping[str, Any] | None, images: LabelledImages, seed: int
     )
 
 
-def held(host: Host, name: str, steps: int | None = None) -> RankTraining:
+def get_rank_training(host: RankServer, name: str, steps: int | None = None) -> RankTraining:
     """The training of that name on a rank. Raises PlanError where there is none, or where it is not `steps` steps old.
 
     Ranks that fail while they change their weights may have changed some.
@@ -269,10 +271,10 @@ def held(host: Host, name: str, steps: int | None = None) -> RankTraining:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _StepReply:
     """What a rank says of a step: `heard` is None where the epoch is over, Unready where nothing was done."""
 
-    heard: Heard | Unready | None
+    heard: RankStepStats | NotReady | None
     report: StepReport | None
     state: Mapping[str, Any]
     bad: tuple[str, ...]
@@ -280,30 +282,30 @@ class _Answer:
 
 
 def _begin(
-    host: Host,
+    host: RankServer,
     name: str,
     specs: Mapping[str, TensorSpec],
     images: LabelledImages,
-    feeding: Feeding,
+    feeding: LoaderOptions,
     state: Mapping[str, Any] | None,
     anew: bool,
 ) -> tuple[int, Mapping[str, Any]]:
     """How often the ranks have changed their weights, and where the images go on."""
-    end(host, name)
-    course = host.courses[name] = RankCourse(host.world, held(host, name), specs, images, feeding)
+    end_rank_loop(host, name)
+    course = host.courses[name] = RankTrainLoop(host.world, get_rank_training(host, name), specs, images, feeding)
     if state is not None:
         course.feed.resume(state, anew)
-    return course.updates, course.feed.state()
+    return course.updates, course.feed.get_state()
 
 
-def _go_on(host: Host, name: str, steps: int) -> _Answer:
-    held(host, name, steps)
+def _run_step(host: RankServer, name: str, steps: int) -> _StepReply:
+    get_rank_training(host, name, steps)
     course = host.courses[name]
     heard = course.step()
-    return _Answer(heard, course.report, course.feed.state(), tuple(course.feed.bad), course.updates)
+    return _StepReply(heard, course.report, course.feed.get_state(), tuple(course.feed.bad), course.updates)
 
 
-def end(host: Host, name: str) -> int:
+def end_rank_loop(host: RankServer, name: str) -> int:
     """End the workers of a training, if it has any; how often it has changed its weights."""
     if (course := host.courses.pop(name, None)) is not None:
         course.close()

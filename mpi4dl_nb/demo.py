@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engines.comm.container import cores
+from engines.comm.container import count_cores
 from engines.images.crops import StainCrops
 from engines.images.picture import open_image
 from engines.images.samples import immunohistochemistry
 from engines.models import resnet110_v2
-from engines.oracle import OneProcess
+from engines.oracle import ReferenceTraining
 from mpi4dl_nb import Cluster, Plan, Training, show_slicing, show_timeline
 
 __all__ = ["main"]
@@ -33,9 +33,9 @@ Batch = tuple[Tensor, Tensor]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, verify, draw; the last line printed is JSON."""
-    chosen = _options(arguments)
+    chosen = _parse_options(arguments)
     picture = open_image(immunohistochemistry())
-    batches = list(StainCrops(picture, chosen.crop_px, count=16, seed=0).batches(chosen.batch_size))
+    batches = list(StainCrops(picture, chosen.crop_px, count=16, seed=0).iterate_batches(chosen.batch_size))
     torch.manual_seed(0)
     model = resnet110_v2(num_classes=2)
     print(f"Starting {PLAN.ranks} ranks ({PLAN.summary}) ...", flush=True)
@@ -44,13 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shape = tuple(batches[0][0].shape)
         training = Training(model, PLAN, cluster, shape, optimiser=adam)
         history = training.fit(batches, epochs=chosen.epochs)
-        for number, loss in enumerate(_per_epoch(history.losses, len(batches)), start=1):
+        for number, loss in enumerate(_average_by_epoch(history.losses, len(batches)), start=1):
             print(f"epoch {number}: loss {loss:.4f}", flush=True)
-        ours, theirs = _rates(training, batches)
+        ours, theirs = _measure_rates(training, batches)
         print("Comparing three steps in float64 with one process ...", flush=True)
         proof = training.verify(batches)
         figures = _draw(training, picture, Path(chosen.figures))
-    losses = _per_epoch(history.losses, len(batches))
+    losses = _average_by_epoch(history.losses, len(batches))
     line = {
         "ranks": PLAN.ranks,
         "images_per_s": round(ours, 4),
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(line), flush=True)
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags = argparse.ArgumentParser(description="Train ResNet-110 v2 on tiles of a stained tissue.")
     flags.add_argument("--epochs", type=int, default=4)
     flags.add_argument("--batch-size", type=int, default=4)
@@ -73,15 +73,15 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return flags.parse_args(arguments)
 
 
-def _per_epoch(losses: Sequence[float], steps: int) -> list[float]:
+def _average_by_epoch(losses: Sequence[float], steps: int) -> list[float]:
     """The mean loss of each epoch."""
     return [statistics.fmean(losses[start : start + steps]) for start in range(0, len(losses), steps)]
 
 
-def _rates(training: Training, batches: Sequence[Batch], rounds: int = 3) -> tuple[float, float]:
+def _measure_rates(training: Training, batches: Sequence[Batch], rounds: int = 3) -> tuple[float, float]:
     """Images per second of the ranks and of one process with all cores, interleaved; medians."""
-    torch.set_num_threads(cores())
-    alone = OneProcess(training.model, training.loss, training.recipe.optimiser)
+    torch.set_num_threads(count_cores())
+    alone = ReferenceTraining(training.model, training.loss, training.recipe.optimiser)
     images, labels = batches[0]
     alone.step({"images": images, "labels": labels})
     ours, theirs = [], []

@@ -6,19 +6,19 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["exercise"]
+__all__ = ["grade_answer"]
 
 
-def exercise(answer: Any, truth: Callable[[], Any], hint: str) -> str:
+def grade_answer(answer: Any, truth: Callable[[], Any], hint: str) -> str:
     """What to say to an answer. `truth` is computed once there is one; a float is right within 5 %.
 
-    >>> exercise(None, lambda: 5, "Count the ranks of both stages.")
+    >>> grade_answer(None, lambda: 5, "Count the ranks of both stages.")
     'Put your answer into the cell above, then run this one.'
-    >>> exercise(4, lambda: 5, "Count the ranks of both stages.")
+    >>> grade_answer(4, lambda: 5, "Count the ranks of both stages.")
     'Not 4. Count the ranks of both stages.'
-    >>> exercise(5, lambda: 5, "Count the ranks of both stages.")
+    >>> grade_answer(5, lambda: 5, "Count the ranks of both stages.")
     'Right: 5.'
-    >>> exercise(0.49, lambda: 0.5, "How much of the time does a rank wait?")
+    >>> grade_answer(0.49, lambda: 0.5, "How much of the time does a rank wait?")
     'Right within 5 %: 0.5.'
     """
     if answer is None:

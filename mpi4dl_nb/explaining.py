@@ -7,10 +7,10 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from engines.errors import LossError, RankError
-from engines.loss.causes import Cause, said
+from engines.loss.causes import NonFiniteCause, format_causes
 
 if TYPE_CHECKING:
-    from engines.host import Host
+    from engines.host import RankServer
     from mpi4dl_nb.cluster import Cluster
 
 __all__ = ["explain_loss"]
@@ -24,11 +24,11 @@ def explain_loss(cluster: Cluster, name: str) -> Iterator[None]:
     except LossError as error:
         words = ""
         with suppress(RankError):
-            words = said(dict(enumerate(cluster.call(_find_causes, name))))
+            words = format_causes(dict(enumerate(cluster.call(_find_causes, name))))
         if words:
-            raise error.because(words) from None
+            raise error.with_cause(words) from None
         raise
 
 
-def _find_causes(host: Host, name: str) -> list[Cause]:
-    return host.trainings[name].causes() if name in host.trainings else []
+def _find_causes(host: RankServer, name: str) -> list[NonFiniteCause]:
+    return host.trainings[name].find_causes() if name in host.trainings else []

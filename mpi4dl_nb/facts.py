@@ -6,16 +6,16 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engines.loss.words import loss_of_step
+from engines.loss.words import describe_step_loss
 from engines.plan import Plan
 from engines.program.timeline import Timeline
-from mpi4dl_nb.draw.figure import spoken_bytes
+from mpi4dl_nb.draw.figure import format_bytes
 from mpi4dl_nb.draw.timeline import show_timeline
 
 if TYPE_CHECKING:
     from mpi4dl_nb.training import Training
 
-__all__ = ["StepTimeline", "facts"]
+__all__ = ["StepTimeline", "describe_training"]
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class StepTimeline(Timeline):
         return show_timeline(self, self.plan)._repr_html_()
 
 
-def facts(training: Training) -> dict[str, object]:
+def describe_training(training: Training) -> dict[str, object]:
     """The model and the plan, how far it has come, and the memory of the ranks."""
     found = {
         "Model": type(training.model).__name__,
         "Images of a step": " × ".join(map(str, training.recipe.step_specs["images"].shape)),
         "Plan": training.plan.summary,
-        "Loss of a step": loss_of_step(training.recipe.graph, training.plan),
+        "Loss of a step": describe_step_loss(training.recipe.graph, training.plan),
         "Cluster": f"{training.cluster.n} ranks, {training.cluster.state}",
         "Steps": training.steps,
     }
@@ -46,5 +46,5 @@ def facts(training: Training) -> dict[str, object]:
         found["Last loss"] = f"{statistics.fmean(losses.values()):.6g}"
         held = [report.memory_bytes for report in training.reports]
         one = training.cluster.is_one_process
-        found["Memory"] = f"{spoken_bytes(held[0])}, all ranks" if one else ", ".join(map(spoken_bytes, held))
+        found["Memory"] = f"{format_bytes(held[0])}, all ranks" if one else ", ".join(map(format_bytes, held))
     return found

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Protocol
 from tqdm.auto import tqdm
 
 from engines.checkpoint.interrupts import SIGNALS, Interrupts, StoppedError
-from engines.checkpoint.keeper import Keeper
+from engines.checkpoint.keeper import CheckpointManager
 from engines.checkpoint.writer import check_writable
 from engines.errors import RankError
 from engines.log import EpochLog
-from engines.report import Epoch, Event, Healed, LeftOut, Told
+from engines.report import EpochResult, Recovered, SkippedImage, StepResult, TrainingEvent
 from engines.train import run
-from engines.working import absolute
-from mpi4dl_nb.courses import BatchCourse, ImageCourse
-from mpi4dl_nb.healing import Healing, Mark, is_whole
+from engines.working import make_absolute
+from mpi4dl_nb.courses import BatchLoop, ImageLoop
+from mpi4dl_nb.healing import FailureRecovery, FitPosition, is_whole
 
 if TYPE_CHECKING:
     from mpi4dl_nb.training import Training
 
-__all__ = ["History", "Saving", "Watcher", "fit"]
+__all__ = ["CheckpointOptions", "FitCallback", "History", "fit"]
 
 _LAST_S = 0.4  # after an interrupt the step under way has this long to come to its end
 
@@ -44,19 +44,19 @@ class History:
 
     losses: tuple[float, ...]
     images_per_s: float
-    epochs: tuple[Epoch, ...] = ()
+    epochs: tuple[EpochResult, ...] = ()
     left_out: tuple[str, ...] = ()
     stopped: bool = False
     saved: Path | None = None
 
 
-class Watcher(Protocol):
+class FitCallback(Protocol):
     """Is told how a `fit` goes. The ranks wait meanwhile: what takes time is for another thread."""
 
     def begin(self, training: Training, total: int | None) -> None:
         """It begins, with so many steps to do."""
 
-    def heard(self, event: Event) -> None:
+    def heard(self, event: TrainingEvent) -> None:
         """What has just happened; of a step, `training.reports` tell more."""
 
     @property
@@ -68,29 +68,29 @@ class Watcher(Protocol):
 
 
 @dataclass(frozen=True)
-class Saving:
+class CheckpointOptions:
     """Checkpoints go into `folder` after every `every` steps, or after each epoch; the last `keep` stay."""
 
     folder: str | PathLike[str] | None
     every: int | None
     keep: int
 
-    def keeper(self, training: Training, asked: Callable[[], int]) -> Keeper | None:
+    def make_checkpoint_manager(self, training: Training, asked: Callable[[], int]) -> CheckpointManager | None:
         """What saves a training; None where there is no folder. Raises CheckpointError if it cannot be written to."""
         if self.folder is None:
             return None
-        check_writable(absolute(self.folder))
+        check_writable(make_absolute(self.folder))
         save = partial(training.save, self.folder, self.keep)
-        return Keeper(save, lambda: training.steps, self.every, asked, tqdm.write)
+        return CheckpointManager(save, lambda: training.steps, self.every, asked, tqdm.write)
 
 
 def fit(
-    course: BatchCourse | ImageCourse,
+    course: BatchLoop | ImageLoop,
     epochs: int,
     log: str | PathLike[str] | None,
-    saving: Saving,
-    watchers: Sequence[Watcher],
-    healing: Healing | None = None,
+    saving: CheckpointOptions,
+    watchers: Sequence[FitCallback],
+    healing: FailureRecovery | None = None,
 ) -> History:
     """Go through a course, until its end or until a watcher stops it; the watchers are told all of it.
 
@@ -101,11 +101,11 @@ def fit(
     with ExitStack() as stack:
         asked = stack.enter_context(Interrupts(SIGNALS if saving.folder else (signal.SIGINT,), obeyed=True))
         stack.enter_context(closing(course))
-        fitting = _Fitting(course, epochs, watchers, healing, asked)
-        stack.enter_context(fitting.watched())
+        fitting = _FitRun(course, epochs, watchers, healing, asked)
+        stack.enter_context(fitting.notify_callbacks())
         fitting.book = None if log is None else stack.enter_context(EpochLog(log))
-        fitting.keeper = saving.keeper(course.training, fitting.asked)
-        fitting.go()
+        fitting.keeper = saving.make_checkpoint_manager(course.training, fitting.asked)
+        fitting.run_to_end()
     if not fitting.losses and not fitting.stopped:
         text = "Nothing was trained: no step was left to do. Call fit() again for the next epoch."
         warnings.warn(text, stacklevel=3)
@@ -113,49 +113,49 @@ def fit(
 
 
 @dataclass
-class _Fitting:
+class _FitRun:
     """A fit under way: what it has seen becomes a History."""
 
-    course: BatchCourse | ImageCourse
+    course: BatchLoop | ImageLoop
     epochs: int
-    watchers: Sequence[Watcher]
-    healing: Healing | None
+    watchers: Sequence[FitCallback]
+    healing: FailureRecovery | None
     asked: Interrupts
     book: EpochLog | None = None
-    keeper: Keeper | None = None
+    keeper: CheckpointManager | None = None
     losses: list[float] = field(default_factory=list)
-    begun: list[Told] = field(default_factory=list)
-    ended: list[Epoch] = field(default_factory=list)
+    begun: list[StepResult] = field(default_factory=list)
+    ended: list[EpochResult] = field(default_factory=list)
     images: int = 0
     logged: int = -1
     stopped: bool = False
     start_s: float = field(default_factory=time.perf_counter)
 
-    def go(self) -> None:
+    def run_to_end(self) -> None:
         """To the end."""
         if self.healing:
-            self.healing.saved(self._mark, self.keeper.save_now())
+            self.healing.record_checkpoint(self._mark, self.keeper.save_now())
         mark = self._mark
-        while not self._goes_on(mark):
+        while not self._run_from(mark):
             mark = self.healing.mark
 
-    def _goes_on(self, mark: Mark) -> bool:
+    def _run_from(self, mark: FitPosition) -> bool:
         """Go on from there; whether that came to an end, and not to a failure that is healed now."""
         try:
-            for event in self._events(mark):
-                self._hear(event)
-                self._look_after(event)
+            for event in self._iterate_events(mark):
+                self._handle_event(event)
+                self._save_or_stop(event)
                 if self.stopped:
                     break
             if self.keeper:
-                self.keeper.after_all()
+                self.keeper.save_at_end()
             return True
         except RankError as error:
             if self.asked() and self.keeper and self.keeper.path:
                 raise StoppedError(f"{error} {self._last}", self.asked()) from error
             if self.healing is None or self.asked():
                 raise
-            self._hear(self.healing.heal(error, self.course, self._mark))
+            self._handle_event(self.healing.heal(error, self.course, self._mark))
             return False
         except KeyboardInterrupt:
             if not self.asked():
@@ -166,7 +166,7 @@ class _Fitting:
     def _stop(self) -> None:
         """The end was asked for. Raises StoppedError, saved, or KeyboardInterrupt where nothing is to be saved."""
         if self.keeper and is_whole(self.course.training):
-            self.keeper.after_step()
+            self.keeper.save_after_step()
         if self.keeper and self.keeper.path:
             raise StoppedError(f"Stopped while ranks changed their weights. {self._last}", self.asked())
         raise KeyboardInterrupt
@@ -175,32 +175,32 @@ class _Fitting:
     def _last(self) -> str:
         return f"The last checkpoint is {self.keeper.path}: go on from there."
 
-    def _events(self, mark: Mark) -> Iterator[Event]:
+    def _iterate_events(self, mark: FitPosition) -> Iterator[TrainingEvent]:
         """All that is left. Only what the ranks do for it is given up when time is up, and no checkpoint."""
-        cluster, events = self.course.training.cluster, self._run(mark)
+        cluster, events = self.course.training.cluster, self._make_events(mark)
         while True:
-            with cluster.hurried(lambda: self.asked.late(_LAST_S)):
+            with cluster.hurried(lambda: self.asked.is_overdue(_LAST_S)):
                 event = next(events, None)
             if event is None:
                 return
             yield event
 
-    def _run(self, mark: Mark) -> Iterator[LeftOut | Told | Epoch]:
+    def _make_events(self, mark: FitPosition) -> Iterator[SkippedImage | StepResult | EpochResult]:
         return run(self.course, self.epochs - mark.epochs, mark.begun, mark.is_over)
 
-    def _hear(self, event: Event) -> None:
+    def _handle_event(self, event: TrainingEvent) -> None:
         match event:
-            case Told():
+            case StepResult():
                 self.losses.append(event.loss)
                 self.begun.append(event)
                 self.images += event.images
-            case Epoch():
+            case EpochResult():
                 if self.book is not None and event.epoch > self.logged:
                     self.book.add(event.record)
                 self.logged = max(self.logged, event.epoch)
                 self.ended.append(event)
                 self.begun.clear()
-            case Healed():
+            case Recovered():
                 mark = self.healing.mark
                 del self.losses[mark.steps :], self.ended[mark.epochs :]
                 self.begun[:] = mark.begun
@@ -208,30 +208,30 @@ class _Fitting:
             watcher.heard(event)
         self.stopped = any(watcher.stops for watcher in self.watchers)
 
-    def _look_after(self, event: Event) -> None:
+    def _save_or_stop(self, event: TrainingEvent) -> None:
         """Save if it is time. Raises StoppedError, saved, or KeyboardInterrupt, if the training is to end."""
         keeper = self.keeper
-        if keeper and isinstance(event, Told):
-            keeper.after_step()
-        if keeper and isinstance(event, Epoch):
-            keeper.after_epoch()
+        if keeper and isinstance(event, StepResult):
+            keeper.save_after_step()
+        if keeper and isinstance(event, EpochResult):
+            keeper.save_after_epoch()
         if self.asked():
             self._stop()
         if self.healing and keeper.saved_step == self.course.training.steps:
-            self.healing.saved(self._mark, keeper.path)
+            self.healing.record_checkpoint(self._mark, keeper.path)
 
     @property
-    def _mark(self) -> Mark:
+    def _mark(self) -> FitPosition:
         course = self.course
-        return Mark(
+        return FitPosition(
             len(self.losses), len(self.ended), tuple(self.begun), course.place, bool(self.begun) and course.is_over
         )
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def notify_callbacks(self) -> Iterator[None]:
         """Tell the watchers of the beginning, and whatever happens of the end."""
         outcome: BaseException | None = None
-        total = self.course.total(self.epochs)
+        total = self.course.count_steps(self.epochs)
         for watcher in self.watchers:
             watcher.begin(self.course.training, total)
         try:

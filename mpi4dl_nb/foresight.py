@@ -9,12 +9,12 @@ from torch import nn
 from engines.plan import Plan
 from engines.predict import forecast as predicted
 from engines.predict.forecast import Forecast
-from engines.predict.given import given
+from engines.predict.given import resolve_machine
 from engines.predict.machine import Machine
 from engines.predict.sizes import Sizes
 from engines.traces import Loss
 from engines.training import Optimiser, sgd
-from mpi4dl_nb.tuning import optimiser_states
+from mpi4dl_nb.tuning import count_optimiser_states
 
 __all__ = ["forecast"]
 
@@ -39,5 +39,5 @@ def forecast(
     (5, 5, True)
     """
     sizes = Sizes.of(model, loss)
-    states = optimiser_states(optimiser, sizes.model, sizes.loss)
-    return predicted.forecast(sizes.graph(plan, image_shape), plan, given(machine), states)
+    states = count_optimiser_states(optimiser, sizes.model, sizes.loss)
+    return predicted.forecast(sizes.graph(plan, image_shape), plan, resolve_machine(machine), states)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from mpi4dl_nb.launch.reports import Still
+from mpi4dl_nb.launch.reports import StalledRank
 
-__all__ = ["Hang", "hang_of"]
+__all__ = ["Hang", "find_hang"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,9 @@ class Hang:
     words: str
 
 
-def hang_of(working: Collection[int], still: Mapping[int, Still], after_s: float, began_s: float) -> Hang | None:
+def find_hang(
+    working: Collection[int], still: Mapping[int, StalledRank], after_s: float, began_s: float
+) -> Hang | None:
     """Whether the ranks that have work hang: none goes on for so long, and one waits, was stopped, is idle or silent.
 
     What was before `began_s` (by `time.monotonic()`) does not count: what is known of ranks may be half a second old.
@@ -40,19 +42,19 @@ def hang_of(working: Collection[int], still: Mapping[int, Still], after_s: float
         stuck, key=lambda rank: (not stuck[rank].stopped, not stuck[rank].silent, stuck[rank].at.waits, rank)
     )
     first, *others = order
-    lines = [_line(rank, stuck[rank]) for rank in others]
+    lines = [_describe_rank(rank, stuck[rank]) for rank in others]
     said = (
-        f"Rank {first} does not go on: {_where(stuck[first])}. No rank has for {after_s:.0f} s (hang_after_s). "
-        "If work may take as long, start the cluster with a larger one."
+        f"Rank {first} does not go on: {_describe_state(stuck[first])}. No rank has for {after_s:.0f} s "
+        "(hang_after_s). If work may take as long, start the cluster with a larger one."
     )
     return Hang(first, "\n".join([said, *lines]))
 
 
-def _line(rank: int, still: Still) -> str:
-    return f"Rank {rank} {'waits' if still.at.waits else 'stands still'}: {_where(still)}."
+def _describe_rank(rank: int, still: StalledRank) -> str:
+    return f"Rank {rank} {'waits' if still.at.waits else 'stands still'}: {_describe_state(still)}."
 
 
-def _where(still: Still) -> str:
+def _describe_state(still: StalledRank) -> str:
     why = f"; {still.why}" if still.why and not still.at.waits else ""
     if still.silent:
         return f"nothing has been heard of it for {still.for_s:.1f} s{why}"

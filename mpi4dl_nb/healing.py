@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from engines.errors import DamagedError, PlanError, RankError
 from engines.optimiser_trial import count_states
-from engines.partial import smallest_step
+from engines.partial import compute_smallest_step
 from engines.plan import Plan
-from engines.predict.search import plans, search
-from engines.report import Healed, Told
+from engines.predict.search import generate_plans, search
+from engines.report import Recovered, StepResult
 from mpi4dl_nb.cluster import HELP
-from mpi4dl_nb.courses import BatchCourse, ImageCourse
+from mpi4dl_nb.courses import BatchLoop, ImageLoop
 
 if TYPE_CHECKING:
-    from engines.host import Host
+    from engines.host import RankServer
     from mpi4dl_nb.training import Training
 
-__all__ = ["HOW", "Healing", "Mark", "is_whole", "plan_for"]
+__all__ = ["FAILURE_POLICIES", "FailureRecovery", "FitPosition", "choose_plan", "is_whole"]
 
-HOW = ("raise", "heal", "shrink")
+FAILURE_POLICIES = ("raise", "heal", "shrink")
 """What to do where ranks fail: tell; start dead ones anew; or go on without them."""
 
 _TRIES = 3  # ranks that fail while they are healed
@@ -31,7 +31,7 @@ _FAILURES = 3  # without a step more than before
 
 
 @dataclass(frozen=True)
-class Mark:
+class FitPosition:
     """How far a `fit` has come: `steps` and `epochs` that are done, `begun` are the steps of the epoch under way.
 
     `place` is where its course is; `is_over`: at the end of an epoch that is not told yet.
@@ -39,12 +39,12 @@ class Mark:
 
     steps: int
     epochs: int
-    begun: tuple[Told, ...]
+    begun: tuple[StepResult, ...]
     place: Any
     is_over: bool
 
 
-class Healing:
+class FailureRecovery:
     """Heals a training that is saved by `keeper`; `renew` makes anew what else the ranks hold for it.
 
     `fewer`: without the ranks that have died. `mark` is where it goes on.
@@ -52,20 +52,20 @@ class Healing:
 
     def __init__(self, training: Training, fewer: bool, renew: Callable[[], None]) -> None:
         self.training, self.fewer, self.renew = training, fewer, renew
-        self.mark = Mark(0, 0, (), None, is_over=False)
-        self._saved: list[tuple[Mark, Path]] = []  # the newest last
+        self.mark = FitPosition(0, 0, (), None, is_over=False)
+        self._saved: list[tuple[FitPosition, Path]] = []  # the newest last
         self._passed_over: list[str] = []  # of the last healing: checkpoints that are damaged, and why
         self._failed: list[tuple[int, int | None]] = []  # steps done and rank, of failures without a step more since
 
-    def saved(self, mark: Mark, path: Path) -> None:
+    def record_checkpoint(self, mark: FitPosition, path: Path) -> None:
         """There is a checkpoint of it."""
         there = [each for each in self._saved if each[1].exists() and each[1] != path]
         self._saved = [*there, (mark, path)]
 
-    def heal(self, error: RankError, course: BatchCourse | ImageCourse, now: Mark) -> Healed:
+    def heal(self, error: RankError, course: BatchLoop | ImageLoop, now: FitPosition) -> Recovered:
         """All ranks hold the training again, and the course goes on. Raises the error where that can't help."""
         start_s = time.perf_counter()
-        self._check(error)
+        self._check_repeated(error)
         self._passed_over.clear()
         for tried in range(_TRIES):
             try:
@@ -78,9 +78,9 @@ class Healing:
         again = f"{lost} step{'s' * (lost != 1)} done again" if lost else "no step is lost"
         why = str(error).removesuffix(HELP).rstrip()
         text = f"Healed in {time.perf_counter() - start_s:.1f} s, {again}. What went wrong: {why}"
-        return Healed(" ".join([text, *self._passed_over]), self.mark.steps, self.mark.epochs)
+        return Recovered(" ".join([text, *self._passed_over]), self.mark.steps, self.mark.epochs)
 
-    def _check(self, error: RankError) -> None:
+    def _check_repeated(self, error: RankError) -> None:
         """A loss that is not a number comes again, and so does what comes again and again in the same place."""
         if type(error) is not RankError:
             raise error
@@ -94,14 +94,14 @@ class Healing:
             error.add_note(f"It was not healed again, for ranks failed in the same place: {where}.")
             raise error
 
-    def _heal(self, course: BatchCourse | ImageCourse, now: Mark) -> None:
+    def _heal(self, course: BatchLoop | ImageLoop, now: FitPosition) -> None:
         training = self.training
         cluster = training.cluster.heal(self.fewer)
         self.mark = now
         if not is_whole(training):
-            plan = training.plan if cluster.n == training.plan.ranks else plan_for(training, cluster.n)
+            plan = training.plan if cluster.n == training.plan.ranks else choose_plan(training, cluster.n)
             self._load(plan)
-        course.renew(self.mark.place)
+        course.resume(self.mark.place)
         course.is_over = self.mark.is_over
         self.renew()
 
@@ -124,14 +124,14 @@ class Healing:
 
 def is_whole(training: Training) -> bool:
     """Whether all ranks hold a training, and have changed its weights as often as the notebook knows of."""
-    return set(training.cluster.call(_updates, training.name)) == {training.steps}
+    return set(training.cluster.call(_get_updates, training.name)) == {training.steps}
 
 
-def _updates(host: Host, name: str) -> int | None:
+def _get_updates(host: RankServer, name: str) -> int | None:
     return host.trainings[name].updates if name in host.trainings else None
 
 
-def plan_for(training: Training, ranks: int) -> Plan:
+def choose_plan(training: Training, ranks: int) -> Plan:
     """The plan for so many ranks that is predicted to be the fastest of those that compute the same as the training's.
 
     These are as many batches and micro-batches. Raises PlanError where there is none.
@@ -141,9 +141,9 @@ def plan_for(training: Training, ranks: int) -> Plan:
     same = {name: getattr(now, name) for name in kept}
     asked = [
         replace(plan, **same)
-        for plan in plans(ranks, batch)
+        for plan in generate_plans(ranks, batch)
         if (plan.batches, plan.micro_batches) == (now.batches, now.micro_batches)
-        and all(images % smallest_step(plan) == 0 for images in training.sizes)
+        and all(images % compute_smallest_step(plan) == 0 for images in training.sizes)
     ]
     if not asked:
         raise PlanError(
@@ -152,4 +152,6 @@ def plan_for(training: Training, ranks: int) -> Plan:
         )
     states = count_states(training.recipe.optimiser, training.recipe.parameters)
     machine = training.cluster.calibrate(accept_noise=True)
-    return search(ranks, batch, training.traces.graph, machine, optimiser_states=states, asked=asked).fitting[0].plan
+    return (
+        search(ranks, batch, training.traces.get_graph, machine, optimiser_states=states, asked=asked).fitting[0].plan
+    )

@@ -15,32 +15,32 @@ from pathlib import Path
 
 import torch
 
-from engines.comm.container import cores
+from engines.comm.container import count_cores
 from engines.errors import PlanError
 from engines.predict.machine import Machine
-from engines.predict.plausible import lacking
+from engines.predict.plausible import find_missing_speeds
 from engines.regular import read_bounded
 
-__all__ = ["KnownMachine"]
+__all__ = ["CalibrationCache"]
 
 _MOST_BYTES = 1 << 22  # a calibration has a hundredth of it
 _READ_AS = 3  # counted up when what was measured is read in another way, so that it is measured again
 
 
 @dataclass(frozen=True)
-class KnownMachine:
+class CalibrationCache:
     """One file; a `usual` one, for which nobody has asked, fails silently: then the machine is measured."""
 
     path: Path
     usual: bool = False
 
     @classmethod
-    def of(cls, n: int, backend: str, hosts: str = "") -> KnownMachine:
+    def of(cls, n: int, backend: str, hosts: str = "") -> CalibrationCache:
         """Where `n` ranks are remembered, on this host or on those that are named."""
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 (there may be no home)
         folder = Path(os.environ.get("MPI4DL_NB_MACHINES") or Path(caches, "mpi4dl_nb_machines"))
         where = sha256((hosts or socket.gethostname()).encode()).hexdigest()[:12]
-        kind = f"{backend}-{n}-on-{cores()}-torch-{torch.__version__}"
+        kind = f"{backend}-{n}-on-{count_cores()}-torch-{torch.__version__}"
         return cls(folder / f"{kind}-{where}-{_READ_AS}.json", usual=True)
 
     def read(self) -> Machine | None:
@@ -49,7 +49,7 @@ class KnownMachine:
             return None
         try:
             found = Machine.from_json(read_bounded(self.path, _MOST_BYTES).decode(errors="replace"))
-            if missing := list(lacking(found.speeds)):
+            if missing := list(find_missing_speeds(found.speeds)):
                 raise PlanError(f"speeds.{missing[0]} is missing. Calibrate, and store it again.")
             return found
         except PlanError as error:
@@ -60,7 +60,7 @@ class KnownMachine:
                 raise PlanError(f"The machine file {self.path} cannot be read: {error.strerror}.") from error
         return None
 
-    def keep(self, machine: Machine) -> None:
+    def write(self, machine: Machine) -> None:
         """Store it in place of what is there. A quick or noisy one is not stored: it would be believed from then on."""
         if machine.quick or not machine.noise.is_good:
             return

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from threading import Condition, Thread
 
-__all__ = ["Later"]
+__all__ = ["LatestOnly"]
 
 IsAsked = Callable[[], bool]
 
 
-class Later:
+class LatestOnly:
     """Does one thing at a time in a thread; a newer one takes the place of an older one, which ends when it looks.
 
     Python does not end before the threads do: torch aborts the process where it is cut off in the middle.
@@ -21,9 +21,9 @@ class Later:
         self._changed = Condition()
         self._asked = self._done = 0
 
-    def do(self, work: Callable[[IsAsked], None]) -> None:
+    def submit(self, work: Callable[[IsAsked], None]) -> None:
         """`work(is_asked)` in a thread; it is to look at `is_asked()` before it shows anything, and now and then."""
-        number = self.forget()
+        number = self.cancel()
 
         def run() -> None:
             try:
@@ -35,16 +35,16 @@ class Later:
 
         Thread(target=run, name="mpi4dl_nb later").start()
 
-    def forget(self) -> int:
+    def cancel(self) -> int:
         """What is under way is not asked for any more; the number of what comes next."""
         with self._changed:
             self._asked += 1
             return self._asked
 
-    def rest(self) -> None:
+    def mark_done(self) -> None:
         """Nothing is asked for: who waits need not wait."""
         with self._changed:
-            self._done = self.forget()
+            self._done = self.cancel()
             self._changed.notify_all()
 
     def pause(self, seconds: float, is_asked: IsAsked) -> bool:

@@ -28,18 +28,18 @@ from typing import Any
 import psutil
 
 from engines.errors import PlanError
-from engines.following import Followed, Version
+from engines.following import NotebookImports, SourceVersion
 from engines.packing import pack
 
-__all__ = ["Modules", "is_users"]
+__all__ = ["UserModules", "is_user_module"]
 
 _OURS = ("engines", "mpi4dl_nb")
 _HASHED, _MOST = 1, 0xFFFFFFFF  # of compiled files: a flag of those that tell no time; their numbers have 32 bits
-_ANOTHER: Version = (0, 0)  # than any file has
+_ANOTHER: SourceVersion = (0, 0)  # than any file has
 
 
 @dataclass
-class _Known:
+class _UserModule:
     """A module of the user's as the notebook holds it. `spec` is another object after a reload.
 
     `version` is of the file that it was loaded from, None: unknown. `current`: the file has not changed since.
@@ -49,17 +49,17 @@ class _Known:
     module: ModuleType
     spec: object
     file: str
-    version: Version | None
+    version: SourceVersion | None
     current: bool
     constants: Mapping[str, object]
     reloaded: bool = False
 
     @classmethod
-    def of(cls, module: ModuleType, reloaded: bool = False) -> _Known:
+    def of(cls, module: ModuleType, reloaded: bool = False) -> _UserModule:
         file = module.__spec__.origin
-        version = _loaded_version(file, reloaded)
+        version = _find_loaded_version(file, reloaded)
         current = version not in (None, _ANOTHER)
-        return cls(module, module.__spec__, file, version, current, _constants(file) if current else {}, reloaded)
+        return cls(module, module.__spec__, file, version, current, _parse_constants(file) if current else {}, reloaded)
 
     @property
     def is_as_its_file(self) -> bool:
@@ -70,21 +70,21 @@ class _Known:
         )
 
 
-class Modules:
+class UserModules:
     """Packs what one set of ranks is sent, and tells what they shall `follow`.
 
     `_held` are the versions of modules that these ranks may have imported.
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _UserModule] = {}
         self._seen: set[str] = set()
-        self._held: dict[str, Version | None] = {}
+        self._held: dict[str, SourceVersion | None] = {}
         self._said: set[str] = set()
-        self._look()
+        self._refresh()
 
     @property
-    def follow(self) -> Followed:
+    def follow(self) -> NotebookImports:
         """What ranks shall do like the notebook, as of the last `pack`."""
         reloaded = {
             name: known.version
@@ -92,12 +92,12 @@ class Modules:
             if known.reloaded and known.version not in (None, _ANOTHER) and name in sys.modules
         }
         changed = tuple(name for name, known in self._known.items() if known.version is not None and not known.current)
-        return Followed(tuple(_search_path()), reloaded, changed)
+        return NotebookImports(tuple(_get_search_path()), reloaded, changed)
 
     def pack(self, values: Iterable[Any]) -> list[bytes]:
         """Raises PlanError where a module must be sent by value and cannot be, with its name."""
-        self._look()
-        by_value = self._by_value()
+        self._refresh()
+        by_value = self._find_by_value()
         used: set[str] = set()
         try:
             packed = [pack(value, by_value, used) for value in values]
@@ -110,30 +110,30 @@ class Modules:
                 f"constant), and it cannot be sent as it is: {error}. Reload what has changed, and restart the ranks: "
                 "cluster.restart()."
             ) from error
-        self._say(used & by_value)
+        self._report_by_value(used & by_value)
         for name in used & self._known.keys() - by_value:
-            for each in (name, *self._needs(name)):
+            for each in (name, *self._find_dependencies(name)):
                 self._held.setdefault(each, self._known[each].version)
         return packed
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         """Take in modules that are new, and those that have been loaded again or whose files have changed."""
         new = sys.modules.keys() - self._seen
         self._seen |= new
         for name in new:
-            if is_users(name, module := sys.modules.get(name)):
-                self._known[name] = _Known.of(module)
+            if is_user_module(name, module := sys.modules.get(name)):
+                self._known[name] = _UserModule.of(module)
         for name, known in self._known.items():
-            module, version = sys.modules.get(name, known.module), _version(known.file)
+            module, version = sys.modules.get(name, known.module), _get_version(known.file)
             spec = getattr(module, "__spec__", None)
             if spec is not None and spec is not known.spec:  # they would be equal
-                self._known[name] = _Known.of(module, reloaded=True)
-            elif version != known.version and version is not None and _autoreloaded(name) == version[0]:
+                self._known[name] = _UserModule.of(module, reloaded=True)
+            elif version != known.version and version is not None and _find_autoreload_ns(name) == version[0]:
                 known.version, known.reloaded, known.constants = version, True, {}
             else:
                 known.current = known.version is not None and known.version == version
 
-    def _by_value(self) -> set[str]:
+    def _find_by_value(self) -> set[str]:
         """The modules that differ, or may, and those that use them."""
         found = {
             name
@@ -145,22 +145,24 @@ class Modules:
                 or name.partition(".")[0] in sys.stdlib_module_names  # by that name ranks import Python's own
             )
         }
-        while more := {name for name in self._known.keys() - found if name in sys.modules and found & self._uses(name)}:
+        while more := {
+            name for name in self._known.keys() - found if name in sys.modules and found & self._find_used(name)
+        }:
             found |= more
         return found
 
-    def _uses(self, name: str) -> set[str]:
-        return self._known.keys() & set(_owners(vars(self._known[name].module).values()))
+    def _find_used(self, name: str) -> set[str]:
+        return self._known.keys() & set(_find_owners(vars(self._known[name].module).values()))
 
-    def _needs(self, name: str) -> set[str]:
+    def _find_dependencies(self, name: str) -> set[str]:
         """All modules that a rank imports with this one."""
         found, new = {name}, {name}
         while new:
-            new = {each for some in new for each in self._uses(some)} - found
+            new = {each for some in new for each in self._find_used(some)} - found
             found |= new
         return found - {name}
 
-    def _say(self, names: Iterable[str]) -> None:
+    def _report_by_value(self, names: Iterable[str]) -> None:
         for name in sorted(set(names) - self._said):
             self._said.add(name)
             print(
@@ -171,14 +173,14 @@ class Modules:
             )
 
 
-def _search_path() -> Iterator[str]:
+def _get_search_path() -> Iterator[str]:
     """The folders that Python looks in. In the one that it works in, where that was deleted, there is nothing."""
     for path in sys.path:
         with suppress(FileNotFoundError):
             yield os.path.abspath(path)  # noqa: PTH100 (keeps links)
 
 
-def _owners(values: Iterable[object]) -> Iterator[str]:
+def _find_owners(values: Iterable[object]) -> Iterator[str]:
     """The modules that things come from."""
     for value in list(values):
         if isinstance(value, partial):
@@ -191,19 +193,19 @@ def _owners(values: Iterable[object]) -> Iterator[str]:
             yield type(value).__module__
 
 
-def is_users(name: str, module: object) -> bool:
+def is_user_module(name: str, module: object) -> bool:
     """Whether it was loaded from a file that is neither Python's, nor installed, nor this package's."""
     spec = getattr(module, "__spec__", None)
-    origin = getattr(spec, "origin", None)
+    origin = getattr(spec, "find_mask_origin", None)
     if not isinstance(module, ModuleType) or not isinstance(origin, str) or not origin.endswith(".py"):
         return False
     if name == "__main__" or name.partition(".")[0] in _OURS:
         return False
-    return not any(origin.startswith(folder) for folder in _installed()) and not _is_standard(origin)
+    return not any(origin.startswith(folder) for folder in _get_install_folders()) and not _is_standard(origin)
 
 
 @cache
-def _installed() -> tuple[str, ...]:
+def _get_install_folders() -> tuple[str, ...]:
     folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
     # A .pth file may have added those of another environment.
     others = {folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")}
@@ -214,7 +216,7 @@ def _is_standard(origin: str) -> bool:
     return origin.startswith(tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")))
 
 
-def _version(file: str) -> Version | None:
+def _get_version(file: str) -> SourceVersion | None:
     try:
         found = Path(file).stat()
     except OSError:
@@ -222,21 +224,21 @@ def _version(file: str) -> Version | None:
     return found.st_mtime_ns, found.st_size
 
 
-def _loaded_version(file: str, reloaded: bool) -> Version | None:
+def _find_loaded_version(file: str, reloaded: bool) -> SourceVersion | None:
     """Of a file that a module was loaded from before it was first looked at; None where it may have changed since.
 
     Where no compiled file tells, one that is older than this process is taken to be the same, and so is one that was
     loaded again, since the last look.
     """
-    version, compiled = _version(file), _compiled_version(file)
+    version, compiled = _get_version(file), _read_compiled_version(file)
     if version is None:
         return None
     if compiled is None:
-        return version if reloaded or version[0] < _began_s() * 1e9 else None
+        return version if reloaded or version[0] < _get_start_s() * 1e9 else None
     return version if compiled == (version[0] // 10**9 & _MOST, version[1] & _MOST) else _ANOTHER
 
 
-def _compiled_version(file: str) -> Version | None:
+def _read_compiled_version(file: str) -> SourceVersion | None:
     """Of the source that Python's compiled file was made from, in seconds; None where there is none that says it."""
     if sys.dont_write_bytecode:
         return None
@@ -248,7 +250,7 @@ def _compiled_version(file: str) -> Version | None:
     return None if flags & _HASHED else (changed_s, length)
 
 
-def _constants(file: str) -> dict[str, object]:
+def _parse_constants(file: str) -> dict[str, object]:
     """Names that a file's top gives a number, a text or the like, and that nothing else in the file is seen to set."""
     try:
         tree = ast.parse(Path(file).read_bytes())
@@ -266,7 +268,7 @@ def _constants(file: str) -> dict[str, object]:
     return found
 
 
-def _autoreloaded(name: str) -> int | None:
+def _find_autoreload_ns(name: str) -> int | None:
     """When the file was changed that IPython's %autoreload has put into a module last, in ns; None where it has not."""
     if "IPython.extensions.autoreload" not in sys.modules or (shell := sys.modules["IPython"].get_ipython()) is None:
         return None
@@ -280,5 +282,5 @@ def _autoreloaded(name: str) -> int | None:
 
 
 @cache
-def _began_s() -> float:
+def _get_start_s() -> float:
     return psutil.Process().create_time()

@@ -7,57 +7,57 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from engines.bench.verify import rank_record
+from engines.bench.verify import record_rank_run
 from engines.checkpoint import load as loading
 from engines.checkpoint import save as saving
-from engines.host import while_walking
-from engines.oracle import Record
+from engines.host import allow_during_step
+from engines.oracle import TrainingRecord
 from engines.program.worker import Inputs
-from engines.train import Heard, stepped
+from engines.train import RankStepStats, run_step
 from engines.training import RankTraining, Recipe, StepReport
-from mpi4dl_nb.courses import end, held
+from mpi4dl_nb.courses import end_rank_loop, get_rank_training
 
 if TYPE_CHECKING:
-    from engines.host import Host
+    from engines.host import RankServer
 
-__all__ = ["add_size", "create", "drop", "holds", "load", "record", "save", "step", "tensors"]
+__all__ = ["add_size", "create", "drop", "get_tensors", "has_training", "load", "record_reference", "save", "step"]
 
 
-def create(host: Host, name: str, recipe: Recipe) -> None:
+def create(host: RankServer, name: str, recipe: Recipe) -> None:
     host.trainings[name] = RankTraining(host.world, recipe)
 
 
-def add_size(host: Host, name: str, recipe: Recipe) -> None:
-    held(host, name).add_size(recipe)
+def add_size(host: RankServer, name: str, recipe: Recipe) -> None:
+    get_rank_training(host, name).add_size(recipe)
 
 
-def holds(host: Host, name: str) -> bool:
+def has_training(host: RankServer, name: str) -> bool:
     return name in host.trainings
 
 
-def step(host: Host, name: str, images: int, steps: int, inputs: Inputs) -> tuple[StepReport, Heard]:
-    return stepped(held(host, name, steps), inputs, images)
+def step(host: RankServer, name: str, images: int, steps: int, inputs: Inputs) -> tuple[StepReport, RankStepStats]:
+    return run_step(get_rank_training(host, name, steps), inputs, images)
 
 
-def record(host: Host, recipe: Recipe, parts: list[Inputs]) -> Record:
-    return rank_record(RankTraining(host.world, recipe), parts)
+def record_reference(host: RankServer, recipe: Recipe, parts: list[Inputs]) -> TrainingRecord:
+    return record_rank_run(RankTraining(host.world, recipe), parts)
 
 
-@while_walking
-def tensors(host: Host, name: str, steps: int) -> dict[str, dict[str, Tensor]]:
-    return held(host, name, steps).tensors()
+@allow_during_step
+def get_tensors(host: RankServer, name: str, steps: int) -> dict[str, dict[str, Tensor]]:
+    return get_rank_training(host, name, steps).copy_tensors()
 
 
-def save(host: Host, name: str, folder: Path, feed: Any, keep: int, steps: int) -> Path:
-    training = held(host, name, steps)
-    training.give_up()
+def save(host: RankServer, name: str, folder: Path, feed: Any, keep: int, steps: int) -> Path:
+    training = get_rank_training(host, name, steps)
+    training.abort_step()
     return saving.save(training, folder, feed, keep)
 
 
-def load(host: Host, name: str, path: Path) -> None:
-    loading.load(held(host, name), path)
+def load(host: RankServer, name: str, path: Path) -> None:
+    loading.load(get_rank_training(host, name), path)
 
 
-def drop(host: Host, name: str) -> None:
-    end(host, name)
+def drop(host: RankServer, name: str) -> None:
+    end_rank_loop(host, name)
     host.trainings.pop(name, None)

@@ -17,21 +17,21 @@ from tqdm.auto import tqdm
 
 from engines.errors import ImageError, Mpi4dlError, PlanError
 from engines.images.picture import Source, open_image
-from engines.inference.answers import channels_of, check_kind, type_of
-from engines.inference.forward import Prediction, RankPrediction, joined, prepare_prediction
+from engines.inference.answers import check_kind, get_output_channels, get_output_dtype
+from engines.inference.forward import Prediction, RankPredictor, join_predictions, prepare_prediction
 from engines.inference.prepare import prepare_region
-from engines.inference.pyramid import pyramid_of
-from engines.inference.region import region_of
+from engines.inference.pyramid import make_pyramid
+from engines.inference.region import make_padded_region
 from engines.inference.sink import ArraySink, MakeSink
-from engines.inference.sweep import Ask, Sweep, Swept
-from engines.layer.kept import mixes_images
+from engines.inference.sweep import PredictionRequest, TiledPrediction, TiledPredictor
+from engines.layer.kept import is_batch_dependent
 from engines.program.compile import compile_plan
 from engines.program.worker import Inputs
 from engines.training import RankTraining, Recipe, cut_inputs
-from engines.working import absolute
+from engines.working import make_absolute
 
 if TYPE_CHECKING:
-    from engines.host import Host
+    from engines.host import RankServer
     from mpi4dl_nb.training import Training
 
 __all__ = ["drop", "is_batch", "predict_batch", "predict_picture"]
@@ -44,7 +44,7 @@ def is_batch(source: Any) -> bool:
     return isinstance(source, Tensor | np.ndarray) and source.ndim == 4
 
 
-def predict_batch(training: Training, images: Any, held: Callable[[Host, str], RankTraining]) -> Tensor:
+def predict_batch(training: Training, images: Any, held: Callable[[RankServer, str], RankTraining]) -> Tensor:
     """`model.eval()(images)` with the weights as they are now; `held` finds the training on a rank."""
     images = torch.as_tensor(images).detach()
     batch = training.recipe.graph.inputs["images"].shape
@@ -57,37 +57,37 @@ def predict_batch(training: Training, images: Any, held: Callable[[Host, str], R
     recipe = replace(prepare_prediction(training.model, training.plan, shape, training.recipe.device), state={})
     programs = compile_plan(recipe.graph, training.plan)
     count = shape[0] * training.plan.batches
-    if mixes_images(recipe.graph) and (len(images) != count or training.plan.micro_batches > 1):
+    if is_batch_dependent(recipe.graph) and (len(images) != count or training.plan.micro_batches > 1):
         raise ImageError(
             "The model has a batch norm without running statistics, which normalises an image by those beside it: a "
             f"prediction of {len(images)} images is exact only in one micro-batch, of {count} images here "
             f"({training.plan.micro_batches} micro-batches). Give {count} images, or use model.eval() itself."
         )
-    training.cluster.call(_ready, training.name, held, recipe)
+    training.cluster.call(_prepare, training.name, held, recipe)
     found = []
     for part in images.to(getattr(torch, training.plan.held_in)).split(count):
         filled = part[torch.arange(count) % len(part)]
         parts = [(cut_inputs(program, {"images": filled}),) for program in programs]
         told = training.cluster.call(_predict, training.name, per_rank=parts)
-        found.append(joined(programs, told, recipe.graph.specs[recipe.graph.prediction])[: len(part)])
+        found.append(join_predictions(programs, told, recipe.graph.specs[recipe.graph.prediction])[: len(part)])
     return torch.cat(found)
 
 
 def predict_picture(
-    training: Training, source: Source, held: Callable[[Host, str], RankTraining], to: str | PathLike[str] | None,
+    training: Training, source: Source, held: Callable[[RankServer, str], RankTraining], to: str | PathLike[str] | None,
     region: Sequence[int] | None, level: int, kind: str, memory_mb: int, progress: bool,
-) -> Swept:  # fmt: skip
+) -> TiledPrediction:  # fmt: skip
     """A region of a picture, tile after tile, on all ranks of the training."""
     check_kind(kind)
-    where = absolute(source) if isinstance(source, str | PathLike) else source
-    asked = region_of(open_image(where), region, level)
+    where = make_absolute(source) if isinstance(source, str | PathLike) else source
+    asked = make_padded_region(open_image(where), region, level)
     recipe, asked = prepare_region(training.model, asked, training.plan.precision, training.recipe.device)
-    ask = Ask(asked, kind, memory_mb * 10**6)
-    sink: MakeSink = partial(pyramid_of, absolute(to), asked, kind) if to is not None else ArraySink
+    ask = PredictionRequest(asked, kind, memory_mb * 10**6)
+    sink: MakeSink = partial(make_pyramid, make_absolute(to), asked, kind) if to is not None else ArraySink
     if to is None:
         _check_small(recipe, ask)
     try:
-        (rounds, *_) = training.cluster.call(_sweep, training.name, held, replace(recipe, state={}), ask, sink)
+        (rounds, *_) = training.cluster.call(_begin_sweep, training.name, held, replace(recipe, state={}), ask, sink)
         for _ in tqdm(range(rounds), unit="round", disable=not progress):
             training.cluster.call(_step, training.name)
         return training.cluster.call(_finish, training.name)[0]
@@ -96,44 +96,51 @@ def predict_picture(
             training.cluster.call(drop, training.name)
 
 
-def _check_small(recipe: Recipe, ask: Ask) -> None:
+def _check_small(recipe: Recipe, ask: PredictionRequest) -> None:
     """Raises PlanError where an answer for each pixel is more than an array should hold."""
     spec = recipe.graph.specs[recipe.graph.prediction]
     if len(spec.shape) < 4:
         return
-    bytes_px = channels_of(ask.kind, spec.shape[1]) * type_of(ask.kind, spec.shape[1], spec.dtype).itemsize
+    bytes_px = (
+        get_output_channels(ask.kind, spec.shape[1]) * get_output_dtype(ask.kind, spec.shape[1], spec.dtype).itemsize
+    )
     if (size := math.prod(spec.shape[2:]) * bytes_px) > ARRAY_BYTES:
         raise PlanError(
-            f"The prediction of {ask.region.asked_px[0]} x {ask.region.asked_px[1]} px takes {size / 1e9:.1f} GB. "
+            f"The prediction of {ask.region.picture_px[0]} x {ask.region.picture_px[1]} px takes {size / 1e9:.1f} GB. "
             "Write it to a file (to='prediction.tif'), or predict a region or a coarser level."
         )
 
 
-def _ready(host: Host, name: str, held: Callable[[Host, str], RankTraining], recipe: Recipe) -> None:
-    host.predictions[name] = RankPrediction(host.world, recipe, held(host, name).held)
+def _prepare(host: RankServer, name: str, held: Callable[[RankServer, str], RankTraining], recipe: Recipe) -> None:
+    host.predictions[name] = RankPredictor(host.world, recipe, held(host, name).held)
 
 
-def _predict(host: Host, name: str, inputs: Inputs) -> Prediction:
+def _predict(host: RankServer, name: str, inputs: Inputs) -> Prediction:
     return host.predictions[name].predict(inputs)
 
 
-def _sweep(
-    host: Host, name: str, held: Callable[[Host, str], RankTraining], recipe: Recipe, ask: Ask, sink: MakeSink
+def _begin_sweep(
+    host: RankServer,
+    name: str,
+    held: Callable[[RankServer, str], RankTraining],
+    recipe: Recipe,
+    ask: PredictionRequest,
+    sink: MakeSink,
 ) -> int:
-    host.predictions[name] = made = Sweep(host.world, recipe, ask, sink, held(host, name).held)
+    host.predictions[name] = made = TiledPredictor(host.world, recipe, ask, sink, held(host, name).held)
     return made.rounds
 
 
-def _step(host: Host, name: str) -> None:
+def _step(host: RankServer, name: str) -> None:
     host.predictions[name].step()
 
 
-def _finish(host: Host, name: str) -> Swept:
+def _finish(host: RankServer, name: str) -> TiledPrediction:
     return host.predictions[name].finish()
 
 
-def drop(host: Host, name: str) -> None:
+def drop(host: RankServer, name: str) -> None:
     """Free what a prediction holds on this rank."""
     found = host.predictions.pop(name, None)
-    if isinstance(found, Sweep):
+    if isinstance(found, TiledPredictor):
         found.close()

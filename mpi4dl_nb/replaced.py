@@ -14,10 +14,10 @@ from threading import get_ident
 from types import FrameType, ModuleType
 from typing import Any
 
-from mpi4dl_nb.alive import clusters
-from mpi4dl_nb.modules import is_users
+from mpi4dl_nb.alive import get_running_clusters
+from mpi4dl_nb.modules import is_user_module
 
-__all__ = ["name_of", "watch_notebook"]
+__all__ = ["find_holder_name", "watch_notebook"]
 
 _KEPT = re.compile(r"_+(i+|\d+|i\d+|ih|oh|dh)?|In|Out")  # names under which IPython keeps what cells had and returned
 _MOST = 20_000  # objects: what is held by more is taken to be in use
@@ -26,20 +26,20 @@ THREAD = "a thread"
 
 def watch_notebook() -> None:
     """From now on look after each cell, where this process is a notebook's."""
-    shell = _shell()
-    if shell is not None and _look not in shell.events.callbacks["post_run_cell"]:
-        shell.events.register("post_run_cell", _look)
+    shell = _get_shell()
+    if shell is not None and _end_unreachable not in shell.events.callbacks["post_run_cell"]:
+        shell.events.register("post_run_cell", _end_unreachable)
 
 
-def _shell() -> Any:
+def _get_shell() -> Any:
     return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
 
 
-def _look(*result: object) -> None:
+def _end_unreachable(*result: object) -> None:
     """End those that no name leads to, but the newest. Say once of a name that keeps one."""
-    shell, running = _shell(), clusters()
+    shell, running = _get_shell(), get_running_clusters()
     for cluster in running[:-1]:
-        name = name_of(cluster, shell.user_ns, (shell, *_caches(shell.user_ns)), shell.user_ns_hidden)
+        name = find_holder_name(cluster, shell.user_ns, (shell, *_get_caches(shell.user_ns)), shell.user_ns_hidden)
         if not name:
             cluster.end_later()
         elif shell.user_ns.get(name) is not cluster and cluster.kept_by != name:
@@ -51,11 +51,11 @@ def _look(*result: object) -> None:
             )
 
 
-def _caches(names: Mapping[str, Any]) -> Iterator[object]:
+def _get_caches(names: Mapping[str, Any]) -> Iterator[object]:
     return (value for name, value in names.items() if _KEPT.fullmatch(name) and isinstance(value, dict | list))
 
 
-def name_of(
+def find_holder_name(
     thing: object, names: Mapping[str, Any], aside: Collection[object] = (), hidden: Collection[str] = ()
 ) -> str:
     """The first name, of those that users give, that leads to it by whatever holds it; empty where none does.
@@ -64,14 +64,17 @@ def name_of(
     `THREAD` where a function at work in another thread has it. The objects `aside`, and `hidden` names, do not count.
 
     >>> thing = {"kept": []}
-    >>> name_of(thing["kept"], {"_": thing, "mine": [thing]}), name_of(thing["kept"], {"_": thing}, [thing])
+    >>> (
+    ...     find_holder_name(thing["kept"], {"_": thing, "mine": [thing]}),
+    ...     find_holder_name(thing["kept"], {"_": thing}, [thing]),
+    ... )
     ('mine', '')
     """
     given = {id(value): name for name, value in names.items() if name not in hidden and not _KEPT.fullmatch(name)}
-    at_work = _at_work()
+    at_work = _get_thread_locals()
     modules = []
     for name, module in list(sys.modules.items()):
-        if is_users(name, module):
+        if is_user_module(name, module):
             given.setdefault(id(vars(module)), name)
         elif isinstance(module, ModuleType):
             modules.append(vars(module))
@@ -83,11 +86,11 @@ def name_of(
                 return given[id(each)]
             if id(each) in at_work:
                 return THREAD
-        edge = _holders(edge, seen)
+        edge = _find_referrers(edge, seen)
     return THREAD if edge else ""
 
 
-def _holders(things: list[object], seen: set[int]) -> list[object]:
+def _find_referrers(things: list[object], seen: set[int]) -> list[object]:
     """What refers to things, but for what is on the way here and what was seen."""
     found = [
         each
@@ -95,17 +98,17 @@ def _holders(things: list[object], seen: set[int]) -> list[object]:
         if each is not things
         and id(each) not in seen
         and not isinstance(each, FrameType | ModuleType)
-        and not (isinstance(each, tuple) and len(each) == len(things) and all(map(_same, each, things)))
+        and not (isinstance(each, tuple) and len(each) == len(things) and all(map(_is_same, each, things)))
     ]
     seen.update(map(id, found))
     return found
 
 
-def _same(one: object, other: object) -> bool:
+def _is_same(one: object, other: object) -> bool:
     return one is other
 
 
-def _at_work() -> set[int]:
+def _get_thread_locals() -> set[int]:
     """What the functions have that other threads are in."""
     found: set[int] = set()
     for thread, top in sys._current_frames().items():

@@ -9,14 +9,24 @@ from functools import cached_property
 from engines.pipeline.work import Schedule, Slot
 from engines.plan import Plan
 from engines.program.compile import Compiler
-from engines.program.extents import Extent
-from engines.program.instructions import Phase, arriving
-from engines.program.order import Places
-from engines.program.places import Place
+from engines.program.extents import Shard
+from engines.program.instructions import Phase, get_received_exchange
+from engines.program.order import StepCounts
+from engines.program.places import StepLabel
 from engines.spatial.moves import Move
-from engines.walk import Landed, Seen
+from engines.walk import MessageEffect, ViewResult
 
-__all__ = ["Group", "Panel", "RankEvent", "StepEvent", "Transfer", "View", "schedule_of", "time_of", "transfers"]
+__all__ = [
+    "PanelGroup",
+    "RankEvent",
+    "RankPanel",
+    "StepEvent",
+    "StepView",
+    "Transfer",
+    "compute_schedule_time",
+    "find_transfers",
+    "make_schedule",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +52,13 @@ class RankEvent:
     """Where one rank is: what it `did` last, what is `next` and for whom it has to wait before.
 
     `moved`: it was its turn. `time` is where it is in the schedule, in its units. Bytes are those of
-    `engines.walk.Standing`.
+    `engines.walk.StepState`.
     """
 
     rank: int
     role: str
-    did: Place | None
-    next: Place | None
+    did: StepLabel | None
+    next: StepLabel | None
     waits_for: tuple[int, ...]
     moved: bool
     time: float
@@ -64,27 +74,27 @@ class StepEvent:
     number: int
     ranks: tuple[RankEvent, ...]
     transfers: tuple[Transfer, ...]
-    places: Places
+    places: StepCounts
     done: bool
     loss: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class RankPanel:
     """What a rank shows: `seen` of `extent`, or why there is nothing."""
 
     rank: int
-    extent: Extent | None
+    extent: Shard | None
     gradient: bool
-    seen: Seen | None
+    seen: ViewResult | None
     why: str = ""
 
 
 @dataclass(frozen=True)
-class Group:
+class PanelGroup:
     """Ranks that show parts of one value: they share a scale of colours, from `low` to `high`."""
 
-    panels: tuple[Panel, ...]
+    panels: tuple[RankPanel, ...]
 
     @property
     def name(self) -> str:
@@ -106,26 +116,26 @@ class Group:
 
 
 @dataclass(frozen=True)
-class View:
+class StepView:
     """A channel of one image on all ranks, and what the last messages did: made to be drawn."""
 
     event: StepEvent
-    panels: tuple[Panel, ...]
-    landed: tuple[tuple[Transfer, Landed], ...]
+    panels: tuple[RankPanel, ...]
+    landed: tuple[tuple[Transfer, MessageEffect], ...]
     channel: int
     image: int
     schedule: Schedule
 
     @cached_property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[PanelGroup, ...]:
         """The panels that show something, by value and stage."""
-        found: dict[tuple[str, bool, int], list[Panel]] = {}
+        found: dict[tuple[str, bool, int], list[RankPanel]] = {}
         for panel in self.panels:
             if panel.seen is not None:
                 did = self.event.ranks[panel.rank].did
                 stage = did.work.stage if did is not None else -1  # the images, before anything was done
                 found.setdefault((panel.extent.name, panel.gradient, stage), []).append(panel)
-        return tuple(Group(tuple(panels)) for panels in found.values())
+        return tuple(PanelGroup(tuple(panels)) for panels in found.values())
 
     @property
     def last_channel(self) -> int:
@@ -139,24 +149,24 @@ class View:
         return max((extent.shape[0] for extent in shown if extent.axes), default=1) - 1
 
 
-def transfers(rank: int, did: Place) -> Iterator[Transfer]:
+def find_transfers(rank: int, did: StepLabel) -> Iterator[Transfer]:
     """What has arrived at a rank by its last instruction."""
-    exchange = arriving(did.step.instruction)
+    exchange = get_received_exchange(did.step.instruction)
     if exchange is not None:
         forward = did.step.phase is Phase.FORWARD
         for move in exchange.receives if forward else exchange.sends:
             source = move.source if forward else move.target
-            size = exchange.bytes_of([move])
+            size = exchange.compute_bytes([move])
             yield Transfer(exchange.name, exchange.purpose, source, rank, move, size, back=not forward)
 
 
-def schedule_of(compiler: Compiler) -> Schedule:
+def make_schedule(compiler: Compiler) -> Schedule:
     """The order of work of all replicas, one lane for each rank."""
     plan, one = compiler.plan, compiler.schedule
-    return Schedule(one.name, tuple(_lane(one, plan, rank) for rank in range(plan.ranks)))
+    return Schedule(one.name, tuple(_make_lane(one, plan, rank) for rank in range(plan.ranks)))
 
 
-def _lane(one: Schedule, plan: Plan, rank: int) -> tuple[Slot, ...]:
+def _make_lane(one: Schedule, plan: Plan, rank: int) -> tuple[Slot, ...]:
     """A rank's; micro-batches of its replica follow those of the replica before."""
     replica, lane = divmod(rank, plan.replica_ranks)
     first = replica * plan.replica_batches * plan.parts
@@ -165,7 +175,7 @@ def _lane(one: Schedule, plan: Plan, rank: int) -> tuple[Slot, ...]:
     )
 
 
-def time_of(lane: Sequence[Slot], steps: Sequence[Place], done: int) -> float:
+def compute_schedule_time(lane: Sequence[Slot], steps: Sequence[StepLabel], done: int) -> float:
     """Where a rank is in its lane, in units of the schedule: inside of a slot by the share of its instructions."""
     if not done:
         return 0.0

@@ -12,29 +12,29 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from engines.errors import PlanError, RankError
-from engines.host import while_walking
+from engines.host import allow_during_step
 from engines.layout import Layout
 from engines.pipeline.work import Schedule
 from engines.program.compile import Compiler
-from engines.program.extents import Extents
-from engines.program.order import Order, Places
-from engines.program.places import UNITS, Place, block_end, places
+from engines.program.extents import ShardIndex
+from engines.program.order import DependencyOrder, StepCounts
+from engines.program.places import UNITS, StepLabel, find_block_end, label_steps
 from engines.program.worker import Inputs
-from engines.train import told
+from engines.train import merge_stats
 from engines.training import cut_inputs
-from engines.walk import RankWalk, Standing
-from mpi4dl_nb.courses import held
-from mpi4dl_nb.looking import BOUND_PX, Looking
-from mpi4dl_nb.step_events import RankEvent, StepEvent, View, schedule_of, time_of, transfers
+from engines.walk import RankStepper, StepState
+from mpi4dl_nb.courses import get_rank_training
+from mpi4dl_nb.looking import BOUND_PX, StepInspector
+from mpi4dl_nb.step_events import RankEvent, StepEvent, StepView, compute_schedule_time, find_transfers, make_schedule
 
 if TYPE_CHECKING:
-    from engines.host import Host
+    from engines.host import RankServer
     from mpi4dl_nb.training import Training
 
-__all__ = ["Stepping"]
+__all__ = ["StepDebugger"]
 
 
-class Stepping:
+class StepDebugger:
     """One training step of a batch, taken a little at a time; also an iterator of events, one instruction of every rank
     after another. Nothing of the training changes before the update, which all ranks do together: it ends the step, and
     counts as one of `training.step`, with the same loss and weights.
@@ -50,23 +50,23 @@ class Stepping:
         self.training, graph = training, training.recipe.graph
         self.images = len(whole["images"])
         self._inputs = [cut_inputs(program, whole) for program in training.programs]
-        self.order = Order(training.programs)
-        self.steps = tuple(places(graph, program) for program in training.programs)
+        self.order = DependencyOrder(training.programs)
+        self.steps = tuple(label_steps(graph, program) for program in training.programs)
         self._begin()
 
     @cached_property
     def schedule(self) -> Schedule:
         """The order of work of the step."""
-        return schedule_of(self._compiler)
+        return make_schedule(self._compiler)
 
     @cached_property
     def _compiler(self) -> Compiler:
         return Compiler(self.training.recipe.graph, self.training.plan)
 
     @cached_property
-    def _looking(self) -> Looking:
-        extents = Extents(self._compiler, self.training.programs)
-        return Looking(extents, self.steps, self.schedule, self._call)
+    def _inspector(self) -> StepInspector:
+        extents = ShardIndex(self._compiler, self.training.programs)
+        return StepInspector(extents, self.steps, self.schedule, self._call)
 
     @cached_property
     def _roles(self) -> list[str]:
@@ -80,7 +80,7 @@ class Stepping:
         parts = [(inputs,) for inputs in self._inputs]
         begin = self.training.cluster.call
         standings = begin(_begin, self.training.name, self.images, self.number, per_rank=parts)
-        self._told(tuple(0 for _ in parts), 0, standings)
+        self._update_event(tuple(0 for _ in parts), 0, standings)
 
     # ---- going on
 
@@ -106,15 +106,15 @@ class Stepping:
             raise PlanError(f"unit={unit!r} is unknown. Choose one of {', '.join(UNITS)}.")
         self._check_open()
         now = self.event.places
-        ends = [block_end(each, at, unit) for each, at in zip(self.steps, now, strict=True)]
+        ends = [find_block_end(each, at, unit) for each, at in zip(self.steps, now, strict=True)]
         if rank is None:
-            return self._advance(self.order.within(now, ends))
-        chosen = self._chosen(rank)
-        return self._advance(self.order.closed(now, {chosen: ends[chosen]}))
+            return self._advance(self.order.advance_within(now, ends))
+        chosen = self._resolve_rank(rank)
+        return self._advance(self.order.compute_closure(now, {chosen: ends[chosen]}))
 
-    def _chosen(self, rank: int | str) -> int:
+    def _resolve_rank(self, rank: int | str) -> int:
         ranks = self.training.plan.ranks
-        found = self.order.next(self.event.places) if rank == "next" else rank
+        found = self.order.choose_next_rank(self.event.places) if rank == "next" else rank
         if not isinstance(found, int) or not 0 <= found < ranks:
             raise PlanError(f"rank={rank!r} must be 0 to {ranks - 1}, 'next', or None for all.")
         if self.event.ranks[found].next is None:
@@ -132,27 +132,27 @@ class Stepping:
         """
         self._check_open()
 
-        def stops(who: int, place: Place) -> bool:
+        def is_target(who: int, place: StepLabel) -> bool:
             return (
                 rank in (None, who)
-                and (layer is None or any(_lies_in(each, layer) for each in (place.layer, *place.modules)))
+                and (layer is None or any(_is_inside(each, layer) for each in (place.layer, *place.modules)))
                 and kind in (None, place.kind)
-                and phase in (None, place.way)
+                and phase in (None, place.phase_name)
                 and micro_batch in (None, place.step.micro_batch)
             )
 
-        self._check_some(
-            stops, {"layer": layer, "rank": rank, "kind": kind, "phase": phase, "micro_batch": micro_batch}
+        self._check_target(
+            is_target, {"layer": layer, "rank": rank, "kind": kind, "phase": phase, "micro_batch": micro_batch}
         )
         target = self.event.places
         while target != self.order.ends:
-            before, target = target, self.order.wave(target)
+            before, target = target, self.order.advance_once(target)
             pairs = enumerate(zip(before, target, strict=True))
-            if any(stops(who, self.steps[who][start]) for who, (start, stop) in pairs if stop > start):
+            if any(is_target(who, self.steps[who][start]) for who, (start, stop) in pairs if stop > start):
                 break
         return self._advance(target)
 
-    def _check_some(self, stops: Callable[[int, Place], bool], asked: Mapping[str, object]) -> None:
+    def _check_target(self, stops: Callable[[int, StepLabel], bool], asked: Mapping[str, object]) -> None:
         if not any(stops(who, place) for who, steps in enumerate(self.steps) for place in steps):
             told = ", ".join(f"{name}={value!r}" for name, value in asked.items() if value is not None)
             some = ", ".join(list(self.layers)[:6])
@@ -175,9 +175,9 @@ class Stepping:
         open_still, self.number = bool(self.number) and not self.done, ""
         if open_still:
             with suppress(RankError):  # where ranks have died, the step has too
-                self.training.cluster.call(_leave)
+                self.training.cluster.call(_do_nothing)
 
-    def __enter__(self) -> Stepping:
+    def __enter__(self) -> StepDebugger:
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -204,14 +204,14 @@ class Stepping:
 
     # ---- looking
 
-    def view(self, channel: int = 0, image: int = 0, show: str = "made", bound_px: int = BOUND_PX) -> View:
+    def view(self, channel: int = 0, image: int = 0, show: str = "made", bound_px: int = BOUND_PX) -> StepView:
         """One channel of one image of what each rank worked on last, and what its last messages did.
 
         `show` is the `activation` or the `gradient` of that, or what was `made`: gradients in backward. A rank that has
         done nothing yet shows its part of the images. No side of what ranks send has more than `bound_px` pixels:
         means are taken.
         """
-        return self._looking.view(self.event, show, channel, image, bound_px)
+        return self._inspector.make_view(self.event, show, channel, image, bound_px)
 
     def tensor(self, name: str, gradient: bool = False, micro_batch: int = 0) -> Tensor:
         """A whole value of a micro-batch, put together from all ranks, or its gradient as far as it has gathered.
@@ -219,7 +219,7 @@ class Stepping:
         `name` is a module's, or a value's such as `images`. Raises PlanError where no rank holds it now: going forward
         what was made and is still needed is there, going back what has not been consumed.
         """
-        return self._looking.tensor(name, gradient, micro_batch)
+        return self._inspector.assemble_tensor(name, gradient, micro_batch)
 
     # ---- how
 
@@ -231,10 +231,10 @@ class Stepping:
                 "This step was given up: closed, interrupted, or a rank has failed. restart() begins it anew."
             )
 
-    def _advance(self, target: Places) -> StepEvent:
+    def _advance(self, target: StepCounts) -> StepEvent:
         last = target == self.order.ends
         standings = self._call("advance", [(place,) for place in target])
-        self._told(target, self.event.number + 1, standings, self.event.places)
+        self._update_event(target, self.event.number + 1, standings, self.event.places)
         if last:
             self._count(standings)
         return self.event
@@ -242,7 +242,7 @@ class Stepping:
     def _call(self, what: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Have all ranks do something with the step under way. Whatever goes wrong, it is given up."""
         try:
-            answers = self.training.cluster.call(_ask, self.number, what, per_rank=per_rank)
+            answers = self.training.cluster.call(_call_stepper, self.number, what, per_rank=per_rank)
         except BaseException:
             self.number = ""
             raise
@@ -251,47 +251,56 @@ class Stepping:
             raise PlanError("The ranks have done other work, and gave this step up for it. restart() begins it anew.")
         return [answer for (answer,) in answers]
 
-    def _count(self, standings: Sequence[Standing]) -> None:
+    def _count(self, standings: Sequence[StepState]) -> None:
         """The step is one of the training's."""
         self.training.heard([standing.told[0] for standing in standings])
-        self.loss = told([standing.told[1] for standing in standings]).loss
+        self.loss = merge_stats([standing.told[1] for standing in standings]).loss
 
-    def _told(self, now: Places, number: int, standings: Sequence[Standing], before: Places | None = None) -> None:
+    def _update_event(
+        self, now: StepCounts, number: int, standings: Sequence[StepState], before: StepCounts | None = None
+    ) -> None:
         losses = {n: loss for standing in standings for n, loss in standing.losses.items()}
         before = before or now
-        ranks = tuple(self._rank(rank, now, before, standing) for rank, standing in enumerate(standings))
+        ranks = tuple(self._make_rank_event(rank, now, before, standing) for rank, standing in enumerate(standings))
         moved = (each for each in ranks if each.moved and each.did is not None)
-        just_moved = tuple(transfer for each in moved for transfer in transfers(each.rank, each.did))
+        just_moved = tuple(transfer for each in moved for transfer in find_transfers(each.rank, each.did))
         loss = statistics.fmean(losses.values()) if losses else None
         self.event = StepEvent(number, ranks, just_moved, now, now == self.order.ends, loss)
 
-    def _rank(self, rank: int, now: Places, before: Places, standing: Standing) -> RankEvent:
+    def _make_rank_event(self, rank: int, now: StepCounts, before: StepCounts, standing: StepState) -> RankEvent:
         at, steps = now[rank], self.steps[rank]
         return RankEvent(
-            rank, self._roles[rank], steps[at - 1] if at else None, steps[at] if at < len(steps) else None,
-            self.order.waits(now, rank), at > before[rank], time_of(self.schedule.lanes[rank], steps, at),
-            standing.activation_bytes, standing.weight_bytes, standing.process_bytes,
-        )  # fmt: skip
+            rank,
+            self._roles[rank],
+            steps[at - 1] if at else None,
+            steps[at] if at < len(steps) else None,
+            self.order.find_blocking_ranks(now, rank),
+            at > before[rank],
+            compute_schedule_time(self.schedule.lanes[rank], steps, at),
+            standing.activation_bytes,
+            standing.weight_bytes,
+            standing.process_bytes,
+        )
 
 
-def _lies_in(module: str, layer: str) -> bool:
+def _is_inside(module: str, layer: str) -> bool:
     return f"{module}.".startswith(f"{layer}.")
 
 
 # ---- on a rank
 
 
-def _begin(host: Host, name: str, images: int, number: str, inputs: Inputs) -> Standing:
-    host.walk = RankWalk(held(host, name), inputs, images, number)
+def _begin(host: RankServer, name: str, images: int, number: str, inputs: Inputs) -> StepState:
+    host.walk = RankStepper(get_rank_training(host, name), inputs, images, number)
     return host.walk.standing
 
 
-@while_walking
-def _ask(host: Host, number: str, what: str, *args: Any) -> tuple[Any] | None:
+@allow_during_step
+def _call_stepper(host: RankServer, number: str, what: str, *args: Any) -> tuple[Any] | None:
     """What the walk of that number says; None where it was given up."""
     walk = host.walk
     return (getattr(walk, what)(*args),) if walk is not None and walk.number == number else None
 
 
-def _leave(host: Host) -> None:
+def _do_nothing(host: RankServer) -> None:
     """Nothing to do: being called at all ends the walk."""

@@ -16,55 +16,55 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from engines.bench.verify import STEPS, batches, comparable, verdict
-from engines.checkpoint.load import check
+from engines.bench.verify import STEPS, compare_records, make_batches, with_small_loss_scale
+from engines.checkpoint.load import open_checkpoint
 from engines.checkpoint.save import KEEP
 from engines.errors import ImageError, PlanError
-from engines.evaluation import plain_state
-from engines.facts import facts_table
-from engines.images.feed import Feeding
+from engines.evaluation import collect_state_dict
+from engines.facts import format_html_table
+from engines.images.feed import LoaderOptions
 from engines.images.labelled import LabelledImages
-from engines.inference.sweep import Swept
+from engines.inference.sweep import TiledPrediction
 from engines.layer.graph import TensorSpec
 from engines.layout import check_fits
-from engines.loss.words import WHOLE_BATCH, loss_of_step, warn_of_mean
+from engines.loss.words import WHOLE_BATCH, describe_step_loss, warn_of_mean
 from engines.metrics import Scores
 from engines.optimiser_trial import count_states
-from engines.partial import smaller
+from engines.partial import make_smaller_recipe
 from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
 from engines.program.compile import compile_plan
 from engines.program.timeline import Timeline
 from engines.program.update import Scheduler
-from engines.traces import Traces
-from engines.train import Heard, told
+from engines.traces import TraceCache
+from engines.train import RankStepStats, merge_stats
 from engines.training import (
     Loss,
     Optimiser,
     Recipe,
     StepReport,
+    count_step_images,
     cut_inputs,
-    images_per_step,
+    describe_precision_change,
     prepare,
-    say_changed_precision,
     sgd,
 )
-from engines.working import absolute
+from engines.working import make_absolute
 from mpi4dl_nb import on_ranks
-from mpi4dl_nb.bar import Bar
-from mpi4dl_nb.batch import checked
-from mpi4dl_nb.batches import check_batches, repeatable
-from mpi4dl_nb.courses import Batch, BatchCourse, ImageCourse, continued, held, is_images
+from mpi4dl_nb.bar import ProgressBar
+from mpi4dl_nb.batch import prepare_batch
+from mpi4dl_nb.batches import check_batches, make_repeatable
+from mpi4dl_nb.courses import Batch, BatchLoop, ImageLoop, choose_resume_state, get_rank_training, is_images
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.explaining import explain_loss
-from mpi4dl_nb.facts import StepTimeline, facts
-from mpi4dl_nb.fitting import History, Saving, Watcher, fit
-from mpi4dl_nb.healing import HOW, Healing
-from mpi4dl_nb.judging import Judge
-from mpi4dl_nb.names import public_names
+from mpi4dl_nb.facts import StepTimeline, describe_training
+from mpi4dl_nb.fitting import CheckpointOptions, FitCallback, History, fit
+from mpi4dl_nb.healing import FAILURE_POLICIES, FailureRecovery
+from mpi4dl_nb.judging import Evaluator
+from mpi4dl_nb.names import get_public_names
 from mpi4dl_nb.prediction import drop, is_batch, predict_batch, predict_picture
-from mpi4dl_nb.stepping import Stepping
+from mpi4dl_nb.stepping import StepDebugger
 
 if TYPE_CHECKING:
     from mpi4dl_nb.cluster import Cluster
@@ -121,27 +121,27 @@ class Training:
         check_fits(plan, cluster.n)
         self.model, self.plan, self.cluster = model, plan, cluster
         self.loss = loss or nn.CrossEntropyLoss()
-        self.traces = Traces(model, image_shape, self.loss, labels, device)
+        self.traces = TraceCache(model, image_shape, self.loss, labels, device)
         self._prepare: Callable[[Plan], Recipe] = lambda plan: prepare(
             model, plan, image_shape, self.loss, optimiser, labels, device, clip_norm, scheduler,
-            self.traces.graph(plan),
+            self.traces.get_graph(plan),
         )  # fmt: skip
         self.recipe = self._prepare(plan)
         warn_of_mean(self.recipe.graph, plan, stacklevel=2)
-        if changed := say_changed_precision(model, self.loss, plan):
+        if changed := describe_precision_change(model, self.loss, plan):
             warnings.warn(changed, stacklevel=2)
         self.programs = compile_plan(self.recipe.graph, plan)
         self.name = uuid.uuid4().hex
         self.steps = 0
-        self.predicted: Swept | None = None
+        self.predicted: TiledPrediction | None = None
         self.reports: list[StepReport] = []
-        self.monitor: Watcher | None = None  # what shows `fit` as it goes
+        self.monitor: FitCallback | None = None  # what shows `fit` as it goes
         self.feed_state: Mapping[str, Any] | None = None  # where `fit` goes on in the images
         self._create()
 
     def _create(self) -> None:
-        self._sizes = {images_per_step(self.recipe): (self.recipe, self.programs)}
-        own = [(self.recipe.of_rank(program),) for program in self.programs]
+        self._sizes = {count_step_images(self.recipe): (self.recipe, self.programs)}
+        own = [(self.recipe.restrict_to_rank(program),) for program in self.programs]
         self.cluster.call(on_ranks.create, self.name, per_rank=own)
 
     def step(self, images: Any, labels: Any) -> float:
@@ -152,27 +152,27 @@ class Training:
         RankError where a rank fails; no weight has changed then, unless it failed while it changed them, of which the
         next step tells.
         """
-        return told(self.take(images, labels)).loss
+        return merge_stats(self.take(images, labels)).loss
 
-    def take(self, images: Any, labels: Any, count: int | None = None) -> list[Heard]:
+    def take(self, images: Any, labels: Any, count: int | None = None) -> list[RankStepStats]:
         """One training step on a batch, as `step` does; what each rank knows of it.
 
         `count` images are fewer than usual: the ranks were made ready for them.
         """
-        recipe, programs = self._sizes[count or images_per_step(self.recipe)]
-        whole = checked(recipe, images, labels)
+        recipe, programs = self._sizes[count or count_step_images(self.recipe)]
+        whole = prepare_batch(recipe, images, labels)
         parts = [(cut_inputs(program, whole),) for program in programs]
         with explain_loss(self.cluster, self.name):
             answers = self.cluster.call(on_ranks.step, self.name, len(whole["images"]), self.steps, per_rank=parts)
         self.heard([report for report, _ in answers])
         return [heard for _, heard in answers]
 
-    def stepping(self, images: Any, labels: Any) -> Stepping:
+    def stepping(self, images: Any, labels: Any) -> StepDebugger:
         """One training step on a batch, walked: `for event in training.stepping(images, labels): ...`.
 
-        See `mpi4dl_nb.stepping.Stepping`. Raises ImageError for a wrong shape or label.
+        See `mpi4dl_nb.stepping.StepDebugger`. Raises ImageError for a wrong shape or label.
         """
-        return Stepping(self, self._checked(images, labels))
+        return StepDebugger(self, self._prepare_batch(images, labels))
 
     def make_ready(self, images: int) -> None:
         """Have the ranks made ready for steps of fewer images, as the last one of an epoch may be.
@@ -180,7 +180,7 @@ class Training:
         Raises PlanError or TraceError, before any rank is asked, where the plan or the model cannot take so few.
         """
         if images not in self._sizes:
-            recipe = smaller(self.recipe, self.traces, images)
+            recipe = make_smaller_recipe(self.recipe, self.traces, images)
             programs = compile_plan(recipe.graph, recipe.plan)
             self.cluster.call(on_ranks.add_size, self.name, recipe)
             self._sizes[images] = recipe, programs
@@ -210,7 +210,7 @@ class Training:
         save: str | PathLike[str] | None = None,
         save_every: int | None = None,
         keep: int = KEEP,
-        monitor: Watcher | None = None,
+        monitor: FitCallback | None = None,
         on_failure: str = "raise",
         drop_last: bool = False,
     ) -> History:
@@ -253,8 +253,8 @@ class Training:
         """
         if isinstance(epochs, bool) or not isinstance(epochs, Integral) or epochs < 0:
             raise PlanError(f"epochs={epochs!r} must be a whole number of epochs still to come.")
-        if on_failure not in HOW:
-            raise PlanError(f"on_failure={on_failure!r} must be one of {', '.join(map(repr, HOW))}.")
+        if on_failure not in FAILURE_POLICIES:
+            raise PlanError(f"on_failure={on_failure!r} must be one of {', '.join(map(repr, FAILURE_POLICIES))}.")
         if on_failure != "raise" and save is None:
             raise PlanError(f"on_failure={on_failure!r} goes on from checkpoints. Say where they go: save=FOLDER.")
         if not is_images(data):
@@ -264,22 +264,24 @@ class Training:
                 f"held_out is a {type(held_out).__name__}, but must be images that ranks read by themselves, such as a "
                 "folder of pictures. Judge other batches with predict()."
             )
-        feeding = Feeding(seed or 0, steps, workers, on_bad_image, drop_last)
-        saving = Saving(save, save_every, keep)
-        state = continued(self.feed_state, data, seed) if go_on and is_images(data) else None
+        feeding = LoaderOptions(seed or 0, steps, workers, on_bad_image, drop_last)
+        saving = CheckpointOptions(save, save_every, keep)
+        state = choose_resume_state(self.feed_state, data, seed) if go_on and is_images(data) else None
         monitor = monitor or self.monitor
-        watchers: list[Watcher] = [Bar(progress and monitor is None), *([monitor] if monitor else [])]
-        with nullcontext() if held_out is None else closing(Judge(self, held_out, on_bad_image)) as judge:
+        watchers: list[FitCallback] = [ProgressBar(progress and monitor is None), *([monitor] if monitor else [])]
+        with nullcontext() if held_out is None else closing(Evaluator(self, held_out, on_bad_image)) as judge:
 
             def evaluate() -> Scores | None:
-                return judge and judge.scores(lambda: self.cluster.call(on_ranks.tensors, self.name, self.steps))
+                return judge and judge.compute_scores(
+                    lambda: self.cluster.call(on_ranks.get_tensors, self.name, self.steps)
+                )
 
             renew = judge.begin if judge else lambda: None
-            healing = None if on_failure == "raise" else Healing(self, on_failure == "shrink", renew)
+            healing = None if on_failure == "raise" else FailureRecovery(self, on_failure == "shrink", renew)
             if not is_images(data):
-                data = repeatable(data, epochs, steps, on_failure)
-                return fit(BatchCourse(self, data, evaluate, steps, drop_last), epochs, log, saving, watchers, healing)
-            return fit(ImageCourse(self, data, feeding, state, evaluate), epochs, log, saving, watchers, healing)
+                data = make_repeatable(data, epochs, steps, on_failure)
+                return fit(BatchLoop(self, data, evaluate, steps, drop_last), epochs, log, saving, watchers, healing)
+            return fit(ImageLoop(self, data, feeding, state, evaluate), epochs, log, saving, watchers, healing)
 
     def verify(
         self, data: Iterable[Batch] | None = None, seed: int = 0, precision: str = "float64"
@@ -295,16 +297,20 @@ class Training:
         start_s = time.perf_counter()
         if data is not None:
             check_batches(data)
-        recipe = comparable(self._prepare(replace(self.plan, precision=precision)))
-        whole = batches(recipe, seed) if data is None else [checked(recipe, *batch) for batch in islice(data, STEPS)]
+        recipe = with_small_loss_scale(self._prepare(replace(self.plan, precision=precision)))
+        whole = (
+            make_batches(recipe, seed)
+            if data is None
+            else [prepare_batch(recipe, *batch) for batch in islice(data, STEPS)]
+        )
         if not whole:
             raise ImageError("verify was given no batch. Give it at least one, or leave data out.")
         work = [
-            (recipe.of_rank(program), [cut_inputs(program, batch) for batch in whole])
+            (recipe.restrict_to_rank(program), [cut_inputs(program, batch) for batch in whole])
             for program in compile_plan(recipe.graph, recipe.plan)
         ]
-        records = self.cluster.call(on_ranks.record, per_rank=work)
-        line = verdict(recipe, self.model, self.loss, whole, records)
+        records = self.cluster.call(on_ranks.record_reference, per_rank=work)
+        line = compare_records(recipe, self.model, self.loss, whole, records)
         return {**line, "seconds": round(time.perf_counter() - start_s, 2)}
 
     def predict(
@@ -325,8 +331,8 @@ class Training:
         Raises ImageError, PlanError or TraceError, before any rank is touched where that is possible.
         """
         if is_batch(source):
-            return predict_batch(self, source, held)
-        self.predicted = predict_picture(self, source, held, to, region, level, kind, memory_mb, progress)
+            return predict_batch(self, source, get_rank_training)
+        self.predicted = predict_picture(self, source, get_rank_training, to, region, level, kind, memory_mb, progress)
         return self.predicted.answer
 
     def forecast(self) -> Forecast:
@@ -353,11 +359,11 @@ class Training:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights and buffers by the plain model's names, for `model.load_state_dict`."""
-        return plain_state(self.recipe, self.cluster.call(on_ranks.tensors, self.name, self.steps))
+        return collect_state_dict(self.recipe, self.cluster.call(on_ranks.get_tensors, self.name, self.steps))
 
     def loss_state_dict(self) -> dict[str, Tensor]:
         """Those of a loss that is a module, for `loss.load_state_dict`; empty where it has none."""
-        return plain_state(self.recipe, self.cluster.call(on_ranks.tensors, self.name, self.steps), "loss")
+        return collect_state_dict(self.recipe, self.cluster.call(on_ranks.get_tensors, self.name, self.steps), "loss")
 
     def save(self, folder: str | PathLike[str], keep: int = KEEP) -> Path:
         """Write a checkpoint into `folder`, of which it keeps the last `keep`; where it is.
@@ -365,7 +371,7 @@ class Training:
         The weights are in `model.safetensors` there, for `model.load_state_dict(safetensors.torch.load_file(...))`.
         Raises CheckpointError; the training can go on then, and the checkpoints before are as they were.
         """
-        folder = absolute(folder)
+        folder = make_absolute(folder)
         return self.cluster.call(on_ranks.save, self.name, folder, self.feed_state, keep, self.steps)[0]
 
     def load(self, path: str | PathLike[str], plan: Plan | None = None) -> int:
@@ -380,9 +386,9 @@ class Training:
         plan = plan or self.plan
         check_fits(plan, self.cluster.n)
         recipe = self.recipe if plan == self.plan else self._prepare(plan)
-        found = check(absolute(path), recipe)
+        found = open_checkpoint(make_absolute(path), recipe)
         found.warn_of_passed_over(stacklevel=2)
-        if recipe is not self.recipe or not all(self.cluster.call(on_ranks.holds, self.name)):
+        if recipe is not self.recipe or not all(self.cluster.call(on_ranks.has_training, self.name)):
             warn_of_mean(recipe.graph, plan, stacklevel=2)
             self.plan, self.recipe, self.programs = plan, recipe, compile_plan(recipe.graph, plan)
             self._create()
@@ -395,17 +401,17 @@ class Training:
         self.cluster.call(drop, self.name)
         self.cluster.call(on_ranks.drop, self.name)
 
-    def _checked(self, images: Any, labels: Any) -> dict[str, Tensor]:
-        return checked(self.recipe, images, labels)
+    def _prepare_batch(self, images: Any, labels: Any) -> dict[str, Tensor]:
+        return prepare_batch(self.recipe, images, labels)
 
     def __repr__(self) -> str:
         spec = self.recipe.step_specs["images"]
-        loss = loss_of_step(self.recipe.graph, self.plan)
+        loss = describe_step_loss(self.recipe.graph, self.plan)
         other = "" if loss == WHOLE_BATCH else f"; loss: {loss}"
         return f"Training({type(self.model).__name__}, images {spec.shape}, {self.plan.summary}{other})"
 
     def _repr_html_(self) -> str:
-        return facts_table("Training", facts(self))
+        return format_html_table("Training", describe_training(self))
 
     def __dir__(self) -> list[str]:
-        return public_names(self)
+        return get_public_names(self)

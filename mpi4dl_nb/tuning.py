@@ -14,19 +14,29 @@ from tqdm.auto import tqdm
 from engines.errors import PlanError
 from engines.layer.graph import ModelGraph, TensorSpec
 from engines.optimiser_trial import count_states
-from engines.optimisers import specs_of
+from engines.optimisers import collect_parameter_specs
 from engines.plan import Plan
 from engines.predict.explain import Explanation, explain
-from engines.predict.forecast import Forecast, pace
+from engines.predict.forecast import Forecast, compute_throughput
 from engines.predict.machine import Machine
 from engines.predict.search import search
-from engines.training import Loss, Optimiser, Recipe, prepare, sgd, traced
-from mpi4dl_nb.trials import Measurement, Seen, Trial, nobody, run_in_turns
+from engines.training import Loss, Optimiser, Recipe, prepare, sgd, trace_model
+from mpi4dl_nb.trials import Measurement, PlanTrial, ProgressCallback, ignore_progress, run_interleaved
 
 if TYPE_CHECKING:
     from mpi4dl_nb.cluster import Cluster
 
-__all__ = ["Candidate", "Findings", "Tuned", "Tuning", "bar", "exchanged", "optimiser_states", "ordered", "tune"]
+__all__ = [
+    "Candidate",
+    "PlanSearchResult",
+    "PlanTuner",
+    "TuningResult",
+    "count_optimiser_states",
+    "make_progress_bar",
+    "replace_measured",
+    "sort_candidates",
+    "tune",
+]
 
 
 @dataclass(frozen=True)
@@ -62,13 +72,13 @@ class Candidate:
         """Of the fullest rank as measured, None where it was not."""
         return max(self.measured.peak_bytes) if self.measured else None
 
-    def pace(self, neutral_batch: int | None) -> float:
+    def compute_pace(self, neutral_batch: int | None) -> float:
         """Images per second that count, as measured; 0 where nothing was."""
-        return pace(self.forecast.images, self.measured.median_s, neutral_batch) if self.measured else 0.0
+        return compute_throughput(self.forecast.images, self.measured.median_s, neutral_batch) if self.measured else 0.0
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningResult:
     """All candidates, best first: the measured ones by what was measured, behind them the others by prediction.
 
     `refused` are plans that cannot run, and why; `explanation` says what was predicted of each kind of parallelism.
@@ -94,13 +104,13 @@ class Tuned:
         return f"<Tuned: {len(self.candidates)} plans, {len(measured)} measured; best: {self.plan.summary}>"
 
     def _repr_html_(self) -> str:
-        from mpi4dl_nb.draw.tuning import table_html
+        from mpi4dl_nb.draw.tuning import format_table_html
 
-        return table_html(self.candidates) + self.explanation._repr_html_()
+        return format_table_html(self.candidates) + self.explanation._repr_html_()
 
 
 @dataclass(frozen=True)
-class Findings:
+class PlanSearchResult:
     """All plans that fit, the fastest first, why these, and those that cannot run."""
 
     candidates: tuple[Candidate, ...]
@@ -109,7 +119,7 @@ class Findings:
 
 
 @dataclass
-class Tuning:
+class PlanTuner:
     """A model and images whose plans are looked for, on a cluster; graphs are traced once for each micro-batch."""
 
     model: nn.Module
@@ -121,15 +131,17 @@ class Tuning:
     device: str = "auto"
     _graphs: dict[tuple[int, int, str], ModelGraph] = field(default_factory=dict)
 
-    def graph_of(self, plan: Plan) -> ModelGraph:
+    def get_graph(self, plan: Plan) -> ModelGraph:
         """The traced micro-batch of a plan."""
         key = plan.parts, plan.local_dp, plan.precision
         if key not in self._graphs:
             loss = self.loss or nn.CrossEntropyLoss()
-            self._graphs[key] = traced(self.model, plan, self.image_shape, loss, self.labels, self.device)
+            self._graphs[key] = trace_model(self.model, plan, self.image_shape, loss, self.labels, self.device)
         return self._graphs[key]
 
-    def find(self, rank_bytes: int | None = None, seen: Seen = nobody, neutral_batch: int | None = None) -> Findings:
+    def find(
+        self, rank_bytes: int | None = None, seen: ProgressCallback = ignore_progress, neutral_batch: int | None = None
+    ) -> PlanSearchResult:
         """All plans for the cluster's ranks, predicted.
 
         `rank_bytes`: what a rank may use, an equal share of the machine's memory if it is None. `neutral_batch`: as in
@@ -141,29 +153,33 @@ class Tuning:
             )
         machine = self.cluster.calibrate()
         if rank_bytes is None:
-            rank_bytes = machine.rank_bytes(self.cluster.n)
-        states = optimiser_states(self.optimiser, self.model, self.loss)
+            rank_bytes = machine.get_rank_bytes(self.cluster.n)
+        states = count_optimiser_states(self.optimiser, self.model, self.loss)
         found = search(
-            self.cluster.n, self.image_shape[0], self.graph_of, machine, rank_bytes, states, seen,
+            self.cluster.n, self.image_shape[0], self.get_graph, machine, rank_bytes, states, seen,
             neutral_batch=neutral_batch,
         )  # fmt: skip
-        return Findings(tuple(map(Candidate, found.fitting)), explain(found, rank_bytes), found.refused)
+        return PlanSearchResult(tuple(map(Candidate, found.fitting)), explain(found, rank_bytes), found.refused)
 
     def measure(
-        self, candidates: Sequence[Candidate], steps: int = 3, seen: Seen = nobody, count_bytes: bool = True
+        self,
+        candidates: Sequence[Candidate],
+        steps: int = 3,
+        seen: ProgressCallback = ignore_progress,
+        count_bytes: bool = True,
     ) -> list[Candidate]:
         """The same ones, trained for some steps on the ranks. A plan that fails is told with its failure."""
-        trials = [Trial(self.cluster, self._recipe(each.plan)) for each in candidates]
-        run_in_turns(trials, steps, seen, count_bytes)
+        trials = [PlanTrial(self.cluster, self._make_recipe_factory(each.plan)) for each in candidates]
+        run_interleaved(trials, steps, seen, count_bytes)
         return [
             replace(each, measured=trial.measured, failure=trial.failure)
             for each, trial in zip(candidates, trials, strict=True)
         ]
 
-    def _recipe(self, plan: Plan) -> Callable[[], Recipe]:
+    def _make_recipe_factory(self, plan: Plan) -> Callable[[], Recipe]:
         return lambda: prepare(
             self.model, plan, self.image_shape, self.loss, self.optimiser, self.labels, self.device,
-            graph=self.graph_of(plan),
+            graph=self.get_graph(plan),
         )  # fmt: skip
 
 
@@ -180,7 +196,7 @@ def tune(
     rank_bytes: int | None = None,
     progress: bool = True,
     neutral_batch: int | None = None,
-) -> Tuned:
+) -> TuningResult:
     """The plan that trains most images per second on all ranks of the cluster.
 
     Every plan that makes sense for them is predicted on the machine as calibrated; of those that fit into `rank_bytes`
@@ -200,48 +216,48 @@ def tune(
     """
     if top < 0 or steps < 1:
         raise PlanError(f"top={top} plans are to be measured for steps={steps}: use 0 or more plans, 1 or more steps.")
-    tuning = Tuning(model, image_shape, cluster, loss, optimiser, labels, device)
-    with bar("plans predicted", progress) as seen:
+    tuning = PlanTuner(model, image_shape, cluster, loss, optimiser, labels, device)
+    with make_progress_bar("plans predicted", progress) as seen:
         found = tuning.find(rank_bytes, seen, neutral_batch)
     measured: list[Candidate] = []
     if top:
-        with bar("steps measured", progress) as seen:
+        with make_progress_bar("steps measured", progress) as seen:
             measured = tuning.measure(found.candidates[:top], steps, seen)
-    candidates = ordered([*measured, *found.candidates[top:]], neutral_batch)
-    return Tuned(candidates, cluster.calibrate(), found.explanation, found.refused)
+    candidates = sort_candidates([*measured, *found.candidates[top:]], neutral_batch)
+    return TuningResult(candidates, cluster.calibrate(), found.explanation, found.refused)
 
 
 @contextmanager
-def bar(unit: str, progress: bool = True) -> Iterator[Seen]:
+def make_progress_bar(unit: str, progress: bool = True) -> Iterator[ProgressCallback]:
     """A bar of how far it is, which is gone in the end."""
     with tqdm(unit=f" {unit}", disable=not progress, leave=False) as shown:
 
-        def seen(done: int, of: int) -> None:
+        def report_progress(done: int, of: int) -> None:
             shown.total = of
             shown.update(done - shown.n)
 
-        yield seen
+        yield report_progress
 
 
-def ordered(candidates: Iterable[Candidate], neutral_batch: int | None = None) -> tuple[Candidate, ...]:
+def sort_candidates(candidates: Iterable[Candidate], neutral_batch: int | None = None) -> tuple[Candidate, ...]:
     """The measured ones by what was measured, then the others by prediction; those that failed last."""
 
-    def rank(each: Candidate) -> tuple[bool, float, float]:
-        return bool(each.failure), -each.pace(neutral_batch), -each.forecast.pace(neutral_batch)
+    def get_sort_key(each: Candidate) -> tuple[bool, float, float]:
+        return bool(each.failure), -each.compute_pace(neutral_batch), -each.forecast.compute_throughput(neutral_batch)
 
-    return tuple(sorted(candidates, key=rank))
+    return tuple(sorted(candidates, key=get_sort_key))
 
 
-def optimiser_states(optimiser: Optimiser, model: nn.Module, loss: object = None) -> int:
+def count_optimiser_states(optimiser: Optimiser, model: nn.Module, loss: object = None) -> int:
     """How many numbers an optimiser keeps for each weight of a model and its loss after a step. Raises PlanError.
 
-    >>> optimiser_states(sgd, nn.Conv2d(3, 8, 3))
+    >>> count_optimiser_states(sgd, nn.Conv2d(3, 8, 3))
     1
     """
-    return count_states(optimiser, specs_of(model, loss, torch.float32))
+    return count_states(optimiser, collect_parameter_specs(model, loss, torch.float32))
 
 
-def exchanged(candidates: Iterable[Candidate], measured: Iterable[Candidate]) -> list[Candidate]:
+def replace_measured(candidates: Iterable[Candidate], measured: Iterable[Candidate]) -> list[Candidate]:
     """The candidates, with those in the place of others whose plans were measured (again)."""
     by_plan = {each.plan: each for each in measured}
     return [by_plan.get(each.plan, each) for each in candidates]

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 
-from engines.comm.container import cores
+from engines.comm.container import count_cores
 from engines.plan import Plan
-from engines.report import Epoch, Event, Healed, LeftOut, Told
+from engines.report import EpochResult, Recovered, SkippedImage, StepResult, TrainingEvent
 from engines.training import StepReport
 
-__all__ = ["Gathered", "Pace", "Progress"]
+__all__ = ["Progress", "ProgressRecorder", "RefreshRate"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Progress:
     total: int | None = None
     losses: Sequence[float] = ()
     speeds: Sequence[float] = ()
-    last: Told | None = None
-    epochs: Sequence[Epoch] = ()
+    last: StepResult | None = None
+    epochs: Sequence[EpochResult] = ()
     ends: Sequence[int] = ()
     reports: Sequence[StepReport] = ()
     seconds: float = 0.0
@@ -42,7 +42,7 @@ class Progress:
 
 
 @dataclass
-class Gathered:
+class ProgressRecorder:
     """Gathers what becomes a Progress: told by one thread, asked by another."""
 
     plan: Plan
@@ -50,9 +50,9 @@ class Gathered:
     total: int | None = None
     losses: list[float] = field(default_factory=list)
     speeds: list[float] = field(default_factory=list)
-    epochs: list[Epoch] = field(default_factory=list)
+    epochs: list[EpochResult] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    last: Told | None = None
+    last: StepResult | None = None
     reports: Sequence[StepReport] = ()
     left_out: int = 0
     _lock: Lock = field(default_factory=Lock)
@@ -61,35 +61,35 @@ class Gathered:
         self._start_s = self._now_s = time.perf_counter()
         self._first_s = 0.0  # when the first step was over
 
-    def add(self, event: Event, reports: Sequence[StepReport]) -> None:
+    def add(self, event: TrainingEvent, reports: Sequence[StepReport]) -> None:
         """One event more. What lies between an epoch and the next step is no time of that step."""
         before_s, now_s = self._now_s, time.perf_counter()
         with self._lock:
             self._now_s = now_s
             match event:
-                case Told():
+                case StepResult():
                     self._first_s = self._first_s or now_s
                     self.losses.append(event.loss)
                     self.speeds.append(event.images / (now_s - before_s))
                     self.last, self.reports = event, reports
-                case Epoch():
+                case EpochResult():
                     self.epochs.append(event)
                     self.ends.append(len(self.losses))
-                case LeftOut():
+                case SkippedImage():
                     self.left_out += 1
-                case Healed(steps=steps, epochs=epochs):
+                case Recovered(steps=steps, epochs=epochs):
                     del self.losses[steps:], self.speeds[steps:], self.epochs[epochs:], self.ends[epochs:]
 
-    def progress(self, state: str, running: bool) -> Progress:
+    def get_progress(self, state: str, running: bool) -> Progress:
         """All of it, as it is now."""
         with self._lock:
             return Progress(
                 self.plan, state, running, self.total, tuple(self.losses), tuple(self.speeds), self.last,
                 tuple(self.epochs), tuple(self.ends), self.reports, self._now_s - self._start_s,
-                self._left_s() if running else None, self.left_out, self.one_process,
+                self._estimate_left_s() if running else None, self.left_out, self.one_process,
             )  # fmt: skip
 
-    def _left_s(self) -> float | None:
+    def _estimate_left_s(self) -> float | None:
         """By what steps took so far, the judging between epochs included; the first one, which prepares, is not."""
         done = len(self.losses)
         if self.total is None or done < 2:
@@ -97,7 +97,7 @@ class Gathered:
         return (self.total - done) * (self._now_s - self._first_s) / (done - 1)
 
 
-class Pace:
+class RefreshRate:
     """When to draw again: once in `every_s` at most, and so seldom that it takes no more than a `share` of all cores.
 
     Ranks on this machine have the rest.
@@ -108,11 +108,11 @@ class Pace:
         self._due_s = 0.0
 
     @contextmanager
-    def turn(self) -> Iterator[bool]:
+    def begin_refresh(self) -> Iterator[bool]:
         """Whether it is time. What this thread computes within it is what drawing costs."""
         start_s = time.thread_time()
         due = time.perf_counter() >= self._due_s
         yield due
         if due:
             cost_s = time.thread_time() - start_s
-            self._due_s = time.perf_counter() + max(self.every_s, cost_s / (self.share * cores()))
+            self._due_s = time.perf_counter() + max(self.every_s, cost_s / (self.share * count_cores()))

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.layer.answers import prediction_of, tensors_of
+from engines.layer.answers import collect_tensors, get_prediction
 from engines.layer.graph import TensorSpec
 from engines.layer.trace import MODEL
 from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.worker import Worker
-from engines.spatial.draws import SameDraws
+from engines.spatial.draws import CounterRNGMode
 from engines.spatial.tiles import Tile
 from engines.training import Loss, cut_inputs, prepare
 
@@ -55,7 +55,7 @@ def ready(
     dtype = str(labels.dtype).removeprefix("torch.")
     recipe = prepare(model, plan, images.shape, loss, labels=TensorSpec(tuple(labels.shape), dtype))
     compiler = Compiler(recipe.graph, plan, input_gradient=True)
-    programs = [compiler.program(rank) for rank in range(plan.ranks)]
+    programs = [compiler.compile_rank(rank) for rank in range(plan.ranks)]
 
     def start(world: LoopbackWorld) -> Worker:
         program, trainable = programs[world.rank], recipe.graph.trainable
@@ -82,9 +82,9 @@ def assert_exact(
 ) -> None:  # fmt: skip
     """Output, loss, gradients of image and weights, and buffers of every rank are those of one process."""
     oracle, pixels = copy.deepcopy(model), images.clone().requires_grad_()
-    with SameDraws(seed=0):
-        prediction = prediction_of(oracle(pixels))
-        output = next(iter(tensors_of(prediction).values()))
+    with CounterRNGMode(seed=0):
+        prediction = get_prediction(oracle(pixels))
+        output = next(iter(collect_tensors(prediction).values()))
         labels = whole_numbers(*output.shape, seed=1) if labels is None else labels
         value = loss(prediction, labels)
     value.backward()
@@ -110,4 +110,4 @@ def assert_exact(
 
 
 def _part(whole: Tensor, tile: Tile | None) -> Tensor:
-    return whole if tile is None else whole[..., *tile.within(Tile.whole(0, 0))]
+    return whole if tile is None else whole[..., *tile.to_slices(Tile.whole(0, 0))]

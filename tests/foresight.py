@@ -28,9 +28,9 @@ from engines.models.unet import UNet
 from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
 from engines.predict.machine import Machine
-from engines.predict.search import plans
+from engines.predict.search import generate_plans
 from mpi4dl_nb import Cluster
-from mpi4dl_nb.tuning import Candidate, Tuning
+from mpi4dl_nb.tuning import Candidate, PlanTuner
 from tests.typical import typical
 
 BATCH, GROUP, STEPS, TOP = 4, 15, 4, 4
@@ -81,8 +81,8 @@ class Case:
     def name(self) -> str:
         return f"{self.model} {self.size_px} px"
 
-    def tuning(self, cluster: Cluster | None) -> Tuning:
-        return Tuning(MODELS[self.model](), (BATCH, 3, self.size_px, self.size_px), cluster)
+    def tuning(self, cluster: Cluster | None) -> PlanTuner:
+        return PlanTuner(MODELS[self.model](), (BATCH, 3, self.size_px, self.size_px), cluster)
 
     def to_json(self) -> dict[str, object]:
         rows = [asdict(row) | {"plan": asdict(row.plan)} for row in self.rows]
@@ -103,7 +103,9 @@ def measured(model: str, size_px: int, ranks: int, rounds: int) -> Case:
     with Cluster(ranks) as cluster:
         case = Case(model, size_px, cluster.calibrate(again=True))
         tuning = case.tuning(cluster)
-        asked = [Candidate(forecast(tuning.graph_of(plan), plan, case.machine)) for plan in plans(ranks, BATCH)]
+        asked = [
+            Candidate(forecast(tuning.get_graph(plan), plan, case.machine)) for plan in generate_plans(ranks, BATCH)
+        ]
         machines, rows = [case.machine], [Row(each.plan) for each in asked]
         for turn in range(rounds):
             mixed = Random(turn).sample(asked, len(asked))  # plans alike share no busy minute of the host
@@ -113,7 +115,7 @@ def measured(model: str, size_px: int, ranks: int, rounds: int) -> Case:
         return replace(case, machine=typical(machines), rows=tuple(rows))
 
 
-def _round(tuning: Tuning, asked: Sequence[Candidate], last: bool) -> Iterator[Row]:
+def _round(tuning: PlanTuner, asked: Sequence[Candidate], last: bool) -> Iterator[Row]:
     """Some steps of each plan, of which a few at a time are in memory; bytes are counted in the last round."""
     for first in range(0, len(asked), GROUP):
         found = tuning.measure(asked[first : first + GROUP], STEPS, count_bytes=last)
@@ -127,7 +129,7 @@ def predicted(case: Case) -> Iterator[tuple[Row, Forecast]]:
     """The rows, each with its prediction."""
     tuning = case.tuning(None)
     for row in case.rows:
-        yield row, forecast(tuning.graph_of(row.plan), row.plan, case.machine)
+        yield row, forecast(tuning.get_graph(row.plan), row.plan, case.machine)
 
 
 def told(case: Case) -> Iterator[dict[str, object]]:

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         flags.add_argument(f"--{name}", type=int, default=default)
     chosen = flags.parse_args(arguments)
     crops = StainCrops(immunohistochemistry(), chosen.crop_px, chosen.crops, seed=0)
-    batches = list(crops.batches(chosen.batch_size))
+    batches = list(crops.iterate_batches(chosen.batch_size))
     found = {
         precision: [_final_loss(precision, seed, batches, chosen.steps) for seed in range(chosen.seeds)]
         for precision in PRECISIONS

@@ -24,11 +24,11 @@ def judged(name: str, flags: Sequence[str]) -> tuple[nn.Module, nn.Module, Recip
     """The model, the loss, and what every rank has to know."""
     from monai import losses
 
-    chosen = options.parser("").parse_args(flags)
+    chosen = options.make_parser("").parse_args(flags)
     model, loss = build_model(chosen), getattr(losses, name)(**LOSSES[name])
-    shape = (chosen.batch_size, 3, *options.image_size(chosen.image_size))
+    shape = (chosen.batch_size, 3, *options.parse_image_size(chosen.image_size))
     labels = TensorSpec((shape[0], 1, *shape[2:]), "int64")
-    plan, moves = options.plan(chosen), options.optimiser(chosen)
+    plan, moves = options.make_plan(chosen), options.choose_optimiser(chosen)
     return model, loss, prepare(model, plan, shape, loss, moves, labels=labels, device=chosen.device)
 
 

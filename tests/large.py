@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from skimage.data import immunohistochemistry
 from torch import nn
 
-from engines.images.labelled import network_input
+from engines.images.labelled import to_network_input
 from engines.images.picture import Picture, open_image
 from engines.models.unet import UNet
 from tests.mpi import mpi_command, mpi_environment
@@ -59,7 +59,7 @@ def segmenter(path: Path) -> nn.Module:
     """A small U-Net that finds pixels of each class in the tissue; its weights lie in `path`."""
     torch.manual_seed(0)
     model = UNet(num_classes=CLASSES, **ARGUMENTS)
-    pixels = network_input(next(tissue(TILE, TILE, 1)))[None]
+    pixels = to_network_input(next(tissue(TILE, TILE, 1)))[None]
     with torch.no_grad():
         for _ in range(STEADY):  # batch norms learn what tissue is like
             scores = model(pixels)
@@ -87,7 +87,7 @@ def _classes(model: nn.Module, slide: Picture, y: int, x: int) -> np.ndarray:
         for start, size in zip((y, x), slide.shape(), strict=True)
     )
     with torch.no_grad():
-        scores = model(network_input(slide.read(y0, x0, y1 - y0, x1 - x0))[None])
+        scores = model(to_network_input(slide.read(y0, x0, y1 - y0, x1 - x0))[None])
     return scores[0].argmax(0)[y - y0 :, x - x0 :][:REGION, :REGION].numpy()
 
 

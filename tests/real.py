@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engines.images.annotations import boxes_table, masks_table
+from engines.images.annotations import write_boxes_table, write_masks_table
 from engines.images.labelled import LabelledImages
-from engines.images.some import Some
+from engines.images.some import Subset
 from engines.images.tables import table_images
-from engines.metrics import count
+from engines.metrics import count_predictions
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
 from engines.spatial.tiles import Tile
@@ -52,14 +52,14 @@ def data() -> Path | None:
 def brecahad(folder: Path, tables: Path, size: tuple[int, int] = SIZE, seed: int = 0) -> Sides:
     """18 pictures with masks of nuclei to train on, and 6 to judge by, parted by picture."""
     table = tables / "brecahad.csv"
-    masks_table(folder / "brecahad" / "images", folder / "brecahad" / "masks", table)
+    write_masks_table(folder / "brecahad" / "images", folder / "brecahad" / "masks", table)
     return table_images(table, size, threshold=127, fit="crop", within=folder).split(0.25, seed)
 
 
 def bccd(folder: Path, tables: Path, size_px: int = CROP) -> Sides:
     """Crops of blood cells of 3 kinds, one of a kind and picture, from the official lists `trainval` and `test`."""
     for chosen in ("trainval", "test"):
-        boxes_table(folder / "bccd" / "BCCD", chosen, tables / f"{chosen}.csv", CROP, most=1)
+        write_boxes_table(folder / "bccd" / "BCCD", chosen, tables / f"{chosen}.csv", CROP, most=1)
     train, judge = (
         table_images(tables / f"{chosen}.csv", (size_px, size_px), within=folder) for chosen in ("trainval", "test")
     )
@@ -119,7 +119,8 @@ def _line(history: History) -> dict[str, object]:
 def _everything(images: LabelledImages) -> float | None:
     """Dice of calling every pixel a nucleus."""
     counted = [
-        count(torch.tensor([0.0, 1.0]).view(1, 2, 1, 1).expand(1, 2, *SIZE), _mask(images, i)) for i in _all(images)
+        count_predictions(torch.tensor([0.0, 1.0]).view(1, 2, 1, 1).expand(1, 2, *SIZE), _mask(images, i))
+        for i in _all(images)
     ]
     return sum(counted[1:], counted[0]).dice
 
@@ -132,7 +133,7 @@ def _dark(train: LabelledImages, judge: LabelledImages) -> float | None:
         counted = []
         for i in _all(images):
             red = images.part(i, whole)[0]
-            counted.append(count(torch.stack([red - limit, limit - red])[None], _mask(images, i)))
+            counted.append(count_predictions(torch.stack([red - limit, limit - red])[None], _mask(images, i)))
         return sum(counted[1:], counted[0]).dice or 0.0
 
     return dice(judge, max(np.linspace(-0.8, 0.6, 8), key=partial(dice, train)))
@@ -154,7 +155,7 @@ def same(folder: Path, tables: Path, steps: int = 3) -> dict[str, object]:
         with Cluster(plan.ranks) as cluster:
             exact = replace(plan, precision="float64")
             training = Training(segmenter(0), exact, cluster, (1, 3, *SIZE), nuclei_loss)
-            found.append(training.fit(Some(train, range(steps)), progress=False).losses)
+            found.append(training.fit(Subset(train, range(steps)), progress=False).losses)
     far = max(abs(one - four) / abs(one) for one, four in zip(*found, strict=True))
     return {
         "losses_1_rank": found[0],

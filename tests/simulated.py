@@ -23,8 +23,8 @@ from engines.predict.classes import BY_ARITHMETIC, CLASSES
 from engines.predict.forecast import forecast
 from engines.predict.machine import Link, Machine, Speed
 from engines.predict.machines import MACHINES
-from engines.predict.search import Found, plans, search
-from engines.traces import Traces
+from engines.predict.search import SearchResult, generate_plans, search
+from engines.traces import TraceCache
 
 MADE_UP = Machine(
     "made up: 6 devices on a node", "round numbers of the size of those of a V100 with NVLink and two rails",
@@ -55,7 +55,7 @@ def main() -> None:
     parts = {"growth": growth, "search": searched, "check": checked}
     asked = [name for name in parts if getattr(chosen, name)] or ["growth", "search"]
     for model in chosen.model or list(MODELS)[:2]:
-        traces = Traces(MODELS[model](), (chosen.batch, 3, chosen.image_px, chosen.image_px), nn.CrossEntropyLoss())
+        traces = TraceCache(MODELS[model](), (chosen.batch, 3, chosen.image_px, chosen.image_px), nn.CrossEntropyLoss())
         for name in asked:
             for row in parts[name](traces, chosen):
                 told = {
@@ -68,10 +68,10 @@ def main() -> None:
                 print(json.dumps(told | row), flush=True)
 
 
-def growth(traces: Traces, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def growth(traces: TraceCache, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Four ranks are a replica: 2 x 2 tiles; and each rank is one. Efficiency is beside one replica."""
     for plan in (Plan(split_size=1, spatial_size=1), Plan(split_size=1, spatial_size=0)):
-        graph = traces.graph(plan)
+        graph = traces.get_graph(plan)
         alone = forecast(graph, plan, chosen.machine).images_per_s
         for ranks in RANKS:
             many = Plan(**plan.chosen | {"data_parallel": ranks // plan.ranks})
@@ -84,13 +84,13 @@ def growth(traces: Traces, chosen: argparse.Namespace) -> Iterator[dict[str, Any
             }  # fmt: skip
 
 
-def searched(traces: Traces, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def searched(traces: TraceCache, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """All plans for so many ranks."""
     ranks = chosen.ranks or 64
     began = time.perf_counter()
     _trace(traces, ranks, chosen.batch)
     traced, traced_cpu = time.perf_counter(), time.process_time()
-    found = search(ranks, chosen.batch, traces.graph, chosen.machine, chosen.machine.memory_bytes, best=8)
+    found = search(ranks, chosen.batch, traces.get_graph, chosen.machine, chosen.machine.memory_bytes, best=8)
     yield {
         "ranks": ranks, "tracing_s": round(traced - began, 1), "search_s": round(time.perf_counter() - traced, 1),
         "search_cpu_s": round(time.process_time() - traced_cpu, 1),
@@ -99,7 +99,7 @@ def searched(traces: Traces, chosen: argparse.Namespace) -> Iterator[dict[str, A
     }  # fmt: skip
 
 
-def checked(traces: Traces, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def checked(traces: TraceCache, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The same search with bounds and without."""
     ranks = chosen.ranks or 8
     _trace(traces, ranks, chosen.batch)
@@ -114,20 +114,20 @@ def checked(traces: Traces, chosen: argparse.Namespace) -> Iterator[dict[str, An
 
 
 def _timed(
-    row: dict[str, Any], name: str, traces: Traces, chosen: argparse.Namespace, ranks: int, *limits: Any
-) -> Found:
+    row: dict[str, Any], name: str, traces: TraceCache, chosen: argparse.Namespace, ranks: int, *limits: Any
+) -> SearchResult:
     rank_bytes, best = limits
     began = time.process_time()
-    found = search(ranks, chosen.batch, traces.graph, chosen.machine, rank_bytes, best=best)
+    found = search(ranks, chosen.batch, traces.get_graph, chosen.machine, rank_bytes, best=best)
     row[f"{name}_cpu_s"] = round(time.process_time() - began, 1)
     row[f"{name}_simulated"] = len(found.fitting) + len(found.too_large)
     return found
 
 
-def _trace(traces: Traces, ranks: int, batch: int) -> None:
-    for plan in plans(ranks, batch):
+def _trace(traces: TraceCache, ranks: int, batch: int) -> None:
+    for plan in generate_plans(ranks, batch):
         try:
-            traces.graph(plan)
+            traces.get_graph(plan)
         except PlanError:
             continue  # the search tells it
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from engines.checkpoint.folder import checkpoints
+from engines.checkpoint.folder import list_checkpoints
 from tests.mpi import TRIES, has_begun, mpi_command, mpi_environment
 
 RANKS, EPOCHS, STEPS = 3, 2, 6
@@ -113,7 +113,7 @@ class Run:
 
 def outcome(run: Run) -> tuple[bytes, ...]:
     """The tensors that a training has ended with."""
-    last = checkpoints(run.saved)[-1]
+    last = list_checkpoints(run.saved)[-1]
     return tuple((last / name).read_bytes() for name in ("model.safetensors", "training.safetensors"))
 
 

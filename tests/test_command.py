@@ -14,7 +14,7 @@ from torch import nn
 
 from engines import models, options
 from engines.errors import PlanError, TraceError
-from engines.layer.answers import prediction_of
+from engines.layer.answers import get_prediction
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
 from engines.plan import Plan
@@ -23,16 +23,16 @@ from engines.plan import Plan
 
 
 def chosen(*flags: str):
-    return options.parser("Test.").parse_args(flags)
+    return options.make_parser("Test.").parse_args(flags)
 
 
 def test_without_flags_the_plan_is_the_plans_own_default():
-    assert options.plan(chosen()) == Plan()
+    assert options.make_plan(chosen()) == Plan()
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Plan)])
 def test_every_knob_is_a_flag_under_its_own_name(name: str):
-    (action,) = [a for a in options.parser("Test.")._actions if a.dest == name]
+    (action,) = [a for a in options.make_parser("Test.")._actions if a.dest == name]
     assert f"--{name.replace('_', '-')}" in action.option_strings
 
 
@@ -69,7 +69,7 @@ FLAGS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize(("flags", "knobs"), FLAGS.items(), ids=FLAGS)
 def test_flags_make_a_plan(flags: str, knobs: dict[str, object]):
-    assert options.plan(chosen(*flags.split())) == Plan(**knobs)
+    assert options.make_plan(chosen(*flags.split())) == Plan(**knobs)
 
 
 REFUSED = {
@@ -93,7 +93,7 @@ REFUSED = {
 @pytest.mark.parametrize(("flags", "message"), REFUSED.items(), ids=REFUSED)
 def test_plans_that_cannot_be_run(flags: str, message: str):
     with pytest.raises(PlanError, match=message):
-        options.plan(chosen(*flags.split()))
+        options.make_plan(chosen(*flags.split()))
 
 
 WRONG_FLAGS = {
@@ -118,13 +118,13 @@ def test_wrong_flags_are_an_error_of_ours(flags: str, message: str, capsys):
     ("text", "size"), [("512", (512, 512)), ("512x768", (512, 768)), ("100X132", (100, 132)), ("1", (1, 1))]
 )
 def test_image_sizes(text: str, size: tuple[int, int]):
-    assert options.image_size(text) == size
+    assert options.parse_image_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "x", "512x", "x512", "0", "0x4", "-512", "5.5", "512x512x3", "big", "512 px"])
 def test_what_is_no_image_size(text: str):
     with pytest.raises(PlanError, match="must be one number of pixels, or HEIGHTxWIDTH such as 512x768"):
-        options.image_size(text)
+        options.parse_image_size(text)
 
 
 # ---- known bugs: whoever mends one strikes its mark
@@ -132,11 +132,11 @@ def test_what_is_no_image_size(text: str):
 
 def test_a_digit_that_is_no_number():
     with pytest.raises(PlanError, match="must be one number of pixels"):
-        options.image_size("5²")
+        options.parse_image_size("5²")
 
 
 def test_the_balance_of_one_stage():
-    assert options.plan(chosen("--split-size", "1", "--balance", "39,")) == Plan(split_size=1, balance=(39,))
+    assert options.make_plan(chosen("--split-size", "1", "--balance", "39,")) == Plan(split_size=1, balance=(39,))
 
 
 # ---- models and optimisers
@@ -208,7 +208,7 @@ def test_a_stock_resnet50_is_of_the_package_that_is_there(package: str, monkeypa
     assert 23_400_000 < sum(p.numel() for p in model.parameters()) < 23_600_000
     with torch.no_grad():
         answer = model.eval()(torch.zeros(1, 3, 32, 32))
-    assert prediction_of(answer).shape == (1, 7)
+    assert get_prediction(answer).shape == (1, 7)
 
 
 def test_where_no_package_has_a_resnet50(monkeypatch):
@@ -271,7 +271,7 @@ def test_models_that_cannot_be_built(model: tuple[str, ...], expected: tuple[typ
 
 @pytest.mark.parametrize(("name", "kind"), [("sgd", torch.optim.SGD), ("adam", torch.optim.Adam)])
 def test_optimisers(name: str, kind: type[torch.optim.Optimizer]):
-    make = options.optimiser(chosen("--optimiser", name, "--learning-rate", "0.25"))
+    make = options.choose_optimiser(chosen("--optimiser", name, "--learning-rate", "0.25"))
     optimiser = make([nn.Parameter(torch.zeros(2))])
     assert type(optimiser) is kind
     assert optimiser.defaults["lr"] == 0.25
@@ -280,8 +280,8 @@ def test_optimisers(name: str, kind: type[torch.optim.Optimizer]):
 def test_a_recipe_is_checked_against_the_ranks():
     flags = chosen(MODEL, UNET, "--image-size", "12x20", "--batch-size", "2", "--dtype", "float64")
     with pytest.raises(PlanError, match="needs 5 ranks"):
-        options.recipe(flags, ranks=4)
-    model, recipe = options.recipe(flags, ranks=5)
+        options.make_recipe(flags, ranks=4)
+    model, recipe = options.make_recipe(flags, ranks=5)
     assert recipe.graph.inputs["images"].shape == (2, 3, 12, 20)
     assert recipe.graph.inputs["images"].dtype == "float64"
     assert {f"model.{name}" for name, _ in model.named_parameters()} == set(recipe.graph.weights)

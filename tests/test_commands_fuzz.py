@@ -15,7 +15,7 @@ from engines import command, options
 from engines.comm.device import choose_device
 from engines.errors import ImageError, PlanError, RankError, TraceError
 from engines.images.arrays import ArrayPicture
-from engines.inference.region import region_of
+from engines.inference.region import make_padded_region
 from engines.layout import check_fits
 from engines.plan import Plan
 from tests.fuzz.commands import OneOfMany, run, write_files
@@ -37,14 +37,14 @@ def test_changed_command_lines_run_or_are_refused_in_one_sentence():
 @pytest.mark.parametrize("seed", ["9223372036854775808", "-99999999999999999999"])
 def test_a_seed_has_64_bits(seed):
     with pytest.raises(PlanError, match="must be a whole number of 64 bits"):
-        options.parser("Test.").parse_args([f"--seed={seed}"])
-    assert options.parser("Test.").parse_args(["--seed=-9"]).seed == -9
+        options.make_parser("Test.").parse_args([f"--seed={seed}"])
+    assert options.make_parser("Test.").parse_args(["--seed=-9"]).seed == -9
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "1x" + "9" * 5000, "1000000000"])
 def test_sizes_have_few_digits(text):
     with pytest.raises(PlanError, match="must be one number of pixels"):
-        options.image_size(text)
+        options.parse_image_size(text)
     with pytest.raises(PlanError, match="is unknown"):
         Plan(slice_method="1x" + "9" * 5000)
 
@@ -67,25 +67,25 @@ def test_a_plan_of_a_million_ranks_is_refused_in_few_words():
 
 def test_of_an_argument_that_is_two_dashes_that_is_told():
     with pytest.raises(PlanError, match="Argument --model: expected one argument"):
-        options.parser("Test.").parse_args(["--model=--"])
+        options.make_parser("Test.").parse_args(["--model=--"])
 
 
 def test_what_follows_a_command_may_be_nothing():
     """`python -m mpi4dl_nb` alone: the engines then name the commands there are."""
-    flags = options.Parser()
+    flags = options.FlagParser()
     flags.add_argument("command", nargs=options.argparse.REMAINDER)
     assert flags.parse_args([]).command == []
 
 
 def test_a_model_that_ends_the_process_is_refused():
     with pytest.raises(TraceError, match="sys:exit failed with SystemExit"):
-        options.build_model(options.parser("Test.").parse_args(["--model", "sys:exit"]))
+        options.build_model(options.make_parser("Test.").parse_args(["--model", "sys:exit"]))
 
 
 @pytest.mark.parametrize("seconds", ["nan", "-1", "inf"])
 def test_a_stage_takes_some_seconds(seconds):
     with pytest.raises(options.argparse.ArgumentTypeError, match="must be a number of seconds"):
-        options.duration(seconds)
+        options.parse_seconds(seconds)
 
 
 def test_there_is_no_device_without_memory():
@@ -96,7 +96,7 @@ def test_there_is_no_device_without_memory():
 def test_a_region_is_no_larger_than_a_slide():
     picture = ArrayPicture("a", np.zeros((8, 8, 3), np.uint8))
     with pytest.raises(ImageError, match=r"1 x 99,999,999,999 px are more than any slide has"):
-        region_of(picture, (0, 0, 1, 99_999_999_999))
+        make_padded_region(picture, (0, 0, 1, 99_999_999_999))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_where_memory_runs_out_that_is_told(monkeypatch, error, told):
 
     monkeypatch.setitem(command._COMMANDS, "verify", takes)
     with pytest.raises(RankError, match=told):
-        command._done("verify", OneOfMany(1), [])
+        command._run_command("verify", OneOfMany(1), [])
 
 
 def test_other_faults_keep_their_traceback(monkeypatch):
@@ -121,7 +121,7 @@ def test_other_faults_keep_their_traceback(monkeypatch):
 
     monkeypatch.setitem(command._COMMANDS, "verify", fails)
     with pytest.raises(RuntimeError, match="a fault of ours"):
-        command._done("verify", OneOfMany(1), [])
+        command._run_command("verify", OneOfMany(1), [])
 
 
 @pytest.mark.parametrize("words", [["no-such"], ["bench"], [], ["gpu-check", "--only", "none such"]], ids=str)

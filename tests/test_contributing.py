@@ -63,7 +63,7 @@ def test_what_a_recipe_adds_is_not_there_yet(title: str):
     code = RECIPES[title]
     added = re.findall(r'@entry\("(.+?)"|RULES\["(.+?)"\]|MACHINES\["(.+?)"\] =|\*folder.ENDINGS, "(.+?)"', code)
     assert added
-    known = {*ops.rules(), *schedule.RULES, *machines.MACHINES, *folder.ENDINGS}
+    known = {*ops.get_rules(), *schedule.RULES, *machines.MACHINES, *folder.ENDINGS}
     assert not known & {name for names in added for name in names if name}
 
 

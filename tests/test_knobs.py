@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_plan import CONTRADICTIONS, REFUSED
 
 from engines.errors import Mpi4dlError
-from engines.knobs import HELP, knob_of, knobs_named, text_of, value_of
+from engines.knobs import HELP, find_plan_option, find_plan_options, format_value, parse_value
 from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.training import prepare
@@ -22,11 +22,11 @@ WRONG = {kind: case[0] for kind, case in {**REFUSED, **CONTRADICTIONS}.items()}
 def test_a_message_belongs_beside_one_of_the_knobs_that_were_set(kind: str):
     with pytest.raises(Mpi4dlError) as caught:
         Plan(**WRONG[kind])
-    named = knobs_named(str(caught.value))
-    assert knob_of(str(caught.value)) in named[:2]
+    named = find_plan_options(str(caught.value))
+    assert find_plan_option(str(caught.value)) in named[:2]
     assert WRONG[kind].keys() & named[:2]
     for touched in WRONG[kind]:
-        assert knob_of(str(caught.value), touched) == (touched if touched in named else named[0])
+        assert find_plan_option(str(caught.value), touched) == (touched if touched in named else named[0])
 
 
 MISFITS = {
@@ -42,17 +42,17 @@ MISFITS = {
 def test_so_does_what_does_not_fit_the_model_or_the_batch(knob: str):
     with pytest.raises(Mpi4dlError) as caught:
         prepare(resnet20_v1(), Plan(**MISFITS[knob]), (2, 3, 32, 32))
-    assert knob_of(str(caught.value)) == knob
+    assert find_plan_option(str(caught.value)) == knob
 
 
 def test_words_that_are_no_knobs():
-    assert knobs_named("parts of the image, many times, on balance") == ()
-    assert knob_of("The model answers with no tensor.") == ""
+    assert find_plan_options("parts of the image, many times, on balance") == ()
+    assert find_plan_option("The model answers with no tensor.") == ""
 
 
 @given(st.one_of(st.integers(0, 999), st.tuples(st.integers(1, 99)), st.tuples(st.integers(1, 99), st.integers(1, 9))))
 def test_numbers_survive_as_text(value: object):
-    assert value_of(text_of(value)) == value
+    assert parse_value(format_value(value)) == value
 
 
 def test_every_knob_is_explained():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.metrics import Counts, added, count
+from engines.metrics import Counts, count_predictions, sum_counts
 
 
 def brute(scores: Tensor, labels: Tensor, classes: int) -> list[tuple[int, ...]]:
@@ -27,7 +27,7 @@ def test_counts_are_those_of_a_loop(shape: tuple[int, ...], classes: int):
     scores = torch.randn(shape[0], classes, *shape[1:])
     labels = torch.randint(classes, shape)
     labels.view(-1)[:2] = torch.tensor([-100, 255])
-    found = count(scores, labels)
+    found = count_predictions(scores, labels)
     assert [found.right, found.predicted, found.true] == brute(scores, labels, classes)
     assert found.pixels == (len(shape) > 1)
     assert found.accuracy == sum(found.right) / (labels.numel() - 2)
@@ -35,26 +35,26 @@ def test_counts_are_those_of_a_loop(shape: tuple[int, ...], classes: int):
 
 def test_labels_may_have_a_channel_and_be_no_whole_numbers():
     scores, labels = torch.randn(2, 3, 4, 5), torch.randint(3, (2, 4, 5))
-    assert count(scores, labels[:, None].float()) == count(scores, labels)
+    assert count_predictions(scores, labels[:, None].float()) == count_predictions(scores, labels)
 
 
 def test_one_score_is_for_the_second_of_two_classes():
     scores = torch.tensor([[[[-1.0, 2.0], [3.0, -4.0]]]])
     labels = torch.tensor([[[[0.0, 1.0], [0.0, 0.0]]]])
-    assert count(scores, labels) == Counts((2, 1), (2, 2), (3, 1), True)
+    assert count_predictions(scores, labels) == Counts((2, 1), (2, 2), (3, 1), True)
 
 
 @pytest.mark.parametrize(("scores", "labels"), [((2, 3), (2, 3)), ((2, 3, 4, 4), (2,)), ((), ()), ((6,), (6,))])
 def test_what_does_not_belong_together_is_not_judged(scores: tuple[int, ...], labels: tuple[int, ...]):
-    found = count(torch.zeros(scores), torch.zeros(labels))
+    found = count_predictions(torch.zeros(scores), torch.zeros(labels))
     assert (found, found.accuracy, found.dice) == (Counts(), None, None)
 
 
 def test_parts_add_up_to_the_whole():
     scores, labels = torch.randn(3, 4, 6, 8), torch.randint(4, (3, 6, 8))
     tiles = [(slice(None), slice(0, 2)), (slice(None), slice(2, 6))]
-    parts = [count(scores[:, :, rows], labels[:, rows]) for _, rows in tiles]
-    assert added([Counts(), *parts]) == count(scores, labels)
+    parts = [count_predictions(scores[:, :, rows], labels[:, rows]) for _, rows in tiles]
+    assert sum_counts([Counts(), *parts]) == count_predictions(scores, labels)
 
 
 def test_dice_of_two_classes_is_that_of_the_second():

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from engines import options, train_options
-from engines.bench.halo_case import made
+from engines.bench.halo_case import make_halo_setup
 from engines.comm.loopback import run_ranks
 from engines.comm.world import World
-from engines.images.feed import Feeding
+from engines.images.feed import LoaderOptions
 from engines.images.synthetic import SyntheticImages
-from engines.report import Told
-from engines.train import RankCourse, Ranks, run
-from engines.training import RankTraining, Recipe, images_per_step
+from engines.report import StepResult
+from engines.train import CollectiveTrainLoop, RankTrainLoop, run
+from engines.training import RankTraining, Recipe, count_step_images
 
 README = Path(__file__).parents[1] / "README.md"
 ROW = re.compile(
@@ -35,21 +35,21 @@ def test_every_kind_of_the_predecessors_benchmarks_is_there():
 
 @pytest.mark.parametrize(("name", "flags", "ranks"), TRAININGS)
 def test_a_row_needs_the_ranks_that_it_names(name: str, flags: str, ranks: int):
-    assert options.plan(train_options.train_parser().parse_args(flags.split())).ranks == ranks
+    assert options.make_plan(train_options.make_train_parser().parse_args(flags.split())).ranks == ranks
 
 
-def steps(world: World, recipe: Recipe, images: SyntheticImages) -> list[Told]:
+def steps(world: World, recipe: Recipe, images: SyntheticImages) -> list[StepResult]:
     """One epoch."""
-    with RankCourse(world, RankTraining(world, recipe), recipe.step_specs, images, Feeding()) as course:
-        return [event for event in run(Ranks(course)) if isinstance(event, Told)]
+    with RankTrainLoop(world, RankTraining(world, recipe), recipe.step_specs, images, LoaderOptions()) as course:
+        return [event for event in run(CollectiveTrainLoop(course)) if isinstance(event, StepResult)]
 
 
 @pytest.mark.parametrize(("name", "flags", "ranks"), TRAININGS)
 def test_a_row_runs_with_a_small_model(name: str, flags: str, ranks: int):
     small = f"{SMALL[name.split('_', maxsplit=1)[0]]} --image-size 64 --batch-size 2"
-    chosen = train_options.train_parser().parse_args(f"{flags} {small}".split())
-    _, recipe = options.recipe(chosen, ranks)
-    images = SyntheticImages(images_per_step(recipe), (64, 64), chosen.num_classes)
+    chosen = train_options.make_train_parser().parse_args(f"{flags} {small}".split())
+    _, recipe = options.make_recipe(chosen, ranks)
+    images = SyntheticImages(count_step_images(recipe), (64, 64), chosen.num_classes)
     (told,) = run_ranks(ranks, lambda world: steps(world, recipe, images))[0]
     assert told.images == 2 * recipe.plan.batches
     assert told.loss > 0
@@ -57,6 +57,6 @@ def test_a_row_runs_with_a_small_model(name: str, flags: str, ranks: int):
 
 def test_the_halo_benchmark_takes_the_predecessors_flags():
     (flags,) = [flags for name, flags, *_ in ROWS if name == "sp_halo_exchange"]
-    case = options.halo_case(options.halo_parser().parse_args(flags.split()))
+    case = options.make_halo_case(options.make_halo_parser().parse_args(flags.split()))
     assert (case.plan.ranks, case.image_shape[-2:]) == (4, (32, 32))
-    assert all(own.exchange.sends for own in run_ranks(4, lambda world: made(case, world)))
+    assert all(own.exchange.sends for own in run_ranks(4, lambda world: make_halo_setup(case, world)))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.program.compile import compile_plan
-from engines.program.traffic import traffic
+from engines.program.traffic import count_traffic
 from engines.training import prepare
 
 
@@ -44,5 +44,5 @@ def test_the_card_of_a_program_has_its_own_numbers():
     assert words.startswith("<Program of rank 0: stages: 0, 1 (mirrored); micro-batches: 2 of 2; ")
     for kind, count in Counter(step.instruction.kind for step in program.steps).items():
         assert f"{count:,} {kind}" in card
-    for kind, sent in traffic(program).items():
+    for kind, sent in count_traffic(program).items():
         assert f"sends ({kind}): {sent.messages:,} messages, {sent.bytes:,} bytes" in words

@@ -9,7 +9,7 @@ from engines import traces
 from engines.errors import ImageError, PlanError
 from engines.models import resnet20_v1
 from engines.plan import Plan
-from engines.traces import Traces
+from engines.traces import TraceCache
 
 
 @pytest.fixture
@@ -26,26 +26,26 @@ def counted(monkeypatch) -> list[tuple[int, ...]]:
 
 
 def test_plans_with_micro_batches_of_one_shape_and_precision_share_a_trace(counted):
-    known = Traces(resnet20_v1(), (4, 3, 32, 32), nn.CrossEntropyLoss())
-    assert not known.knows(Plan())
-    graph = known.graph(Plan())
-    assert known.graph(Plan(split_size=3, spatial_size=2)) is graph
-    several = known.graph(Plan(split_size=3, spatial_size=2, bidirectional=True))
-    assert several is known.graph(Plan(data_parallel=4))
-    assert known.knows(Plan(data_parallel=2))
+    known = TraceCache(resnet20_v1(), (4, 3, 32, 32), nn.CrossEntropyLoss())
+    assert not known.has_graph(Plan())
+    graph = known.get_graph(Plan())
+    assert known.get_graph(Plan(split_size=3, spatial_size=2)) is graph
+    several = known.get_graph(Plan(split_size=3, spatial_size=2, bidirectional=True))
+    assert several is known.get_graph(Plan(data_parallel=4))
+    assert known.has_graph(Plan(data_parallel=2))
     assert counted == [(4, 3, 32, 32)]
-    assert known.graph(Plan(parts=2)).inputs["images"].shape == (2, 3, 32, 32)
-    assert known.graph(Plan(precision="float64")).inputs["images"].dtype == "float64"
-    assert known.graph(Plan(local_dp=4)).share.inputs["images"].shape == (1, 3, 32, 32)
+    assert known.get_graph(Plan(parts=2)).inputs["images"].shape == (2, 3, 32, 32)
+    assert known.get_graph(Plan(precision="float64")).inputs["images"].dtype == "float64"
+    assert known.get_graph(Plan(local_dp=4)).share.inputs["images"].shape == (1, 3, 32, 32)
     assert [shape[0] for shape in counted] == [4, 2, 4, 1]  # the whole of what is shared was traced before
 
 
 def test_what_does_not_fit_is_said_before_anything_is_traced(counted):
-    known = Traces(resnet20_v1(), (4, 3, 32, 32), nn.CrossEntropyLoss())
+    known = TraceCache(resnet20_v1(), (4, 3, 32, 32), nn.CrossEntropyLoss())
     with pytest.raises(PlanError, match="parts=3"):
-        known.knows(Plan(parts=3))
+        known.has_graph(Plan(parts=3))
     with pytest.raises(PlanError, match="local_dp=3"):
-        known.graph(Plan(local_dp=3))
+        known.get_graph(Plan(local_dp=3))
     with pytest.raises(ImageError, match="four positive numbers"):
-        Traces(resnet20_v1(), (4, 3, 32), nn.CrossEntropyLoss())
+        TraceCache(resnet20_v1(), (4, 3, 32), nn.CrossEntropyLoss())
     assert counted == []

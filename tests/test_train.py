@@ -14,22 +14,22 @@ from torch import nn
 
 from engines import options, train_options
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.comm.together import run_on_first, run_on_all
+from engines.comm.together import run_on_all, run_on_first
 from engines.errors import ImageError, PlanError, ReleasedError
 from engines.host import Failure
-from engines.images.feed import Feeding
-from engines.images.labelled import LabelledImages, in_order
-from engines.images.own import OwnPart
+from engines.images.feed import LoaderOptions
+from engines.images.labelled import LabelledImages, shuffle_indices
+from engines.images.own import ShardReader
 from engines.images.picture import open_image
 from engines.images.synthetic import SyntheticImages
 from engines.metrics import Counts
 from engines.models.unet import UNet
-from engines.oracle import OneProcess
+from engines.oracle import ReferenceTraining
 from engines.plan import Plan
-from engines.report import Epoch, Told, summary
+from engines.report import EpochResult, StepResult, summarise
 from engines.spatial.tiles import Tile
-from engines.train import RankCourse, Ranks, run
-from engines.training import RankTraining, Recipe, images_per_step, prepare, sgd
+from engines.train import CollectiveTrainLoop, RankTrainLoop, run
+from engines.training import RankTraining, Recipe, count_step_images, prepare, sgd
 
 SIZE, BATCH, COUNT = (20, 26), 4, 40
 
@@ -81,12 +81,12 @@ def whole_batch(images: LabelledImages, numbers: Sequence[int], per_pixel: bool)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_each_rank_reads_what_is_cut_for_it_from_the_whole(model: str, plan: Plan):
     images, made = SyntheticImages(COUNT, SIZE, 3), recipe(MODELS[model], plan)
-    numbers = in_order(COUNT, 1, 0)[: images_per_step(made)]
+    numbers = shuffle_indices(COUNT, 1, 0)[: count_step_images(made)]
     whole = whole_batch(images, numbers, per_pixel=model == "segmenter")
 
     def check(world: LoopbackWorld) -> list[str]:
         training = RankTraining(world, made)
-        read, cut = OwnPart(training, images, made.step_specs).read(numbers), training.cut(whole)
+        read, cut = ShardReader(training, images, made.step_specs).read(numbers), training.cut(whole)
         assert {number: part.keys() for number, part in read.items()} == {n: part.keys() for n, part in cut.items()}
         for number, part in cut.items():
             for name, tensor in part.items():
@@ -120,7 +120,7 @@ def test_no_rank_reads_more_than_its_own_tile():
 
     def asked(world: LoopbackWorld) -> set[tuple[int, Tile]]:
         images = Spied()
-        OwnPart(RankTraining(world, made), images, made.step_specs).read([2, 4, 6, 8])
+        ShardReader(RankTraining(world, made), images, made.step_specs).read([2, 4, 6, 8])
         return images.asked
 
     *tiles, last = run_ranks(plan.ranks, asked)
@@ -135,7 +135,7 @@ def test_masks_travel_tiled():
 
     def asked(world: LoopbackWorld) -> tuple[set[tuple[int, Tile]], set[tuple[int, Tile]]]:
         images = Spied()
-        OwnPart(RankTraining(world, made), images, made.step_specs).read([2, 4, 6, 8])
+        ShardReader(RankTraining(world, made), images, made.step_specs).read([2, 4, 6, 8])
         return images.asked, images.masks
 
     expected = [{(number, tile) for number in (2, 4, 6, 8)} for tile in plan.grids[0].cut(*SIZE)]
@@ -160,7 +160,7 @@ def test_an_answer_for_several_pixels_is_for_the_one_in_their_middle():
 
     def check(world: LoopbackWorld) -> None:
         training = RankTraining(world, made)
-        read = OwnPart(training, images, made.step_specs).read([4])
+        read = ShardReader(training, images, made.step_specs).read([4])
         assert torch.equal(read[0]["labels"], training.cut(whole)[0]["labels"])
 
     run_ranks(plan.ranks, check)
@@ -171,12 +171,12 @@ def test_an_answer_for_several_pixels_is_for_the_one_in_their_middle():
 
 def oracle(model: nn.Module, plan: Plan, images: LabelledImages, epochs: int, seed: int) -> list[tuple[float, int]]:
     """Loss, and how many predictions are right, of each step in one process."""
-    alone = OneProcess(model, nn.CrossEntropyLoss(), sgd, torch.float64, micro_batches=plan.micro_batches)
+    alone = ReferenceTraining(model, nn.CrossEntropyLoss(), sgd, torch.float64, micro_batches=plan.micro_batches)
     heard: list[torch.Tensor] = []
     alone.model.register_forward_hook(lambda _, __, answer: heard.append(answer.detach()))
     found, count = [], BATCH * plan.batches
     for epoch in range(epochs):
-        order = in_order(len(images), seed, epoch)
+        order = shuffle_indices(len(images), seed, epoch)
         for start in range(0, len(images) - count + 1, count):
             batch = whole_batch(images, order[start : start + count], per_pixel=isinstance(model, UNet))
             heard.clear()
@@ -189,20 +189,20 @@ def oracle(model: nn.Module, plan: Plan, images: LabelledImages, epochs: int, se
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_loss_and_accuracy_are_those_of_one_process(model: str, plan: Plan):
     made = recipe(MODELS[model], plan)
-    count = images_per_step(made)
+    count = count_step_images(made)
     assert count == BATCH * plan.batches
     images = SyntheticImages(2 * count + 1, SIZE, 3)
 
     def course(world: LoopbackWorld) -> list[object]:
-        with RankCourse(
-            world, RankTraining(world, made), made.step_specs, images, Feeding(seed=5, drop_last=True)
+        with RankTrainLoop(
+            world, RankTraining(world, made), made.step_specs, images, LoaderOptions(seed=5, drop_last=True)
         ) as course:
-            return list(run(Ranks(course), epochs=2))
+            return list(run(CollectiveTrainLoop(course), epochs=2))
 
     expected = oracle(MODELS[model], plan, images, epochs=2, seed=5)
     for events in run_ranks(plan.ranks, course):
-        steps = [event for event in events if isinstance(event, Told)]
-        assert [event.epoch for event in events if isinstance(event, Epoch)] == [0, 1]
+        steps = [event for event in events if isinstance(event, StepResult)]
+        assert [event.epoch for event in events if isinstance(event, EpochResult)] == [0, 1]
         assert [(step.epoch, step.step) for step in steps] == [(0, 0), (0, 1), (1, 0), (1, 1)]
         assert [step.loss for step in steps] == pytest.approx([loss for loss, _ in expected], rel=1e-10)
         assert [sum(step.counts.right) for step in steps] == [right for _, right in expected]
@@ -217,16 +217,20 @@ def judged(right: int) -> Counts:
 
 
 def test_a_summary_is_of_the_last_epoch():
-    steps = [Told(0, 0, 8, 2.0, 3.0, judged(1)), Told(1, 0, 8, 1.0, 2.0, judged(4)), Told(1, 1, 8, 4.0, 1.0, judged(6))]
-    assert summary(steps, Epoch.of(steps[1:], left_out=2)) == {
+    steps = [
+        StepResult(0, 0, 8, 2.0, 3.0, judged(1)),
+        StepResult(1, 0, 8, 1.0, 2.0, judged(4)),
+        StepResult(1, 1, 8, 4.0, 1.0, judged(6)),
+    ]
+    assert summarise(steps, EpochResult.of(steps[1:], left_out=2)) == {
         "epochs": 2, "steps": 3, "images_per_step": 8, "images_per_s_mean": 4.6667, "images_per_s_median": 4.0,
         "loss": 1.5, "accuracy": 0.625, "data_wait": 0.0, "left_out": 2,
     }  # fmt: skip
 
 
 def test_what_is_not_judged_has_no_accuracy():
-    steps = [Told(0, 0, 8, 2.0, 3.0, Counts())]
-    assert summary(steps, Epoch.of(steps))["accuracy"] is None
+    steps = [StepResult(0, 0, 8, 2.0, 3.0, Counts())]
+    assert summarise(steps, EpochResult.of(steps))["accuracy"] is None
 
 
 class Broken(SyntheticImages):
@@ -244,7 +248,7 @@ def test_what_one_rank_cannot_read_every_rank_is_told():
 
     def told(world: LoopbackWorld) -> str:
         with pytest.raises(ImageError) as caught:
-            RankCourse(world, RankTraining(world, made), made.step_specs, Broken(8, SIZE, 3), Feeding()).step()
+            RankTrainLoop(world, RankTraining(world, made), made.step_specs, Broken(8, SIZE, 3), LoaderOptions()).step()
         return str(caught.value)
 
     assert [text.partition(": ")[2] for text in run_ranks(plan.ranks, told)] == ["picture 7 is damaged"] * plan.ranks
@@ -301,8 +305,8 @@ def test_fewer_images_than_a_step_takes():
     with pytest.raises(ImageError, match=r"There are 3 images, but a step takes 4\. Use smaller batches"):
         run_ranks(
             1,
-            lambda world: RankCourse(
-                world, RankTraining(world, made), made.step_specs, SyntheticImages(3, SIZE, 3), Feeding()
+            lambda world: RankTrainLoop(
+                world, RankTraining(world, made), made.step_specs, SyntheticImages(3, SIZE, 3), LoaderOptions()
             ),
         )
 
@@ -311,12 +315,12 @@ def test_fewer_images_than_a_step_takes():
 
 
 def chosen(*flags: str):
-    return train_options.train_parser().parse_args(flags)
+    return train_options.make_train_parser().parse_args(flags)
 
 
 def test_the_predecessors_defaults():
     given = chosen()
-    assert options.plan(given) == Plan()
+    assert options.make_plan(given) == Plan()
     assert (given.batch_size, given.image_size, given.num_epochs, given.num_classes, given.app) == (
         32,
         "32",
@@ -336,18 +340,18 @@ EVERY_FLAG = """
 
 def test_every_flag_of_the_predecessor_is_taken():
     given = chosen(*EVERY_FLAG.split())
-    assert options.plan(given) == Plan(
+    assert options.make_plan(given) == Plan(
         split_size=3, spatial_size=2, num_spatial_parts=(4, 2), balance=(1, 2, 3), halo_d2=True, fused_layers=2,
         slice_method="vertical",
     )  # fmt: skip
     assert (given.num_layers, given.num_filters, given.num_classes, given.num_epochs) == (6, 64, 5, 2)
-    said = list(train_options.without_effect(given))
+    said = list(train_options.describe_ineffective(given))
     assert [text.split()[0] for text in said] == ["--enable-master-comm-opt"]
     assert all("has no effect" in text for text in said)
 
 
 def test_nothing_is_said_of_flags_that_were_not_given():
-    assert not list(train_options.without_effect(chosen()))
+    assert not list(train_options.describe_ineffective(chosen()))
 
 
 @pytest.mark.parametrize(("name", "number"), [("synthetic", "3"), ("cifar", "2"), ("medical", "1")])
@@ -356,7 +360,7 @@ def test_applications_have_names_and_numbers(name: str, number: str, tmp_path: P
         (tmp_path / kind).mkdir()
         Image.fromarray(np.zeros((5, 5, 3), np.uint8)).save(tmp_path / kind / "1.png")
     made = [
-        train_options.application(chosen("--app", app, "--datapath", str(tmp_path), "--image-size", "8x9"), 4)
+        train_options.make_dataset(chosen("--app", app, "--datapath", str(tmp_path), "--image-size", "8x9"), 4)
         for app in (name, number)
     ]
     assert type(made[0]) is type(made[1])
@@ -366,13 +370,13 @@ def test_applications_have_names_and_numbers(name: str, number: str, tmp_path: P
 
 def test_applications_that_do_not_fit(tmp_path: Path):
     with pytest.raises(PlanError, match=r"--app '4' is unknown. Choose one of 1, medical, 2"):
-        train_options.application(chosen("--app", "4"), 4)
+        train_options.make_dataset(chosen("--app", "4"), 4)
     for kind in ("a", "b"):
         (tmp_path / kind).mkdir()
         Image.fromarray(np.zeros((5, 5, 3), np.uint8)).save(tmp_path / kind / "1.png")
     flags = ("--app", "1", "--datapath", str(tmp_path), "--num-classes", "1")
     with pytest.raises(PlanError, match=r"2 classes, but --num-classes is 1\. Use --num-classes 2"):
-        train_options.application(chosen(*flags), 4)
+        train_options.make_dataset(chosen(*flags), 4)
 
 
 # ---- as a shell starts it

@@ -15,7 +15,7 @@ from engines import train_options
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import ImageError, PlanError
 from engines.images.augmented import KINDS, Augmented
-from engines.images.own import OwnPart
+from engines.images.own import ShardReader
 from engines.images.tables import table_images
 from engines.models.unet import UNet
 from engines.plan import Plan
@@ -61,7 +61,7 @@ def test_all_ranks_read_one_augmented_image(plan: Plan, table: Path):
 
     def check(world: LoopbackWorld) -> None:
         training = RankTraining(world, made)
-        read = OwnPart(training, images, made.step_specs).read(numbers, draws)
+        read = ShardReader(training, images, made.step_specs).read(numbers, draws)
         cut = training.cut(inputs)
         assert read.keys() == cut.keys()
         for number, part in cut.items():
@@ -83,12 +83,12 @@ def test_images_travel_to_the_ranks_as_their_paths(table: Path):
 
 
 def chosen(*flags: object):
-    return train_options.train_parser().parse_args([str(flag) for flag in flags])
+    return train_options.make_train_parser().parse_args([str(flag) for flag in flags])
 
 
 def medical(table: Path, *flags: object):
     app = ("--app", "medical", "--datapath", table, "--image-size", "24", "--num-classes", 2)
-    return train_options.applications(chosen(*app, *flags), 4)
+    return train_options.make_datasets(chosen(*app, *flags), 4)
 
 
 def test_a_table_is_taken_where_a_folder_is(table: Path):
@@ -157,19 +157,19 @@ def test_the_test_batch_of_cifar_judges(tmp_path: Path):
         records[:, 0] = label
         records.tofile(tmp_path / f"{name}.bin")
     flags = chosen("--app", "cifar", "--datapath", tmp_path, "--validate-path", tmp_path, "--augment", "flip")
-    images, others = train_options.applications(flags, 4)
+    images, others = train_options.make_datasets(flags, 4)
     assert {images.label(index) for index in range(len(images))} == {3, 4}
     assert {others.label(index) for index in range(len(others))} == {7}
     (tmp_path / "test_batch.bin").unlink()
     with pytest.raises(ImageError, match=r"no CIFAR-10 in .*: neither test_batch\.bin nor test_batch, nor a folder"):
-        train_options.applications(flags, 4)
+        train_options.make_datasets(flags, 4)
 
 
 def test_flags_that_cannot_be(table: Path):
     with pytest.raises(PlanError, match=r"'spin' is none of flip, rotate, stain, brightness, contrast, crop"):
         chosen("--augment", "flip,spin")
     with pytest.raises(PlanError, match=r"--augment crop takes parts of images .* only --app medical"):
-        train_options.applications(chosen("--app", "synthetic", "--augment", "crop"), 4)
+        train_options.make_datasets(chosen("--app", "synthetic", "--augment", "crop"), 4)
 
 
 def test_a_segmenter_learns_from_a_table_as_a_shell_starts_it(mpiexec, table: Path):

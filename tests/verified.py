@@ -13,7 +13,7 @@ from pathlib import Path
 from engines import options
 from engines.bench.gpu_check import launch
 from engines.program.compile import compile_plan
-from engines.program.traffic import traffic
+from engines.program.traffic import count_traffic
 from tests.stock import AS_WRITTEN, LOSSES, STOCK, Stock
 
 PAGE = Path(__file__).parents[1] / "VERIFIED.md"
@@ -104,9 +104,9 @@ def fused_rows() -> Iterator[str]:
 
 def halo_messages(flags: Sequence[str]) -> int:
     """That all ranks send in a training step, forward and back."""
-    _, recipe = options.recipe(options.parser("").parse_args(flags), _ranks(flags))
+    _, recipe = options.make_recipe(options.make_parser("").parse_args(flags), _ranks(flags))
     programs = compile_plan(recipe.graph, recipe.plan)
-    return sum(found["halo"].messages for found in map(traffic, programs) if "halo" in found)
+    return sum(found["halo"].messages for found in map(count_traffic, programs) if "halo" in found)
 
 
 def gradient_error(flags: Sequence[str], loss: str = "") -> str:
@@ -119,7 +119,7 @@ def gradient_error(flags: Sequence[str], loss: str = "") -> str:
 
 
 def _ranks(flags: Sequence[str]) -> int:
-    return options.plan(options.parser("").parse_args(flags)).ranks
+    return options.make_plan(options.make_parser("").parse_args(flags)).ranks
 
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {

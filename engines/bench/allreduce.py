@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engines.comm.gloo import gloo_sum
-from engines.comm.total import Total
+from engines.comm.gloo import connect_gloo
+from engines.comm.total import AllReduceRequest
 
 if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
     from engines.comm.mpi import MpiWorld
 
-__all__ = ["bench_allreduce", "sizes"]
+__all__ = ["bench_allreduce", "list_sizes"]
 
 _WARMUP = 3
 _FLOAT_BYTES = 4
@@ -31,10 +31,10 @@ _FLOAT_BYTES = 4
 Sum = Callable[[Tensor], object]
 
 
-def sizes(max_bytes: int) -> list[int]:
+def list_sizes(max_bytes: int) -> list[int]:
     """4 bytes and its multiples by 4, to `max_bytes`.
 
-    >>> sizes(100)
+    >>> list_sizes(100)
     [4, 16, 64]
     """
     found = [_FLOAT_BYTES]
@@ -45,20 +45,20 @@ def sizes(max_bytes: int) -> list[int]:
 
 def bench_allreduce(world: MpiWorld, max_bytes: int, iterations: int) -> Iterator[dict[str, object]]:
     """One line for each size; the same lines on every rank."""
-    from engines.comm.raw import RawSum
+    from engines.comm.raw import RawAllReduce
 
     torch.set_num_threads(1)
     group = range(world.size)
-    with gloo_sum(world) as gloo:
-        sums: dict[str, Sum] = {"raw_mpi_ms": RawSum(world)} | ({} if gloo is None else {"gloo_ms": gloo})
-        for count_bytes in sizes(max_bytes):
+    with connect_gloo(world) as gloo:
+        sums: dict[str, Sum] = {"raw_mpi_ms": RawAllReduce(world)} | ({} if gloo is None else {"gloo_ms": gloo})
+        for count_bytes in list_sizes(max_bytes):
             tensor = torch.zeros(count_bytes // _FLOAT_BYTES)
-            total = Total(world, tensor, group, again=True)
+            total = AllReduceRequest(world, tensor, group, again=True)
             sums["ours_ms"] = lambda _, total=total: total.begin().wait()
-            yield _line(count_bytes, world.all_gather(_times(world, tensor, sums, iterations)))
+            yield _make_line(count_bytes, world.all_gather(_time_sums(world, tensor, sums, iterations)))
 
 
-def _times(world: MpiWorld, tensor: Tensor, sums: Mapping[str, Sum], iterations: int) -> dict[str, list[float]]:
+def _time_sums(world: MpiWorld, tensor: Tensor, sums: Mapping[str, Sum], iterations: int) -> dict[str, list[float]]:
     """Seconds of this rank, by name. What is summed is zero: it stays what it is, however often."""
     times: dict[str, list[float]] = {name: [] for name in sums}
     for index in range(_WARMUP + iterations):
@@ -70,7 +70,7 @@ def _times(world: MpiWorld, tensor: Tensor, sums: Mapping[str, Sum], iterations:
     return {name: seconds[_WARMUP:] for name, seconds in times.items()}
 
 
-def _line(count_bytes: int, ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, object]:
+def _make_line(count_bytes: int, ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, object]:
     slowest = {name: [max(each) for each in zip(*(times[name] for times in ranks), strict=True)] for name in ranks[0]}
     medians = {name: round(statistics.median(seconds) * 1e3, 4) for name, seconds in slowest.items()}
     low, middle, high = statistics.quantiles(slowest["ours_ms"], n=4)

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from engines.errors import RankError
-from engines.guard import tied
+from engines.guard import set_parent_death_signal
 
-__all__ = ["EndedError", "apart"]
+__all__ = ["SubprocessExitError", "run_in_subprocess"]
 
 
-class EndedError(RankError):
+class SubprocessExitError(RankError):
     """The process did not end well: by `code`, negative where a signal ended it."""
 
     def __init__(self, text: str, code: int) -> None:
@@ -23,7 +23,7 @@ class EndedError(RankError):
         self.code = code
 
 
-def apart(function: str, arguments: Sequence[str], threads: int | None = None) -> Any:
+def run_in_subprocess(function: str, arguments: Sequence[str], threads: int | None = None) -> Any:
     """Call `PACKAGE.MODULE:FUNCTION` with a list of texts there. `threads`: how many torch has (None: as here).
 
     Raises EndedError where it fails. It ends with this process.
@@ -36,10 +36,10 @@ def apart(function: str, arguments: Sequence[str], threads: int | None = None) -
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False,
-        preexec_fn=tied,
+        preexec_fn=set_parent_death_signal,
     )  # fmt: skip
     if done.returncode:
-        raise EndedError(
+        raise SubprocessExitError(
             f"{name} in a process of its own ended with code {done.returncode}: {done.stderr[-300:]}", done.returncode
         )
     return json.loads(done.stdout.splitlines()[-1])

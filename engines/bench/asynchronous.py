@@ -19,17 +19,17 @@ from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.replica.asynchrony import MODES, Asynchrony
 from engines.replica.replica import Feed
-from engines.replica.study import Study
+from engines.replica.study import ReplicaStudy
 from engines.replica.training import train_replicas
 from engines.training import Recipe, prepare
 
-__all__ = ["bench_asynchronous", "crops_feed", "crops_recipe", "modes"]
+__all__ = ["bench_asynchronous", "expand_modes", "make_crops_feed", "make_crops_recipe"]
 
 _ALONE = Plan(split_size=1, spatial_size=0)
 _ONLY = {"max_staleness": "server", "staleness_aware": "server", "average_every": "peers"}
 
 
-def modes(mode: str, **chosen: object) -> list[Asynchrony]:
+def expand_modes(mode: str, **chosen: object) -> list[Asynchrony]:
     """What is to be studied: one mode, or `all`, each with those of the choices that concern it. Raises PlanError."""
     if mode != "all":
         return [Asynchrony(mode=mode, **chosen)]
@@ -39,60 +39,66 @@ def modes(mode: str, **chosen: object) -> list[Asynchrony]:
     ]
 
 
-def crops_recipe(size_px: int = 32, batch_size: int = 8, plan: Plan = _ALONE, learning_rate: float = 0.005) -> Recipe:
+def make_crops_recipe(
+    size_px: int = 32, batch_size: int = 8, plan: Plan = _ALONE, learning_rate: float = 0.005
+) -> Recipe:
     """ResNet-20 v1 that is to tell which crops of a stained tissue are browner than most."""
     torch.manual_seed(0)
     model, sgd = resnet20_v1(num_classes=2), partial(torch.optim.SGD, lr=learning_rate, momentum=0.9)
     return prepare(model, plan, (batch_size, 3, size_px, size_px), optimiser=sgd)
 
 
-def crops_feed(recipe: Recipe, seed: int = 0, count: int = 512) -> Feed:
+def make_crops_feed(recipe: Recipe, seed: int = 0, count: int = 512) -> Feed:
     """Batches of `count` crops of the tissue, again and again from the first."""
     images = recipe.step_specs["images"]
     batch, _, height, width = images.shape
     if height != width:
         raise PlanError(f"The crops of this study are square, not {height} x {width} pixels. Use one --image-size.")
     crops = StainCrops(immunohistochemistry(), height, max(count, batch), seed)
-    found = list(crops.batches(batch))
+    found = list(crops.iterate_batches(batch))
     dtype = getattr(torch, images.dtype)
 
-    def feed(number: int) -> Mapping[str, Tensor]:
+    def get_batch(number: int) -> Mapping[str, Tensor]:
         pixels, labels = found[number % len(found)]
         return {"images": pixels.to(dtype), "labels": labels}
 
-    return feed
+    return get_batch
 
 
-def bench_asynchronous(world: World, studies: Sequence[Asynchrony], recipe: Recipe | None = None) -> list[Study]:
+def bench_asynchronous(world: World, studies: Sequence[Asynchrony], recipe: Recipe | None = None) -> list[ReplicaStudy]:
     """One training from the same first weights for each of the `studies`, on the same crops. Collective.
 
     Raises PlanError where the ranks are too few for one of them.
     """
-    recipe = recipe or run_on_first(world, crops_recipe)
+    recipe = recipe or run_on_first(world, make_crops_recipe)
     for study in studies:
         study.check(recipe.plan, world.size)
-    feed = crops_feed(recipe)
+    feed = make_crops_feed(recipe)
     return [train_replicas(world, recipe, study, feed) for study in studies]
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """The flags of the command."""
-    flags = options.parser("Train replicas that do not wait for each other, and replicas that do. For study.")
+    flags = options.make_parser("Train replicas that do not wait for each other, and replicas that do. For study.")
     flags.set_defaults(
         model="engines.models:resnet20_v1", num_classes=2, image_size="32", batch_size=8, learning_rate=0.005,
         split_size=1, spatial_size=0,
     )  # fmt: skip
     flags.add_argument("--mode", choices=[*MODES, "all"], default="all")
-    flags.add_argument("--replicas", type=options.positive, default=3)
-    flags.add_argument("--steps", type=options.positive, default=30, help="batches of each replica, on average")
+    flags.add_argument("--replicas", type=options.parse_positive, default=3)
+    flags.add_argument("--steps", type=options.parse_positive, default=30, help="batches of each replica, on average")
     flags.add_argument("--max-staleness", type=int, help="updates between reading weights and updating them, at most")
     flags.add_argument("--staleness-aware", action="store_true", help="divide the learning rate by the staleness")
-    flags.add_argument("--average-every", type=options.positive, default=1, help="steps of a peer between its offers")
-    flags.add_argument("--slow", type=_slow, default={}, help="REPLICA:SECONDS[,...] that replicas sleep in each step")
+    flags.add_argument(
+        "--average-every", type=options.parse_positive, default=1, help="steps of a peer between its offers"
+    )
+    flags.add_argument(
+        "--slow", type=_parse_slow, default={}, help="REPLICA:SECONDS[,...] that replicas sleep in each step"
+    )
     return flags
 
 
-def _slow(text: str) -> dict[int, float]:
+def _parse_slow(text: str) -> dict[int, float]:
     """`2:0.1,0:0.3` -> {2: 0.1, 0: 0.3}."""
     try:
         pairs = [part.split(":") for part in text.split(",")]
@@ -102,13 +108,13 @@ def _slow(text: str) -> dict[int, float]:
         raise argparse.ArgumentTypeError(said) from error
 
 
-def chosen_studies(chosen: argparse.Namespace, ranks: int) -> list[Asynchrony]:
+def parse_studies(chosen: argparse.Namespace, ranks: int) -> list[Asynchrony]:
     """The studies that the flags ask for, which must need exactly so many ranks. Raises PlanError."""
     names = ("replicas", "steps", "max_staleness", "staleness_aware", "average_every", "slow")
-    studies = modes(chosen.mode, **{name: getattr(chosen, name) for name in names})
-    plan = options.plan(chosen)
+    studies = expand_modes(chosen.mode, **{name: getattr(chosen, name) for name in names})
+    plan = options.make_plan(chosen)
     for study in studies:
         study.check(plan, ranks)
-    if ranks > (needed := max(study.ranks(plan) for study in studies)):
+    if ranks > (needed := max(study.count_ranks(plan) for study in studies)):
         raise PlanError(f"mode={chosen.mode} needs {needed} ranks, but there are {ranks}. Start {needed} ranks.")
     return studies

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
-from engines.comm.device import bound_own_memory, has_own_memory, process_bytes
+from engines.comm.device import has_own_memory, limit_device_memory, read_process_bytes
 
-__all__ = ["KEPT_BYTES", "MIB", "bounded"]
+__all__ = ["KEPT_BYTES", "MIB", "limit_memory"]
 
 MIB = 1 << 20
 KEPT_BYTES = 4 * MIB
@@ -18,17 +18,17 @@ KEPT_BYTES = 4 * MIB
 
 
 @contextmanager
-def bounded(device: torch.device, size_bytes: int) -> Iterator[None]:
+def limit_memory(device: torch.device, size_bytes: int) -> Iterator[None]:
     """While it lasts, this process gets so many bytes beyond what it has, or of a GPU in all: an allocation fails then.
 
     Of the host's memory it is `RLIMIT_DATA` (Linux): files that are mapped do not count.
     """
     if has_own_memory(device):
-        bound_own_memory(device, size_bytes)
+        limit_device_memory(device, size_bytes)
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (process_bytes("VmData") + size_bytes, hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (read_process_bytes("VmData") + size_bytes, hard))
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from engines.comm.world import World
 from engines.layer.graph import TensorSpec
-from engines.pipeline.bubble import bubble_of
+from engines.pipeline.bubble import compute_plan_bubble
 from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.timeline import Timeline
@@ -28,7 +28,7 @@ __all__ = ["bench_bubble"]
 _PIXELS, _CHANNELS, _STEPS = 12, 3, 3
 
 
-class _Busy(torch.autograd.Function):
+class _DelayedBackward(torch.autograd.Function):
     """A tensor as it is, whose gradient takes its time."""
 
     @staticmethod
@@ -42,7 +42,7 @@ class _Busy(torch.autograd.Function):
         return grad, None
 
 
-class _Slow:
+class _DelayedSegment:
     """A segment that takes `seconds` forward, and as long again for its inputs' gradient and for its weights'."""
 
     def __init__(self, segment: Any, seconds: float) -> None:
@@ -52,11 +52,11 @@ class _Slow:
 
     def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:
         time.sleep(self.seconds)
-        self.segment.owned = {name: self._slow(held) for name, held in self.owned.items()}
-        return self.segment({name: self._slow(values[name]) for name in self.segment.inputs}, seed, again)  # type: ignore[no-any-return]
+        self.segment.owned = {name: self._delay_gradient(held) for name, held in self.owned.items()}
+        return self.segment({name: self._delay_gradient(values[name]) for name in self.segment.inputs}, seed, again)  # type: ignore[no-any-return]
 
-    def _slow(self, held: Any) -> Any:
-        return _Busy.apply(held, self.seconds) if isinstance(held, Tensor) and held.requires_grad else held
+    def _delay_gradient(self, held: Any) -> Any:
+        return _DelayedBackward.apply(held, self.seconds) if isinstance(held, Tensor) and held.requires_grad else held
 
 
 def bench_bubble(world: World, plan: Plan, stage_s: float) -> dict[str, object]:
@@ -65,10 +65,10 @@ def bench_bubble(world: World, plan: Plan, stage_s: float) -> dict[str, object]:
     A stage takes `stage_s` forward and twice that back. `against_layers` is how much faster the step is than
     plain layer parallelism with as many micro-batches, one after another: a schedule's share of work over 1 / ranks.
     """
-    worker, inputs = _worker(world, plan, stage_s)
-    shares = [_step(world, worker, inputs).idle for _ in range(_STEPS + 1)][1:]
+    worker, inputs = _make_worker(world, plan, stage_s)
+    shares = [_run_step(world, worker, inputs).idle for _ in range(_STEPS + 1)][1:]
     measured = statistics.median(shares)
-    formula = bubble_of(plan)
+    formula = compute_plan_bubble(plan)
     depth = plan.spatial_size + (plan.split_size - plan.spatial_size) // plan.stages_per_rank
     return {
         "schedule": plan.schedule,
@@ -82,34 +82,34 @@ def bench_bubble(world: World, plan: Plan, stage_s: float) -> dict[str, object]:
     }
 
 
-def _model(stages: int) -> nn.Module:
+def _make_model(stages: int) -> nn.Module:
     return nn.Sequential(*(nn.Conv2d(_CHANNELS, _CHANNELS, 1) for _ in range(stages)))
 
 
-def _loss(prediction: Tensor, labels: Tensor) -> Tensor:
+def _compute_loss(prediction: Tensor, labels: Tensor) -> Tensor:
     return (prediction * labels).sum()
 
 
-def _recipe(plan: Plan) -> Recipe:
+def _make_recipe(plan: Plan) -> Recipe:
     shape = (plan.parts * plan.local_dp, _CHANNELS, _PIXELS, _PIXELS)
-    return prepare(_model(plan.split_size), plan, shape, _loss, labels=TensorSpec(shape, plan.precision))
+    return prepare(_make_model(plan.split_size), plan, shape, _compute_loss, labels=TensorSpec(shape, plan.precision))
 
 
-def _worker(world: World, plan: Plan, stage_s: float) -> tuple[Worker, dict[int, dict[str, Tensor]]]:
+def _make_worker(world: World, plan: Plan, stage_s: float) -> tuple[Worker, dict[int, dict[str, Tensor]]]:
     """A worker whose stages take their time, with the gradient of the image as every other stage has one."""
-    recipe = _recipe(plan)
-    program = Compiler(recipe.graph, plan, input_gradient=True).program(world.rank)
+    recipe = _make_recipe(plan)
+    program = Compiler(recipe.graph, plan, input_gradient=True).compile_rank(world.rank)
     dtype = getattr(torch, plan.precision)
     weights = {name: recipe.state[name].to(dtype).requires_grad_() for name in program.weights}
     worker = Worker(program, world, weights, {})
     for name, segment in worker.tools.segments.items():
         if segment.late:
-            worker.tools.segments[name] = _Slow(segment, stage_s)
+            worker.tools.segments[name] = _DelayedSegment(segment, stage_s)
     whole = {name: torch.ones(spec.shape, dtype=dtype) for name, spec in recipe.step_specs.items()}
     return worker, cut_inputs(program, whole)
 
 
-def _step(world: World, worker: Worker, inputs: Mapping[int, Mapping[str, Tensor]]) -> Timeline:
+def _run_step(world: World, worker: Worker, inputs: Mapping[int, Mapping[str, Tensor]]) -> Timeline:
     world.barrier()
     worker.run(
         {m: {name: t.clone().requires_grad_(name == "images") for name, t in p.items()} for m, p in inputs.items()}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
-from engines.bench.interleaved import interleaved
-from engines.bench.verify import batches
+from engines.bench.interleaved import time_interleaved
+from engines.bench.verify import make_batches
 from engines.comm.world import World
 from engines.training import RankTraining, Recipe
 
@@ -24,8 +24,8 @@ def bench_compiled(world: World, recipe: Recipe, iterations: int, seed: int) -> 
         RankTraining(world, replace(recipe, plan=replace(recipe.plan, compile_segments=compiles)))
         for compiles in (False, True)
     ]
-    own = both[0].cut(batches(recipe, seed, steps=1)[0])
-    plain, compiled = interleaved(world, both, own, iterations + 1)
+    own = both[0].cut(make_batches(recipe, seed, steps=1)[0])
+    plain, compiled = time_interleaved(world, both, own, iterations + 1)
     plain_s, compiled_s = (statistics.median(seconds[1:]) for seconds in (plain, compiled))
     return {
         "step_s": round(plain_s, 5),

@@ -8,40 +8,40 @@ from engines import options
 from engines.comm.world import World
 from engines.training import Recipe
 
-__all__ = ["allreduce_parser", "throughput_parser", "throughput_recipe"]
+__all__ = ["make_allreduce_parser", "make_throughput_parser", "make_throughput_recipe"]
 
 _MAX_BYTES = 1 << 28
 
 
-def throughput_parser() -> argparse.ArgumentParser:
+def make_throughput_parser() -> argparse.ArgumentParser:
     """The flags of `bench throughput`, in the names of the field's synthetic benchmarks."""
-    flags = options.parser("Time training steps on random images, each rank a replica of the whole model.")
+    flags = options.make_parser("Time training steps on random images, each rank a replica of the whole model.")
     flags.set_defaults(
         model="resnet50", image_size="224", num_classes=1000, batch_size=32, split_size=1, spatial_size=0
     )
     flags.set_defaults(data_parallel=None)
-    flags.add_argument("--warmup", type=options.positive, default=10, help="steps before anything is timed")
-    flags.add_argument("--num-iters", type=options.positive, default=10)
-    flags.add_argument("--num-batches-per-iter", type=options.positive, default=10)
+    flags.add_argument("--warmup", type=options.parse_positive, default=10, help="steps before anything is timed")
+    flags.add_argument("--num-iters", type=options.parse_positive, default=10)
+    flags.add_argument("--num-batches-per-iter", type=options.parse_positive, default=10)
     return flags
 
 
-def throughput_recipe(chosen: argparse.Namespace, ranks: int, world: World | None = None) -> Recipe:
+def make_throughput_recipe(chosen: argparse.Namespace, ranks: int, world: World | None = None) -> Recipe:
     """What every rank has to know. As many replicas as the ranks make, unless the flags say. Raises PlanError."""
     if chosen.data_parallel is None:
         chosen.data_parallel = 1
-        chosen.data_parallel = max(1, ranks // options.plan(chosen).ranks)
-    return options.recipe(chosen, ranks, world)[1]
+        chosen.data_parallel = max(1, ranks // options.make_plan(chosen).ranks)
+    return options.make_recipe(chosen, ranks, world)[1]
 
 
-def allreduce_parser() -> argparse.ArgumentParser:
+def make_allreduce_parser() -> argparse.ArgumentParser:
     """The flags of `bench allreduce`."""
-    flags = options.Parser(
+    flags = options.FlagParser(
         description="Time sums over all ranks against raw MPI_Allreduce and gloo.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     flags.add_argument(
-        "--max-bytes", type=options.positive, default=_MAX_BYTES, help="the largest sum; each 4 x the last"
+        "--max-bytes", type=options.parse_positive, default=_MAX_BYTES, help="the largest sum; each 4 x the last"
     )
-    flags.add_argument("--iterations", type=options.positive, default=30)
+    flags.add_argument("--iterations", type=options.parse_positive, default=30)
     return flags

@@ -21,12 +21,12 @@ from pathlib import Path
 import torch
 
 from engines import options
-from engines.bench.apart import apart
+from engines.bench.apart import run_in_subprocess
 from engines.comm.device import has_own_memory
-from engines.comm.streams import wait_for
+from engines.comm.streams import wait_for_device
 from engines.errors import PlanError
 
-__all__ = ["CHECKS", "find_cause", "gpu_check", "launch", "link_speeds", "tell_link"]
+__all__ = ["CHECKS", "find_cause", "launch", "measure_link_speeds", "print_link_speeds", "run_gpu_checks"]
 
 RESNET = "engines.models:resnet20_v1"
 AMOEBANET = ("--model", "amoebanet", "--num-filters", "214")
@@ -101,11 +101,11 @@ CHECKS: Mapping[str, tuple[int, Sequence[str]]] = {
 """By name: on how many ranks, and which command. Of speed, `of_limit` / `ratio` is the share of convolutions."""
 
 
-def gpu_check(arguments: Sequence[str] = ()) -> int:
+def run_gpu_checks(arguments: Sequence[str] = ()) -> int:
     """Run the checks on this machine's GPU, each told when it is done, then all as JSON; 0 if all are well."""
-    flags = options.Parser("gpu-check", description=__doc__.splitlines()[0])
+    flags = options.FlagParser("gpu-check", description=__doc__.splitlines()[0])
     flags.add_argument("--only", default="", help="those whose names begin so")
-    flags.add_argument("--timeout", type=options.positive, default=900, help="seconds for each")
+    flags.add_argument("--timeout", type=options.parse_positive, default=900, help="seconds for each")
     try:
         chosen = flags.parse_args(arguments)
         names = [name for name in ("link", *CHECKS) if name.startswith(chosen.only)]
@@ -119,49 +119,51 @@ def gpu_check(arguments: Sequence[str] = ()) -> int:
         return 0
     results = {}
     for name in names:
-        results[name] = _checked(name, chosen.timeout)
+        results[name] = _run_check(name, chosen.timeout)
         facts = ", ".join(f"{key} {value}" for key, value in results[name].items())
         print(f"{name:42} {facts}", flush=True)
     print(json.dumps({"device": torch.cuda.get_device_name(), **results}))
     return 1 if any("error" in result or not result.get("ok", True) for result in results.values()) else 0
 
 
-def _checked(name: str, timeout_s: float) -> dict[str, object]:
+def _run_check(name: str, timeout_s: float) -> dict[str, object]:
     if name == "link":
-        return apart("engines.bench.gpu_check:tell_link", [])  # whose memory is free again for the others
+        return run_in_subprocess(
+            "engines.bench.gpu_check:print_link_speeds", []
+        )  # whose memory is free again for the others
     ranks, command = CHECKS[name]
     if "in-turn" in command and not find_spec("greenlet"):
         return {"skipped": "tiles in turn need greenlet"}
-    return _run(ranks, command, timeout_s)
+    return _run_command(ranks, command, timeout_s)
 
 
-def tell_link(_: Sequence[str]) -> None:
+def print_link_speeds(_: Sequence[str]) -> None:
     """Prints `link_speeds` of this machine's first GPU."""
-    print(json.dumps(link_speeds(torch.device("cuda", 0))))
+    print(json.dumps(measure_link_speeds(torch.device("cuda", 0))))
 
 
-def link_speeds(device: torch.device) -> dict[str, object]:
+def measure_link_speeds(device: torch.device) -> dict[str, object]:
     """Bytes per second between a device and pinned memory of its host, both ways: what staged halos cannot exceed."""
     there = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
     here = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=has_own_memory(device))
     return {
-        "to_host_bytes_per_s": LINK_BYTES / _copy_seconds(here, there),
-        "to_device_bytes_per_s": LINK_BYTES / _copy_seconds(there, here),
+        "to_host_bytes_per_s": LINK_BYTES / _time_copy(here, there),
+        "to_device_bytes_per_s": LINK_BYTES / _time_copy(there, here),
     }
 
 
-def _copy_seconds(into: torch.Tensor, of: torch.Tensor) -> float:
+def _time_copy(into: torch.Tensor, of: torch.Tensor) -> float:
     found = []
     for _ in range(LINK_TIMES):
         start_s = time.perf_counter()
         into.copy_(of, non_blocking=True)
         for tensor in (into, of):
-            wait_for(tensor.device)
+            wait_for_device(tensor.device)
         found.append(time.perf_counter() - start_s)
     return statistics.median(found)
 
 
-def _run(ranks: int, arguments: Sequence[str], timeout_s: float) -> dict[str, object]:
+def _run_command(ranks: int, arguments: Sequence[str], timeout_s: float) -> dict[str, object]:
     try:
         done = launch(ranks, ["-m", "engines", *arguments, "--device", "cuda"], timeout_s)
     except subprocess.TimeoutExpired:

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engines.bench.halo_case import HaloCase, Made, made
-from engines.bench.halo_valid import pattern, valid
-from engines.comm.device import threads_of, use_threads
-from engines.comm.streams import wait_for
+from engines.bench.halo_case import HaloCase, HaloSetup, make_halo_setup
+from engines.bench.halo_valid import is_valid_exchange, make_pattern
+from engines.comm.device import choose_thread_count, use_threads
+from engines.comm.streams import wait_for_device
 
 if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
-    from engines.bench.halo_by_hand import ByHand
+    from engines.bench.halo_by_hand import ManualExchange
     from engines.comm.mpi import MpiWorld
 
 __all__ = ["bench_halo"]
@@ -43,77 +43,79 @@ def bench_halo(
     world: MpiWorld, case: HaloCase, warmup: int, iterations: int, with_compute: bool = False, validate: bool = False
 ) -> dict[str, object]:
     """One line of what was measured; the same on every rank. Raises PlanError."""
-    from engines.bench.halo_by_hand import ByHand
+    from engines.bench.halo_by_hand import ManualExchange
 
-    own = made(case, world)
-    use_threads(threads_of(case.plan, world.rank))
-    checked = {"valid": valid(world, own.exchange, own.carrier, own.device)} if validate else {}
-    works = _works(own, ByHand(world, own.exchange, own.device), with_compute)
+    own = make_halo_setup(case, world)
+    use_threads(choose_thread_count(case.plan, world.rank))
+    checked = {"valid": is_valid_exchange(world, own.exchange, own.carrier, own.device)} if validate else {}
+    works = _make_works(own, ManualExchange(world, own.exchange, own.device), with_compute)
     times: dict[str, list[float]] = {name: [] for name in works}
     for index in range(warmup + iterations):
         for name in random.Random(index).sample(sorted(works), len(works)):  # what came before warms caches
             work = works[name]()
             world.comm.Barrier()
-            times[name].append(_seconds(work, own.device))
+            times[name].append(_time_work(work, own.device))
             world.comm.Barrier()  # a rank that is done must not take the core of one that is not
     told = {name: seconds[warmup:] for name, seconds in times.items()}
-    traffic = own.exchange.bytes_of(own.exchange.sends), len(own.exchange.sends)
-    return {**checked, **_line(case, world.all_gather((told, *traffic)))}
+    traffic = own.exchange.compute_bytes(own.exchange.sends), len(own.exchange.sends)
+    return {**checked, **_make_line(case, world.all_gather((told, *traffic)))}
 
 
-def _works(own: Made, by_hand: ByHand, with_compute: bool) -> dict[str, Callable[[], Callable[[], object]]]:
+def _make_works(
+    own: HaloSetup, by_hand: ManualExchange, with_compute: bool
+) -> dict[str, Callable[[], Callable[[], object]]]:
     """What is measured, by name: each prepares itself, and returns what is to be timed."""
     carrier, exchange = own.carrier, own.exchange
-    pixels = pattern(exchange, exchange.own, own.device)
-    grad = torch.ones_like(carrier.there(pixels)[0])
+    pixels = make_pattern(exchange, exchange.own, own.device)
+    grad = torch.ones_like(carrier.forward(pixels)[0])
 
-    def there() -> Callable[[], object]:
-        tile = carrier.room().copy_(pixels)
-        return lambda: carrier.there(tile)
+    def prepare_forward() -> Callable[[], object]:
+        tile = carrier.allocate_source().copy_(pixels)
+        return lambda: carrier.forward(tile)
 
-    def back() -> Callable[[], object]:
+    def prepare_backward() -> Callable[[], object]:
         source = pixels.detach()
-        return lambda: carrier.back(grad, source, alone=True)
+        return lambda: carrier.backward(grad, source, alone=True)
 
     works = {
-        "forward.ms": there,
-        "forward.by_hand_ms": lambda: by_hand.ready(pixels),
+        "forward.ms": prepare_forward,
+        "forward.by_hand_ms": lambda: by_hand.prepare(pixels),
         "forward.messages_ms": lambda: by_hand.messages_there,
-        "forward.copied_ms": lambda: lambda: carrier.there(pixels),
-        "backward.ms": back,
-        "backward.by_hand_ms": lambda: by_hand.back,
+        "forward.copied_ms": lambda: lambda: carrier.forward(pixels),
+        "backward.ms": prepare_backward,
+        "backward.by_hand_ms": lambda: by_hand.backward,
         "backward.messages_ms": lambda: by_hand.messages_back,
     }
-    return works | _compute(own, pixels) if with_compute else works
+    return works | _make_convolution_works(own, pixels) if with_compute else works
 
 
-def _compute(own: Made, pixels: Tensor) -> dict[str, Callable[[], Callable[[], object]]]:
+def _make_convolution_works(own: HaloSetup, pixels: Tensor) -> dict[str, Callable[[], Callable[[], object]]]:
     """The convolution of the window, forward and backward."""
-    window = own.carrier.there(pixels)[0].requires_grad_()
+    window = own.carrier.forward(pixels)[0].requires_grad_()
     made: list[Tensor] = []
 
-    def forward() -> Callable[[], object]:
+    def prepare_conv_forward() -> Callable[[], object]:
         made.clear()
         return lambda: made.extend(own.convolution({own.exchange.target: window}, seed=0))
 
-    def backward() -> Callable[[], object]:
+    def prepare_conv_backward() -> Callable[[], object]:
         outputs = own.convolution({own.exchange.target: window}, seed=0)
         grads = [torch.ones_like(output) for output in outputs]
         return lambda: torch.autograd.backward(outputs, grads)
 
-    return {"forward.convolution_ms": forward, "backward.convolution_ms": backward}
+    return {"forward.convolution_ms": prepare_conv_forward, "backward.convolution_ms": prepare_conv_backward}
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    wait_for(device)
+def _time_work(work: Callable[[], object], device: torch.device) -> float:
+    wait_for_device(device)
     start_s = time.perf_counter()
     work()
-    wait_for(device)
+    wait_for_device(device)
     return time.perf_counter() - start_s
 
 
-def _line(case: HaloCase, ranks: Sequence[tuple[Times, int, int]]) -> dict[str, object]:
-    ways = {way: _way(way, [times for times, _, _ in ranks]) for way in ("forward", "backward")}
+def _make_line(case: HaloCase, ranks: Sequence[tuple[Times, int, int]]) -> dict[str, object]:
+    ways = {way: _make_direction_line(way, [times for times, _, _ in ranks]) for way in ("forward", "backward")}
     both = {key: sum(sum(way[key]) for way in ways.values()) for key in ("ms", "by_hand_ms", "messages_ms")}
     return {
         "ranks": len(ranks),
@@ -123,32 +125,32 @@ def _line(case: HaloCase, ranks: Sequence[tuple[Times, int, int]]) -> dict[str, 
         "dtype": case.plan.precision,
         "bytes": [sent for _, sent, _ in ranks],
         "messages": [count for _, _, count in ranks],
-        "ratio": _ratio(both["ms"], both["by_hand_ms"]),
-        "ratio_messages_only": _ratio(both["ms"], both["messages_ms"]),
+        "ratio": _compute_ratio(both["ms"], both["by_hand_ms"]),
+        "ratio_messages_only": _compute_ratio(both["ms"], both["messages_ms"]),
         **ways,
     }
 
 
-def _way(way: str, ranks: Sequence[Times]) -> dict[str, object]:
+def _make_direction_line(way: str, ranks: Sequence[Times]) -> dict[str, object]:
     """What all ranks measured going one way, each list in rank order."""
     names = [name.split(".")[1] for name in ranks[0] if name.startswith(way)]
     line: dict[str, object] = {
         name: [round(statistics.median(times[f"{way}.{name}"]) * 1e3, 4) for times in ranks] for name in names
     }
-    line["spread"] = [_spread(times[f"{way}.ms"]) for times in ranks]
+    line["spread"] = [_compute_spread(times[f"{way}.ms"]) for times in ranks]
     total = {name: sum(line[name]) for name in names}
-    line["ratio"] = _ratio(total["ms"], total["by_hand_ms"])
-    line["ratio_messages_only"] = _ratio(total["ms"], total["messages_ms"])
+    line["ratio"] = _compute_ratio(total["ms"], total["by_hand_ms"])
+    line["ratio_messages_only"] = _compute_ratio(total["ms"], total["messages_ms"])
     if "copied_ms" in total:
-        line["ratio_copied"] = _ratio(total["copied_ms"], total["by_hand_ms"])
+        line["ratio_copied"] = _compute_ratio(total["copied_ms"], total["by_hand_ms"])
     return line
 
 
-def _ratio(ours: float, theirs: float) -> float:
+def _compute_ratio(ours: float, theirs: float) -> float:
     return round(ours / theirs, 3)
 
 
-def _spread(seconds: Sequence[float]) -> float:
+def _compute_spread(seconds: Sequence[float]) -> float:
     if len(seconds) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(seconds, n=4)

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from engines.comm.device import choose_device, memory_format
+from engines.comm.device import choose_device, choose_memory_format
 from engines.comm.world import World
 from engines.errors import PlanError
 from engines.layout import check_fits
 from engines.plan import Plan
-from engines.program.carry import Carrier, carriers
+from engines.program.carry import ExchangeRunner, make_exchange_runners
 from engines.program.compile import Compiler
 from engines.program.instructions import Compute, Exchange
-from engines.program.outbox import Outbox
+from engines.program.outbox import SendQueue
 from engines.program.segment import Segment
 from engines.training import prepare
 
-__all__ = ["HaloCase", "Made", "made"]
+__all__ = ["HaloCase", "HaloSetup", "make_halo_setup"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,29 +46,31 @@ class HaloCase:
 
 
 @dataclass(frozen=True)
-class Made:
+class HaloSetup:
     """What one rank does: the exchange, and the convolution (with its weights) that reads the window."""
 
     exchange: Exchange
     convolution: Segment
-    carrier: Carrier
+    carrier: ExchangeRunner
     device: torch.device
 
 
-def made(case: HaloCase, world: World) -> Made:
+def make_halo_setup(case: HaloCase, world: World) -> HaloSetup:
     """The exchange and the convolution of this rank, from the compiler. Raises PlanError."""
     case.check(world.size)
     kernel_px = 2 * case.halo_px + 1
     model = nn.Conv2d(case.image_shape[1], case.out_channels, kernel_px, padding=case.halo_px)
     recipe = prepare(model, case.plan, case.image_shape)
-    forward = Compiler(recipe.graph, case.plan, input_gradient=True).program(world.rank).forward
+    forward = Compiler(recipe.graph, case.plan, input_gradient=True).compile_rank(world.rank).forward
     (exchange,) = (item for item in forward if isinstance(item, Exchange))
     (op,) = (op for item in forward if isinstance(item, Compute) for op in item.ops if "conv2d" in op.kernel)
     device = choose_device(case.device, world.rank)
     dtype = getattr(torch, case.plan.precision)
     weights = {
-        name: tensor.to(device, dtype, memory_format=memory_format(tensor.dim())).requires_grad_()
+        name: tensor.to(device, dtype, memory_format=choose_memory_format(tensor.dim())).requires_grad_()
         for name, tensor in recipe.state.items()
     }
     convolution = Segment(Compute("convolution", (op,), (exchange.target,), (op.out,), True), weights)
-    return Made(exchange, convolution, carriers([exchange], world, device, Outbox())[exchange.name], device)
+    return HaloSetup(
+        exchange, convolution, make_exchange_runners([exchange], world, device, SendQueue())[exchange.name], device
+    )

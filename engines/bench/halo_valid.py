@@ -11,18 +11,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from engines.comm.device import memory_format
+from engines.comm.device import choose_memory_format
 from engines.comm.world import World
-from engines.program.carry import Carrier
+from engines.program.carry import ExchangeRunner
 from engines.program.instructions import Exchange
 from engines.spatial.tiles import Tile
 
-__all__ = ["pattern", "valid"]
+__all__ = ["is_valid_exchange", "make_pattern"]
 
 _STEPS, _VALUES = (17, 31, 7919, 104_729), 1021  # primes: neighbouring pixels, channels and samples differ
 
 
-def pattern(exchange: Exchange, tile: Tile, device: torch.device, salt: int = 0) -> Tensor:
+def make_pattern(exchange: Exchange, tile: Tile, device: torch.device, salt: int = 0) -> Tensor:
     """The pixels of `tile`, which may reach outside the image: (N, C, h, w), whole numbers within 510 of 0."""
     places = [range(exchange.shape[0]), range(exchange.shape[1])]
     places += [range(span.start, span.stop) for span in (tile.rows, tile.cols)]
@@ -30,50 +30,52 @@ def pattern(exchange: Exchange, tile: Tile, device: torch.device, salt: int = 0)
     for axis, (step, place) in enumerate(zip(_STEPS, places, strict=True)):
         total = total + (torch.tensor(place) * step).view(-1, *(1,) * (3 - axis))
     values = total.remainder_(_VALUES).sub_(_VALUES // 2).to(device, getattr(torch, exchange.dtype))
-    return values.contiguous(memory_format=memory_format(4))
+    return values.contiguous(memory_format=choose_memory_format(4))
 
 
-def valid(world: World, exchange: Exchange, carrier: Carrier, device: torch.device) -> bool:
+def is_valid_exchange(world: World, exchange: Exchange, carrier: ExchangeRunner, device: torch.device) -> bool:
     """Whether every rank got its window and its gradient to the bit, and <Fx, y> = <x, F*y>; collective."""
-    pixels = pattern(exchange, exchange.own, device)
-    grad = pattern(exchange, exchange.window, device, salt=1 + world.rank)
+    pixels = make_pattern(exchange, exchange.own, device)
+    grad = make_pattern(exchange, exchange.window, device, salt=1 + world.rank)
     windows = world.all_gather(exchange.window)
-    copied = carrier.there(pixels)[0]
-    made_in_place = carrier.there(carrier.room().copy_(pixels))[0] if carrier.has_room else copied
+    copied = carrier.forward(pixels)[0]
+    made_in_place = (
+        carrier.forward(carrier.allocate_source().copy_(pixels))[0] if carrier.can_allocate_source else copied
+    )
     source = pixels.clone()
-    carrier.back(grad.clone(memory_format=torch.preserve_format), source, alone=True)
-    expected = _window(exchange, device)
+    carrier.backward(grad.clone(memory_format=torch.preserve_format), source, alone=True)
+    expected = _make_expected_window(exchange, device)
     right = (
         torch.equal(copied, expected)
         and torch.equal(made_in_place, expected)
-        and torch.equal(source.grad, _home(exchange, dict(enumerate(windows)), device))
+        and torch.equal(source.grad, _compute_expected_gradient(exchange, dict(enumerate(windows)), device))
     )
-    reports = world.all_gather((right, _dot(copied, grad), _dot(pixels, source.grad)))
-    return _all_agree(reports)
+    reports = world.all_gather((right, _compute_dot(copied, grad), _compute_dot(pixels, source.grad)))
+    return _is_valid_on_all(reports)
 
 
-def _all_agree(reports: Sequence[tuple[bool, float, float]]) -> bool:
+def _is_valid_on_all(reports: Sequence[tuple[bool, float, float]]) -> bool:
     there, back = (sum(report[side] for report in reports) for side in (1, 2))
     return all(report[0] for report in reports) and there == back
 
 
-def _window(exchange: Exchange, device: torch.device) -> Tensor:
+def _make_expected_window(exchange: Exchange, device: torch.device) -> Tensor:
     """The window cut out of the whole image, with the fill around it."""
     inside = exchange.window & Tile.whole(*exchange.shape[-2:])
-    window = pattern(exchange, exchange.window, device).fill_(exchange.fill)
-    window[..., *inside.within(exchange.window)] = pattern(exchange, inside, device)
+    window = make_pattern(exchange, exchange.window, device).fill_(exchange.fill)
+    window[..., *inside.to_slices(exchange.window)] = make_pattern(exchange, inside, device)
     return window
 
 
-def _home(exchange: Exchange, windows: Mapping[int, Tile], device: torch.device) -> Tensor:
+def _compute_expected_gradient(exchange: Exchange, windows: Mapping[int, Tile], device: torch.device) -> Tensor:
     """The gradients of this rank's pixels, from all windows that show them."""
-    home = torch.zeros_like(pattern(exchange, exchange.own, device))
+    home = torch.zeros_like(make_pattern(exchange, exchange.own, device))
     for rank, window in windows.items():
         if seen := window & exchange.own:
-            home[..., *seen.within(exchange.own)] += pattern(exchange, seen, device, salt=1 + rank)
+            home[..., *seen.to_slices(exchange.own)] += make_pattern(exchange, seen, device, salt=1 + rank)
     return home
 
 
-def _dot(one: Tensor, other: Tensor) -> float:
+def _compute_dot(one: Tensor, other: Tensor) -> float:
     """Exact: the terms are whole numbers, and sums stay below 2 ** 53."""
     return (one.double() * other.double()).sum().item()

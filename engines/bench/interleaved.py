@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from engines.comm.streams import wait_for
+from engines.comm.streams import wait_for_device
 from engines.comm.world import World
 from engines.program.worker import Inputs
 from engines.training import RankTraining
 
-__all__ = ["interleaved"]
+__all__ = ["time_interleaved"]
 
 
-def interleaved(
+def time_interleaved(
     world: World,
     trainings: Sequence[RankTraining],
     own: Inputs,
@@ -27,7 +27,7 @@ def interleaved(
             world.barrier()
             start_s = time.perf_counter()
             training.step(own)
-            wait_for(training.device)
+            wait_for_device(training.device)
             world.barrier()
             seconds[number].append(time.perf_counter() - start_s)
             after(number)

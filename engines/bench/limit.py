@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from torch.profiler import profile, supported_activities
 
-__all__ = ["arithmetic_share"]
+__all__ = ["measure_arithmetic_share"]
 
 _KERNELS = ("conv", "addmm", "aten::mm", "aten::bmm", "matmul")
 """Parts of the names of what the profiler calls an operator, on all devices."""
 
 
-def arithmetic_share(step: Callable[[], object]) -> float:
+def measure_arithmetic_share(step: Callable[[], object]) -> float:
     """The part of the time in operators that goes into the kernels of convolutions and products, forward and back.
 
     Of a device's own time where it has one, else of the processor's; one step that is not timed otherwise.

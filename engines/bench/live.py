@@ -34,32 +34,32 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self._known: set[int] = set()
 
-    def restart(self) -> None:
+    def reset_peak(self) -> None:
         """The peak counts from now on."""
         self.peak = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        given = {_place(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
+        given = {_get_storage_id(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
         for item in tree_leaves(made):
-            if isinstance(item, Tensor) and _place(item) not in given:
-                self._note(item)
+            if isinstance(item, Tensor) and _get_storage_id(item) not in given:
+                self._track(item)
         return made
 
-    def _note(self, tensor: Tensor) -> None:
+    def _track(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        place, size = _place(tensor), storage.nbytes()
+        place, size = _get_storage_id(tensor), storage.nbytes()
         if place in self._known or not size:
             return
         self._known.add(place)
         self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, place, size)
+        weakref.finalize(storage, self._release, place, size)
 
-    def _gone(self, place: int, size: int) -> None:
+    def _release(self, place: int, size: int) -> None:
         self._known.discard(place)
         self.now -= size
 
 
-def _place(tensor: Tensor) -> int:
+def _get_storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)

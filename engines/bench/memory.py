@@ -12,21 +12,21 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from engines.bench.apart import apart
-from engines.bench.verify import batches
+from engines.bench.apart import run_in_subprocess
+from engines.bench.verify import make_batches
 from engines.comm.device import (
     choose_device,
-    give_memory_back,
     has_own_memory,
-    peak_of_own_memory,
-    process_bytes,
+    measure_device_peak,
+    read_process_bytes,
+    trim_memory,
 )
 from engines.comm.world import World
-from engines.oracle import OneProcess
+from engines.oracle import ReferenceTraining
 from engines.program.worker import Inputs
 from engines.training import RankTraining, Recipe
 
-__all__ = ["STEPS", "alone", "bench_memory", "host_peak_bytes", "peak_bytes"]
+__all__ = ["STEPS", "bench_memory", "measure_host_peak_bytes", "measure_one_process", "measure_peak_bytes"]
 
 STEPS = 2  # gradients and the optimiser's state are there from the second one on
 
@@ -37,10 +37,12 @@ def bench_memory(world: World, recipe: Recipe, arguments: Sequence[str], seed: i
     `share` is the largest peak of a rank, as a part of one process's; `even_share` that of a rank that holds one
     tile's part of everything.
     """
-    peaks = world.all_gather(_rank_bytes(world, recipe, seed))
-    give_memory_back()  # one process with the whole image has to fit now
+    peaks = world.all_gather(_measure_rank(world, recipe, seed))
+    trim_memory()  # one process with the whole image has to fit now
     world.barrier()
-    whole = world.all_gather(apart("engines.bench.memory:alone", arguments) if world.rank == 0 else None)[0]
+    whole = world.all_gather(
+        run_in_subprocess("engines.bench.memory:measure_one_process", arguments) if world.rank == 0 else None
+    )[0]
     return {
         "peak_bytes": peaks,
         "one_process_peak_bytes": whole,
@@ -49,50 +51,50 @@ def bench_memory(world: World, recipe: Recipe, arguments: Sequence[str], seed: i
     }
 
 
-def _rank_bytes(world: World, recipe: Recipe, seed: int) -> int:
-    own = _own_part(world, recipe, seed)
+def _measure_rank(world: World, recipe: Recipe, seed: int) -> int:
+    own = _make_rank_inputs(world, recipe, seed)
 
-    def work() -> None:
+    def run_steps() -> None:
         training = RankTraining(world, recipe)
         for _ in range(STEPS):
             training.step(own)
 
-    return peak_bytes(choose_device(recipe.device, world.rank), work)
+    return measure_peak_bytes(choose_device(recipe.device, world.rank), run_steps)
 
 
-def _own_part(world: World, recipe: Recipe, seed: int) -> Inputs:
+def _make_rank_inputs(world: World, recipe: Recipe, seed: int) -> Inputs:
     """This rank's parts of random batches; the whole batches are gone when it returns."""
-    cut = RankTraining(world, recipe).cut(batches(recipe, seed, steps=1)[0])
+    cut = RankTraining(world, recipe).cut(make_batches(recipe, seed, steps=1)[0])
     return {number: {name: part.clone() for name, part in parts.items()} for number, parts in cut.items()}
 
 
-def alone(arguments: Sequence[str]) -> None:
+def measure_one_process(arguments: Sequence[str]) -> None:
     """Measure one process with the plain model; prints its peak in bytes as JSON."""
     from engines import options
 
-    chosen = options.parser("").parse_args(list(arguments))
-    model, recipe = options.recipe(chosen, options.plan(chosen).ranks)
-    batch = batches(recipe, chosen.seed, steps=1)[0]
+    chosen = options.make_parser("").parse_args(list(arguments))
+    model, recipe = options.make_recipe(chosen, options.make_plan(chosen).ranks)
+    batch = make_batches(recipe, chosen.seed, steps=1)[0]
     device = choose_device(recipe.device, rank=0)
 
-    def work() -> None:
-        process = OneProcess.of(model, nn.CrossEntropyLoss(), recipe)
+    def train_plain() -> None:
+        process = ReferenceTraining.of(model, nn.CrossEntropyLoss(), recipe)
         for _ in range(STEPS):
             process.step(batch)
 
-    print(json.dumps(peak_bytes(device, work)), flush=True)
+    print(json.dumps(measure_peak_bytes(device, train_plain)), flush=True)
 
 
-def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
+def measure_peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
     """The most memory in use while `work` runs, beyond what was before: the process's, or a device's own."""
     if has_own_memory(device):
-        return peak_of_own_memory(device, work)
-    return host_peak_bytes(work)
+        return measure_device_peak(device, work)
+    return measure_host_peak_bytes(work)
 
 
-def host_peak_bytes(work: Callable[[], object]) -> int:
+def measure_host_peak_bytes(work: Callable[[], object]) -> int:
     """The most bytes of host memory in use while `work` runs, beyond what the process had before."""
-    before = process_bytes("VmRSS")
+    before = read_process_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from now
     work()
-    return process_bytes("VmHWM") - before
+    return read_process_bytes("VmHWM") - before

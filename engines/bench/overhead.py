@@ -6,7 +6,7 @@ import statistics
 
 import torch
 
-from engines.predict.calibrate import overheads
+from engines.predict.calibrate import measure_overheads
 
 __all__ = ["bench_overhead"]
 
@@ -18,7 +18,7 @@ def bench_overhead(times: int) -> dict[str, object]:
     gradient are taken off, which are `call_us` and `back_call_us`. `spread` is (largest - smallest) / median.
     """
     torch.set_num_threads(1)
-    found = [overheads() for _ in range(times)]
+    found = [measure_overheads() for _ in range(times)]
     own = [each["instruction_s"] for each in found]
     median_s = statistics.median(own)
     return {

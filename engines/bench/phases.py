@@ -6,33 +6,33 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from engines.program.instructions import Phase
-from engines.program.timeline import Event
+from engines.program.timeline import TimelineEvent
 
-__all__ = ["PHASES", "phases", "shares"]
+__all__ = ["PHASES", "compute_shares", "sum_by_phase"]
 
 PHASES = ("forward", "backward", "messages", "sums", "update", "waiting")
 _KINDS = {"all-reduce": "sums", "update": "update"}
 
 
-def phases(events: Iterable[Event]) -> Counter[str]:
+def sum_by_phase(events: Iterable[TimelineEvent]) -> Counter[str]:
     """Seconds of one rank by phase: its work going forward and back, messages and sums without their waiting."""
     found = Counter[str]()
     for event in events:
-        found[_phase(event)] += event.busy_s
+        found[_get_phase(event)] += event.busy_s
         found["waiting"] += event.wait_s
     return found
 
 
-def _phase(event: Event) -> str:
+def _get_phase(event: TimelineEvent) -> str:
     if event.kind == "compute":
         return "forward" if event.phase == Phase.FORWARD.value else "backward"
     return _KINDS.get(event.kind, "messages")
 
 
-def shares(ranks: Sequence[Counter[str]]) -> dict[str, float]:
+def compute_shares(ranks: Sequence[Counter[str]]) -> dict[str, float]:
     """The part of each phase in all ranks' time.
 
-    >>> shares([Counter(forward=1.0, waiting=1.0), Counter(forward=2.0)])["forward"]
+    >>> compute_shares([Counter(forward=1.0, waiting=1.0), Counter(forward=2.0)])["forward"]
     0.75
     """
     together = sum(ranks, Counter())

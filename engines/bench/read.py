@@ -7,7 +7,7 @@ import time
 from hashlib import sha256
 
 from engines import options
-from engines.bench.memory import host_peak_bytes
+from engines.bench.memory import measure_host_peak_bytes
 from engines.comm.together import run_on_all
 from engines.comm.world import World
 from engines.errors import PlanError
@@ -16,15 +16,15 @@ from engines.images.picture import Picture, Pixels, open_image
 from engines.plan import Plan
 from engines.spatial.tiles import Tile
 
-__all__ = ["bench_read", "read_parser"]
+__all__ = ["bench_read", "make_read_parser"]
 
 ALLOWED_BYTES = 64 << 20  # beyond a rank's share of the picture: what a reader needs to work with
 Box = tuple[int, int, int, int]
 
 
-def read_parser() -> argparse.ArgumentParser:
+def make_read_parser() -> argparse.ArgumentParser:
     """The flags of `bench read`."""
-    flags = options.Parser(
+    flags = options.FlagParser(
         description="Read a picture on the ranks, each its own tile, and in one process; compare pixels and memory.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -43,18 +43,18 @@ def bench_read(world: World, path: str, method: str = "square", halo_px: int = 0
     """
     if halo_px < 0:
         raise PlanError(f"halo_px={halo_px}: a halo has 0 pixels or more.")
-    box = run_on_all(world, lambda: _window(open_image(path), method, halo_px, level, world.size, world.rank))
+    box = run_on_all(world, lambda: _compute_box(open_image(path), method, halo_px, level, world.size, world.rank))
     found: list[object] = []
 
-    def work() -> None:
+    def read_box() -> None:
         start_s, picture = time.perf_counter(), open_image(path)
         pixels = picture.read(*box, level)
-        found.extend((time.perf_counter() - start_s, picture.bytes_read, _digest(pixels)))
+        found.extend((time.perf_counter() - start_s, picture.bytes_read, _compute_digest(pixels)))
 
-    peak = run_on_all(world, lambda: host_peak_bytes(work))
+    peak = run_on_all(world, lambda: measure_host_peak_bytes(read_box))
     told = world.all_gather((box, peak, *found))
     boxes, peaks, seconds, read, digests = zip(*told, strict=True)
-    line = run_on_all(world, lambda: _in_one(path, level, boxes, digests) if world.rank == 0 else {})
+    line = run_on_all(world, lambda: _read_in_one_process(path, level, boxes, digests) if world.rank == 0 else {})
     share = max(height * width for _, _, height, width in boxes) * 3
     kept = max(peaks) <= share + ALLOWED_BYTES
     return line | {
@@ -67,28 +67,28 @@ def bench_read(world: World, path: str, method: str = "square", halo_px: int = 0
     }
 
 
-def _window(picture: Picture, method: str, halo_px: int, level: int, ranks: int, rank: int) -> Box:
+def _compute_box(picture: Picture, method: str, halo_px: int, level: int, ranks: int, rank: int) -> Box:
     """First row, first column, height and width of what one rank reads."""
     (grid,) = Plan(split_size=1, spatial_size=1, num_spatial_parts=ranks, slice_method=method).grids
-    return _grown(grid.cut(*picture.shape(level))[rank], halo_px)
+    return _extend_box(grid.cut(*picture.shape(level))[rank], halo_px)
 
 
-def _grown(tile: Tile, halo_px: int) -> Box:
+def _extend_box(tile: Tile, halo_px: int) -> Box:
     (height, width), (y0, x0) = tile.shape, (tile.rows.start, tile.cols.start)
     return y0 - halo_px, x0 - halo_px, height + 2 * halo_px, width + 2 * halo_px
 
 
-def _in_one(path: str, level: int, boxes: tuple[Box, ...], digests: tuple[str, ...]) -> dict[str, object]:
+def _read_in_one_process(path: str, level: int, boxes: tuple[Box, ...], digests: tuple[str, ...]) -> dict[str, object]:
     """What one process finds that reads the level at once."""
     same: list[bool] = []
     picture = open_image(path)
     rows, cols = picture.shape(level)
 
-    def work() -> None:
+    def read_whole() -> None:
         whole = ArrayPicture(picture.name, picture.read(0, 0, rows, cols, level))
-        same.extend(_digest(whole.read(*box)) == digest for box, digest in zip(boxes, digests, strict=True))
+        same.extend(_compute_digest(whole.read(*box)) == digest for box, digest in zip(boxes, digests, strict=True))
 
-    peak = host_peak_bytes(work)
+    peak = measure_host_peak_bytes(read_whole)
     return {
         "image": picture.name,
         "level": level,
@@ -100,5 +100,5 @@ def _in_one(path: str, level: int, boxes: tuple[Box, ...], digests: tuple[str, .
     }
 
 
-def _digest(pixels: Pixels) -> str:
+def _compute_digest(pixels: Pixels) -> str:
     return sha256(pixels.data).hexdigest()

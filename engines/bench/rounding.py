@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.bench.ulps import DOUBLE, Imprecise, nudge_weights, nudged
-from engines.oracle import OneProcess, Record
+from engines.bench.ulps import DOUBLE, UlpNoiseMode, nudge_images, nudge_weights
+from engines.oracle import ReferenceTraining, TrainingRecord
 
-__all__ = ["EXACT", "Begin", "Difference", "Key", "Rounding", "quantities"]
+__all__ = ["EXACT", "Begin", "Key", "RoundingCheck", "TensorDifference", "collect_quantities"]
 
 TIMES = 64
 """Ranks add in another order than one process: they may be so many times as far off as an ulp's change is."""
@@ -27,17 +27,17 @@ TIMES = 64
 EXACT = 1e-10  # of a tensor's own size: whoever is within it needs no other proof
 _RUNS = 4  # of one process after changes by an ulp, where a first one does not explain all
 _ABOVE_NOISE = 1e3  # times its noise: a gradient that is larger is not zero in theory
-Begin = Callable[[OneProcess], None]
+Begin = Callable[[ReferenceTraining], None]
 Key = tuple[str, int, str]
 """What (loss, gradient, change of the weight, buffer), of which step (0: after all of them), and its name."""
 
 _MOVED = "change of the weight"
 
 
-def quantities(record: Record, start: Mapping[str, Tensor]) -> dict[Key, Tensor]:
+def collect_quantities(record: TrainingRecord, start: Mapping[str, Tensor]) -> dict[Key, Tensor]:
     """All that a record has, in float64; of weights how far they are from where they were at the `start`."""
     moved = {name: weight.detach().double() - start[name].double() for name, weight in record.weights.items()}
-    found = _losses(record)
+    found = _collect_losses(record)
     for step, gradients in enumerate(record.gradients, start=1):
         found |= {("gradient", step, name): gradient for name, gradient in gradients.items()}
     for what, tensors in ((_MOVED, moved), ("buffer", record.buffers)):
@@ -45,7 +45,7 @@ def quantities(record: Record, start: Mapping[str, Tensor]) -> dict[Key, Tensor]
     return {key: tensor.detach().double() for key, tensor in found.items()}
 
 
-def _losses(record: Record) -> dict[Key, Tensor]:
+def _collect_losses(record: TrainingRecord) -> dict[Key, Tensor]:
     """By micro-batch, or the mean over all where the loss is that of the whole batch."""
     if record.whole:
         found = {("loss", step, "of the batch"): loss for step, loss in enumerate(record.mean_losses, start=1)}
@@ -58,18 +58,20 @@ def _losses(record: Record) -> dict[Key, Tensor]:
     return {key: torch.tensor(loss, dtype=torch.float64) for key, loss in found.items()}
 
 
-def _of_ranks(ranks: Sequence[Record], start: Mapping[str, Tensor], whole: bool) -> list[dict[Key, Tensor]]:
+def _collect_by_rank(
+    ranks: Sequence[TrainingRecord], start: Mapping[str, Tensor], whole: bool
+) -> list[dict[Key, Tensor]]:
     """What each rank has. The losses of ranks that know summands of a whole batch's loss are one more entry."""
     if not whole:
-        return [quantities(rank, start) for rank in ranks]
+        return [collect_quantities(rank, start) for rank in ranks]
     count = len(ranks[0].losses)
     together = tuple({n: loss for rank in ranks for n, loss in rank.losses[step].items()} for step in range(count))
-    alone = [quantities(replace(rank, losses=()), start) for rank in ranks]
-    return [*alone, _losses(Record(together, (), {}, {}, whole=True))]
+    alone = [collect_quantities(replace(rank, losses=()), start) for rank in ranks]
+    return [*alone, _collect_losses(TrainingRecord(together, (), {}, {}, whole=True))]
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """What is further off than it may be: `rel` of a size; `usual` is what an ulp's change makes, of the same.
 
     The size is the tensor's own, or, where that `is_zero`, that of all tensors of its kind in its step.
@@ -82,7 +84,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Rounding:
+class RoundingCheck:
     """What one process did (`record`), and what it does after a change that should mean nothing.
 
     `run(begin, meanwhile, change)` trains one process again: `begin` is called with it before its first step, within
@@ -90,11 +92,11 @@ class Rounding:
     `start` are its weights before the first step. `ranks` are the records that are held against it.
     """
 
-    record: Record
-    run: Callable[[Begin, AbstractContextManager[object], Callable[[Any], Any]], Record]
+    record: TrainingRecord
+    run: Callable[[Begin, AbstractContextManager[object], Callable[[Any], Any]], TrainingRecord]
     eps: float
     start: Mapping[str, Tensor]
-    ranks: Sequence[Record] = ()
+    ranks: Sequence[TrainingRecord] = ()
 
     nears: list[Mapping[Key, Tensor]] = field(default_factory=list)
     """After weights and images have changed by an ulp, each time at random."""
@@ -102,20 +104,20 @@ class Rounding:
     @cached_property
     def oracle(self) -> Mapping[Key, Tensor]:
         """What one process did."""
-        return quantities(self.record, self.start)
+        return collect_quantities(self.record, self.start)
 
-    def ask(self, times: int) -> None:
+    def ensure_nears(self, times: int) -> None:
         """Have so many `nears`."""
         for seed in range(3 * len(self.nears), 3 * times, 3):
-            meanwhile = Imprecise(seed) if self.eps > DOUBLE else nullcontext()
-            begin, change = partial(nudge_weights, seed=seed + 1), partial(nudged, seed=seed + 2)
-            self.nears.append(quantities(self.run(begin, meanwhile, change), self.start))
+            meanwhile = UlpNoiseMode(seed) if self.eps > DOUBLE else nullcontext()
+            begin, change = partial(nudge_weights, seed=seed + 1), partial(nudge_images, seed=seed + 2)
+            self.nears.append(collect_quantities(self.run(begin, meanwhile, change), self.start))
 
     @cached_property
     def mirrored(self) -> Mapping[Key, Tensor]:
         """With each gradient turned round that is zero but for rounding, so that its weight goes the other way."""
         return (
-            quantities(self.run(self._mirror, nullcontext(), lambda batch: batch), self.start)
+            collect_quantities(self.run(self._reverse_noise, nullcontext(), lambda batch: batch), self.start)
             if self.noise
             else self.oracle
         )
@@ -123,7 +125,7 @@ class Rounding:
     @cached_property
     def noise(self) -> dict[str, Tensor]:
         """By weight: where its gradient is zero in theory, and rounding in fact, in some step."""
-        self.ask(1)
+        self.ensure_nears(1)
         found: dict[str, Tensor] = {}
         for (what, step, name), gradient in self.oracle.items():
             if what == "gradient" and gradient.numel():
@@ -137,65 +139,71 @@ class Rounding:
 
     @cached_property
     def _records(self) -> list[dict[Key, Tensor]]:
-        return _of_ranks(self.ranks, self.start, self.record.whole)
+        return _collect_by_rank(self.ranks, self.start, self.record.whole)
 
     @cached_property
     def _strays(self) -> dict[Key, Tensor]:
         """By gradient: what a rank has where one process has exactly 0, as small as the rounding of the whole step."""
-        self.ask(1)
+        self.ensure_nears(1)
         found: dict[Key, Tensor] = {}
         for key, gradient in self.oracle.items():
             if key[0] == "gradient":
                 zero, found[key] = (gradient == 0) & (self.nears[0][key] == 0), torch.zeros_like(gradient)
                 for mine in (record[key] for record in self._records if key in record):
-                    found[key] = torch.where(zero & (mine.abs() <= self._least(key)) & (mine != 0), mine, found[key])
+                    found[key] = torch.where(
+                        zero & (mine.abs() <= self._compute_floor(key)) & (mine != 0), mine, found[key]
+                    )
         return found
 
-    def differences(self) -> list[Difference]:
+    def find_differences(self) -> list[TensorDifference]:
         """What is further off than rounding takes it, the furthest first. One process runs again only if it must."""
         records = self._records
-        found = self._beyond(records, self._is_exact)
+        found = self._find_beyond(records, self._is_exact)
         for times in (1, _RUNS):
             if found:
-                self.ask(times)
-                found = self._beyond(records, self._is_near)
+                self.ensure_nears(times)
+                found = self._find_beyond(records, self._is_near)
             if found and self.noise:
-                found = self._beyond(records, self._is_like_mirrored)
+                found = self._find_beyond(records, self._is_like_mirrored)
         return sorted(found.values(), key=lambda each: -each.rel / max(each.usual, 1e-16))
 
-    def inexact(self) -> list[Key]:
+    def find_inexact(self) -> list[Key]:
         """What only rounding explains."""
-        return list(self._beyond(self._records, self._is_exact))
+        return list(self._find_beyond(self._records, self._is_exact))
 
     def is_noise(self, key: Key) -> bool:
         """Whether all of a weight's gradient is zero in theory, or of a gradient."""
         return key[2] in self.noise and key[0] in ("gradient", _MOVED) and bool(self.noise[key[2]].all())
 
-    def _beyond(
+    def _find_beyond(
         self, records: Sequence[Mapping[Key, Tensor]], is_right: Callable[[Key, Tensor], bool]
-    ) -> dict[Key, Difference]:
-        found: dict[Key, Difference] = {}
+    ) -> dict[Key, TensorDifference]:
+        found: dict[Key, TensorDifference] = {}
         for record in records:
             for key, mine in record.items():
                 if key not in found and not is_right(key, mine - self.oracle[key]):
-                    own = _norm(self.oracle[key])
+                    own = _compute_norm(self.oracle[key])
                     size = own or self._sizes[key[:2]] or 1.0
-                    usual = max((_norm(near[key] - self.oracle[key]) for near in self.nears), default=0.0)
-                    found[key] = Difference(key, _norm(mine - self.oracle[key]) / size, usual / size, own == 0)
+                    usual = max((_compute_norm(near[key] - self.oracle[key]) for near in self.nears), default=0.0)
+                    found[key] = TensorDifference(
+                        key, _compute_norm(mine - self.oracle[key]) / size, usual / size, own == 0
+                    )
         return found
 
     def _is_exact(self, key: Key, off: Tensor) -> bool:
-        return _norm(off) <= max(EXACT * _norm(self.oracle[key]), self._stored(key, lambda tensor: tensor))
+        return _compute_norm(off) <= max(
+            EXACT * _compute_norm(self.oracle[key]), self._estimate_storage_error(key, lambda tensor: tensor)
+        )
 
     def _is_near(self, key: Key, off: Tensor) -> bool:
         return self._is_usual(key, off, self.nears, 0.0)
 
     def _is_like_mirrored(self, key: Key, off: Tensor) -> bool:
-        may = TIMES * _norm(self._real(key, self.mirrored[key] - self.oracle[key]))
+        may = TIMES * _compute_norm(self._select_real(key, self.mirrored[key] - self.oracle[key]))
         if key[0] in ("loss", "gradient"):
             # Where noise goes instead may move a norm's statistics far, but a loss that follows it is chaotic:
             # such a reference must not excuse a fault.
-            may = min(may, max(1e-6, self._slack) * _norm(self.oracle[key]))
+            may = min(may, max(1e-6, self._slack) * _compute_norm(self.oracle[key]))
         return self._is_usual(key, off, [*self.nears, self.mirrored], may)
 
     def _is_usual(self, key: Key, off: Tensor, others: Sequence[Mapping[Key, Tensor]], may: float) -> bool:
@@ -204,31 +212,38 @@ class Rounding:
         The rest of a weight may move as far as it does in one process, and in its `others`.
         """
         usual = [near[key] - self.oracle[key] for near in self.nears]
-        own, spread = _norm(self._real(key, self.oracle[key])), max(_norm(self._real(key, each)) for each in usual)
+        own, spread = (
+            _compute_norm(self._select_real(key, self.oracle[key])),
+            max(_compute_norm(self._select_real(key, each)) for each in usual),
+        )
         # A chaotic reference must not excuse a fault, so that no more than a millionth of the tensor is allowed. One
         # that is itself rounding (a running mean that is zero in theory) has no size to take that of.
-        least = self._least(key)
+        least = self._compute_floor(key)
         ulps = min(TIMES * spread, least if own <= least else max(1e-6, self._slack) * own)
-        stored = self._stored(key, lambda tensor: self._real(key, tensor))
-        if not _norm(self._real(key, off)) <= max(EXACT * own, ulps, may, stored):
+        stored = self._estimate_storage_error(key, lambda tensor: self._select_real(key, tensor))
+        if not _compute_norm(self._select_real(key, off)) <= max(EXACT * own, ulps, may, stored):
             return False
-        if (mask := self._mask(key)) is None:
+        if (mask := self._get_noise_mask(key)) is None:
             return True
         if key[0] == "gradient":
-            return _norm(off[mask]) <= max(self._least(key), *(TIMES * _norm(each[mask]) for each in usual))
-        return _norm(off[mask]) <= TIMES * max(_norm(record[key][mask]) for record in (self.oracle, *others))
+            return _compute_norm(off[mask]) <= max(
+                self._compute_floor(key), *(TIMES * _compute_norm(each[mask]) for each in usual)
+            )
+        return _compute_norm(off[mask]) <= TIMES * max(
+            _compute_norm(record[key][mask]) for record in (self.oracle, *others)
+        )
 
-    def _stored(self, key: Key, part: Callable[[Tensor], Tensor]) -> float:
+    def _estimate_storage_error(self, key: Key, part: Callable[[Tensor], Tensor]) -> float:
         """What it costs that a weight is rounded in each step: more than a small change of it is exact to."""
         if key[0] != _MOVED:
             return 0.0
-        return 2 * DOUBLE * len(self.record.losses) * _norm(part(self.record.weights[key[2]].detach().double()))
+        return 2 * DOUBLE * len(self.record.losses) * _compute_norm(part(self.record.weights[key[2]].detach().double()))
 
-    def _mask(self, key: Key) -> Tensor | None:
+    def _get_noise_mask(self, key: Key) -> Tensor | None:
         return self.noise.get(key[2]) if key[0] in ("gradient", _MOVED) else None
 
-    def _real(self, key: Key, tensor: Tensor) -> Tensor:
-        mask = self._mask(key)
+    def _select_real(self, key: Key, tensor: Tensor) -> Tensor:
+        mask = self._get_noise_mask(key)
         return tensor if mask is None else tensor[~mask]
 
     @property
@@ -250,17 +265,17 @@ class Rounding:
         """By kind and step: the norm of all losses, gradients, changes or buffers together."""
         squares: dict[tuple[str, int], float] = {}
         for key, tensor in self.oracle.items():
-            squares[key[:2]] = squares.get(key[:2], 0.0) + _norm(tensor) ** 2
+            squares[key[:2]] = squares.get(key[:2], 0.0) + _compute_norm(tensor) ** 2
         return {kind: square**0.5 for kind, square in squares.items()}
 
-    def _least(self, key: Key) -> float:
+    def _compute_floor(self, key: Key) -> float:
         """The rounding of all tensors of a kind in a step: what one that is zero in theory may be off in any case."""
         return 500 * self.eps * self._sizes[key[:2]]
 
-    def _mirror(self, process: OneProcess) -> None:
+    def _reverse_noise(self, process: ReferenceTraining) -> None:
         steps = count(1)
 
-        def turn(*_: object) -> None:
+        def reverse_gradients(*_: object) -> None:
             step = next(steps)
             for name, mask in self.noise.items():
                 gradient = process.weights[name].grad
@@ -270,8 +285,8 @@ class Rounding:
                     gradient += self._strays["gradient", step, name].to(gradient)
 
         if process.optimiser is not None:
-            process.optimiser.register_step_pre_hook(turn)
+            process.optimiser.register_step_pre_hook(reverse_gradients)
 
 
-def _norm(tensor: Tensor) -> float:
+def _compute_norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor))

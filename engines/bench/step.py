@@ -12,14 +12,14 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from engines.bench.limit import arithmetic_share
-from engines.bench.phases import phases, shares
-from engines.bench.verify import batches
-from engines.comm.container import cores
-from engines.comm.device import give_memory_back
-from engines.comm.streams import wait_for
+from engines.bench.limit import measure_arithmetic_share
+from engines.bench.phases import compute_shares, sum_by_phase
+from engines.bench.verify import make_batches
+from engines.comm.container import count_cores
+from engines.comm.device import trim_memory
+from engines.comm.streams import wait_for_device
 from engines.comm.world import World
-from engines.oracle import OneProcess
+from engines.oracle import ReferenceTraining
 from engines.training import RankTraining, Recipe
 
 __all__ = ["bench_step"]
@@ -36,40 +36,42 @@ def bench_step(
     alone, run as in one process with all cores: 1 is as fast.
     """
     training = RankTraining(world, recipe)
-    batch = batches(recipe, seed, steps=1)[0]
+    batch = make_batches(recipe, seed, steps=1)[0]
     own = training.cut(batch)
-    alone = OneProcess.of(model, nn.CrossEntropyLoss(), recipe) if world.rank == 0 else None
-    threads = cores()
+    alone = ReferenceTraining.of(model, nn.CrossEntropyLoss(), recipe) if world.rank == 0 else None
+    threads = count_cores()
     ranks_s, alone_s, spent = [], [], Counter[str]()
     for number in range(iterations + 1):
         world.barrier()
-        ranks_s.append(_seconds(lambda: (training.step(own), wait_for(training.device), world.barrier())))
-        spent += phases(training.report.events if number else ())
+        ranks_s.append(_time_work(lambda: (training.step(own), wait_for_device(training.device), world.barrier())))
+        spent += sum_by_phase(training.report.events if number else ())
         if in_turns:
             training.start({})  # the last step is let go of
-            give_memory_back()
+            trim_memory()
             world.barrier()
         if alone:
             torch.set_num_threads(threads)
-            alone_s.append(_seconds(lambda: (alone.step(batch), wait_for(training.device))))
+            alone_s.append(_time_work(lambda: (alone.step(batch), wait_for_device(training.device))))
             if in_turns:
-                give_memory_back()
+                trim_memory()
         world.barrier()
     images, answer = recipe.step_specs["images"].shape[0], None
     if alone:
         torch.set_num_threads(threads)
-        answer = _line(ranks_s[1:], alone_s[1:], images, threads, arithmetic_share(lambda: alone.step(batch)))
+        answer = _make_line(
+            ranks_s[1:], alone_s[1:], images, threads, measure_arithmetic_share(lambda: alone.step(batch))
+        )
     line = world.all_gather(answer)[0]
-    return {**line, "phases": shares(world.all_gather(spent))}
+    return {**line, "phases": compute_shares(world.all_gather(spent))}
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def _time_work(work: Callable[[], object]) -> float:
     start_s = time.perf_counter()
     work()
     return time.perf_counter() - start_s
 
 
-def _line(
+def _make_line(
     ranks_s: list[float], alone_s: list[float], images: int, threads: int, arithmetic: float
 ) -> dict[str, object]:
     ours, theirs = statistics.median(ranks_s), statistics.median(alone_s)

@@ -20,28 +20,32 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from engines.bench.apart import apart
-from engines.bench.bounded import KEPT_BYTES, MIB, bounded
-from engines.bench.memory import host_peak_bytes
-from engines.bench.verify import batches
-from engines.comm.container import cores
+from engines.bench.apart import run_in_subprocess
+from engines.bench.bounded import KEPT_BYTES, MIB, limit_memory
+from engines.bench.memory import measure_host_peak_bytes
+from engines.bench.verify import make_batches
+from engines.comm.container import count_cores
 from engines.comm.device import keep_memory_tight
 from engines.errors import RankError
-from engines.offload.store import on_disk
-from engines.oracle import OneProcess
-from engines.streaming.training import StreamedTraining, check
+from engines.offload.store import find_disk_folder
+from engines.oracle import ReferenceTraining
+from engines.streaming.training import StreamedTraining, check_streamable
 
-__all__ = ["alone", "bench_streaming", "streamed", "streaming_parser"]
+__all__ = ["bench_streaming", "make_streaming_parser", "train_plain", "train_streamed"]
 
 
-def streaming_parser() -> ArgumentParser:
+def make_streaming_parser() -> ArgumentParser:
     """The flags of a step, and the bound."""
     from engines import options
 
-    flags = options.parser("Train an image tile after tile within a bound of memory, beside one process with it all.")
-    flags.add_argument("--iterations", type=options.positive, default=3)
-    flags.add_argument("--memory-mb", type=options.positive, default=512, help="beyond what the process has before")
-    flags.add_argument("--folder", default=on_disk(), help="where values lie while other tiles compute")
+    flags = options.make_parser(
+        "Train an image tile after tile within a bound of memory, beside one process with it all."
+    )
+    flags.add_argument("--iterations", type=options.parse_positive, default=3)
+    flags.add_argument(
+        "--memory-mb", type=options.parse_positive, default=512, help="beyond what the process has before"
+    )
+    flags.add_argument("--folder", default=find_disk_folder(), help="where values lie while other tiles compute")
     return flags
 
 
@@ -49,12 +53,12 @@ def bench_streaming(arguments: Sequence[str]) -> dict[str, object]:
     """One line of what was measured. Raises PlanError, and RankError where the bound is too small."""
     from engines import options
 
-    chosen = streaming_parser().parse_args(list(arguments))
-    check(options.plan(chosen))
+    chosen = make_streaming_parser().parse_args(list(arguments))
+    check_streamable(options.make_plan(chosen))
     with tempfile.TemporaryDirectory() as folder:
         ways = {name: Path(folder, name) for name in ("streamed", "alone")}
         lines = {
-            name: apart(f"engines.bench.streaming:{name}", [str(path), *arguments], cores())
+            name: run_in_subprocess(f"engines.bench.streaming:{name}", [str(path), *arguments], count_cores())
             for name, path in ways.items()
         }
         ours, theirs = (load_file(path) for path in ways.values())
@@ -68,69 +72,69 @@ def bench_streaming(arguments: Sequence[str]) -> dict[str, object]:
         "time_ratio": round(lines["streamed"]["step_s"] / lines["alone"]["step_s"], 3),
         "spread": round(max(line["spread"] for line in lines.values()), 3),
         "stored_bytes": lines["streamed"]["stored_bytes"],
-        "grad_rel": _apart(ours, theirs),
+        "grad_rel": _compute_distance(ours, theirs),
     }
 
 
-def streamed(arguments: Sequence[str]) -> None:
+def train_streamed(arguments: Sequence[str]) -> None:
     """Train in turn within the bound; gradients into the file that is named first, a line of JSON for the rest."""
     from engines import options
 
-    path, chosen = _told(arguments)
-    _, recipe = options.recipe(chosen, options.plan(chosen).ranks)
-    whole = batches(recipe, chosen.seed, steps=1)[0]
+    path, chosen = _parse_arguments(arguments)
+    _, recipe = options.make_recipe(chosen, options.make_plan(chosen).ranks)
+    whole = make_batches(recipe, chosen.seed, steps=1)[0]
     keep_memory_tight(True, KEPT_BYTES)
     training = StreamedTraining(recipe, chosen.folder)
     feed = training.cut(whole)
     try:
-        with bounded(training.device, chosen.memory_mb * MIB):
-            line = _measured(lambda: training.step(feed), chosen.iterations)
+        with limit_memory(training.device, chosen.memory_mb * MIB):
+            line = _measure_steps(lambda: training.step(feed), chosen.iterations)
     except RankError as error:
         sys.exit(str(error))
     except (RuntimeError, MemoryError) as error:
         sys.exit(f"{chosen.memory_mb} MB are too little ({error}). Use more tiles, or more memory.")
-    save_file(_flat(training.gradients), path)
+    save_file(_make_contiguous(training.gradients), path)
     print(json.dumps(line | {"stored_bytes": training.store.end_bytes}), flush=True)
 
 
-def alone(arguments: Sequence[str]) -> None:
+def train_plain(arguments: Sequence[str]) -> None:
     """The same with the plain model and the whole image."""
     from engines import options
 
-    path, chosen = _told(arguments)
-    model, recipe = options.recipe(chosen, options.plan(chosen).ranks)
-    whole = batches(recipe, chosen.seed, steps=1)[0]
-    process = OneProcess.of(model, nn.CrossEntropyLoss(), recipe, recipe.draws)
-    torch.set_num_threads(cores())
-    line = _measured(lambda: process.step(whole), chosen.iterations)
-    save_file(_flat(process.gradients), path)
+    path, chosen = _parse_arguments(arguments)
+    model, recipe = options.make_recipe(chosen, options.make_plan(chosen).ranks)
+    whole = make_batches(recipe, chosen.seed, steps=1)[0]
+    process = ReferenceTraining.of(model, nn.CrossEntropyLoss(), recipe, recipe.draws)
+    torch.set_num_threads(count_cores())
+    line = _measure_steps(lambda: process.step(whole), chosen.iterations)
+    save_file(_make_contiguous(process.gradients), path)
     print(json.dumps(line), flush=True)
 
 
-def _told(arguments: Sequence[str]) -> tuple[Path, Namespace]:
-    return Path(arguments[0]), streaming_parser().parse_args(arguments[1:])
+def _parse_arguments(arguments: Sequence[str]) -> tuple[Path, Namespace]:
+    return Path(arguments[0]), make_streaming_parser().parse_args(arguments[1:])
 
 
-def _measured(step: Callable[[], object], iterations: int) -> dict[str, float]:
+def _measure_steps(step: Callable[[], object], iterations: int) -> dict[str, float]:
     """The peak of all steps, and the median of those behind the first."""
     seconds: list[float] = []
 
-    def work() -> None:
+    def run_steps() -> None:
         for _ in range(iterations + 1):
             start_s = time.perf_counter()
             step()
             seconds.append(time.perf_counter() - start_s)
 
-    peak_bytes = host_peak_bytes(work)
+    peak_bytes = measure_host_peak_bytes(run_steps)
     median_s = statistics.median(seconds[1:])
     return {"peak_bytes": peak_bytes, "step_s": median_s, "spread": (max(seconds[1:]) - min(seconds[1:])) / median_s}
 
 
-def _flat(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+def _make_contiguous(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: grad.contiguous() for name, grad in gradients.items()}
 
 
-def _apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+def _compute_distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """The distance of all gradients together, as a part of their norm."""
     flat = [torch.cat([tensors[name].double().flatten() for name in sorted(ours)]) for tensors in (ours, theirs)]
     return float((flat[0] - flat[1]).norm() / flat[1].norm())

@@ -9,9 +9,9 @@ from __future__ import annotations
 import statistics
 import time
 
-from engines.bench.verify import batches
+from engines.bench.verify import make_batches
 from engines.comm.device import has_own_memory
-from engines.comm.streams import wait_for
+from engines.comm.streams import wait_for_device
 from engines.comm.world import World
 from engines.program.worker import Inputs
 from engines.training import RankTraining, Recipe
@@ -25,20 +25,22 @@ def bench_throughput(
     """Print as it goes; the same line on every rank: images per second of one device and of all."""
     training = RankTraining(world, recipe)
     device = "GPU" if has_own_memory(training.device) else "CPU"
-    whole = batches(recipe, seed, steps=1)[0]
+    whole = make_batches(recipe, seed, steps=1)[0]
     images, own = len(whole["images"]), training.cut(whole)
-    _say(f"Model: {model}", f"Batch size: {images // recipe.plan.batches}", f"Number of {device}s: {world.size}")
-    _say("Running warmup...")
+    _print_lines(
+        f"Model: {model}", f"Batch size: {images // recipe.plan.batches}", f"Number of {device}s: {world.size}"
+    )
+    _print_lines("Running warmup...")
     for _ in range(warmup):
         training.step(own)
-    _say("Running benchmark...")
+    _print_lines("Running benchmark...")
     each = []
     for index in range(iterations):
-        each.append(images * steps / _seconds(world, training, own, steps) / world.size)
-        _say(f"Iter #{index}: {each[-1]:.1f} img/sec per {device}")
+        each.append(images * steps / _time_steps(world, training, own, steps) / world.size)
+        _print_lines(f"Iter #{index}: {each[-1]:.1f} img/sec per {device}")
     mean, around = statistics.fmean(each), 1.96 * statistics.pstdev(each)
-    _say(f"Img/sec per {device}: {mean:.1f} +-{around:.1f}")
-    _say(f"Total img/sec on {world.size} {device}(s): {mean * world.size:.1f} +-{around * world.size:.1f}")
+    _print_lines(f"Img/sec per {device}: {mean:.1f} +-{around:.1f}")
+    _print_lines(f"Total img/sec on {world.size} {device}(s): {mean * world.size:.1f} +-{around * world.size:.1f}")
     return {
         "model": model,
         "device": device,
@@ -51,16 +53,16 @@ def bench_throughput(
     }
 
 
-def _seconds(world: World, training: RankTraining, own: Inputs, steps: int) -> float:
+def _time_steps(world: World, training: RankTraining, own: Inputs, steps: int) -> float:
     """Of so many steps, on the slowest rank."""
     world.barrier()
     start_s = time.perf_counter()
     for _ in range(steps):
         training.step(own)
-    wait_for(training.device)
+    wait_for_device(training.device)
     return max(world.all_gather(time.perf_counter() - start_s))  # type: ignore[no-any-return]
 
 
-def _say(*lines: str) -> None:
+def _print_lines(*lines: str) -> None:
     for line in lines:
         print(line, flush=True)

@@ -11,15 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from engines.layer.graph import ModelGraph
-from engines.oracle import OneProcess
+from engines.oracle import ReferenceTraining
 
-__all__ = ["DOUBLE", "Imprecise", "lowest_precision", "nudge_weights", "nudged"]
+__all__ = ["DOUBLE", "UlpNoiseMode", "find_lowest_precision", "nudge_images", "nudge_weights"]
 
 DOUBLE = torch.finfo(torch.float64).eps
 """The relative rounding of float64."""
 
 
-def lowest_precision(graph: ModelGraph) -> tuple[float, str]:
+def find_lowest_precision(graph: ModelGraph) -> tuple[float, str]:
     """The relative rounding of a graph's least precise operator, and where it is in the user's model."""
     found = [
         (torch.finfo(getattr(torch, node.spec.dtype)).eps, f"{node.spec.dtype} ({node.where})")
@@ -29,13 +29,13 @@ def lowest_precision(graph: ModelGraph) -> tuple[float, str]:
     return max(found, key=lambda each: each[0], default=(DOUBLE, ""))
 
 
-def nudged(batch: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+def nudge_images(batch: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     """The batch with each number of its images changed by an ulp. Labels may have bounds, and stay."""
     random = torch.Generator().manual_seed(seed)
     return {name: _nudge(t, random) if name == "images" and t.is_floating_point() else t for name, t in batch.items()}
 
 
-def nudge_weights(process: OneProcess, seed: int) -> None:
+def nudge_weights(process: ReferenceTraining, seed: int) -> None:
     """Change each number of the weights of a process by an ulp."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -50,7 +50,7 @@ def _nudge(tensor: Tensor, random: torch.Generator) -> Tensor:
     return torch.nextafter(tensor, torch.where(up, far, -far))
 
 
-class Imprecise(TorchDispatchMode):
+class UlpNoiseMode(TorchDispatchMode):
     """Changes by an ulp whatever is computed in a lower precision than float64, forward and backward."""
 
     def __init__(self, seed: int) -> None:
@@ -61,9 +61,9 @@ class Imprecise(TorchDispatchMode):
         """Called by torch for each operator. What is written in place, or is a view, was changed before."""
         out = func(*args, **(kwargs or {}))
         fresh = not any(result.alias_info for result in func._schema.returns)
-        return tree_map_only(Tensor, self._changed, out) if fresh else out
+        return tree_map_only(Tensor, self._add_noise, out) if fresh else out
 
-    def _changed(self, tensor: Tensor) -> Tensor:
+    def _add_noise(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or torch.finfo(tensor.dtype).eps <= DOUBLE:
             return tensor
         sign = 2 * torch.randint(2, tensor.shape, generator=self.random, dtype=torch.int8) - 1

@@ -12,17 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.bench.rounding import Begin, Rounding
-from engines.bench.ulps import DOUBLE, lowest_precision
-from engines.bench.words import say_far, say_rounding, say_unmoved
+from engines.bench.rounding import Begin, RoundingCheck
+from engines.bench.ulps import DOUBLE, find_lowest_precision
+from engines.bench.words import describe_fault, describe_rounding, describe_unmoved
 from engines.comm.world import World
 from engines.layer.graph import TensorSpec
-from engines.loss.classes import classes_drawn
-from engines.oracle import OneProcess, Record, compare, one_process, plain
+from engines.loss.classes import find_class_count
+from engines.oracle import ReferenceTraining, TrainingRecord, compare, to_plain_names, train_reference
 from engines.program.worker import Inputs
 from engines.training import Loss, RankTraining, Recipe
 
-__all__ = ["TIMES", "TOLERANCE", "batches", "comparable", "rank_record", "verdict", "verify"]
+__all__ = [
+    "TIMES",
+    "TOLERANCE",
+    "compare_records",
+    "make_batches",
+    "record_rank_run",
+    "verify",
+    "with_small_loss_scale",
+]
 
 STEPS = 3
 
@@ -39,51 +47,59 @@ TIMES = 4
 _INCOMPLETE = "Some losses or gradients are on ranks only, in one process only, or not finite."
 
 
-def batches(recipe: Recipe, seed: int, steps: int = STEPS, classes: int | None = None) -> list[dict[str, Tensor]]:
+def make_batches(recipe: Recipe, seed: int, steps: int = STEPS, classes: int | None = None) -> list[dict[str, Tensor]]:
     """Whole random batches, the same for a seed on every rank."""
     random = torch.Generator().manual_seed(seed)
-    classes = classes or classes_drawn(recipe.graph)
-    return [{name: _draw(spec, classes, random) for name, spec in recipe.step_specs.items()} for _ in range(steps)]
+    classes = classes or find_class_count(recipe.graph)
+    return [
+        {name: _sample_tensor(spec, classes, random) for name, spec in recipe.step_specs.items()} for _ in range(steps)
+    ]
 
 
-def _draw(spec: TensorSpec, classes: int, random: torch.Generator) -> Tensor:
+def _sample_tensor(spec: TensorSpec, classes: int, random: torch.Generator) -> Tensor:
     dtype = getattr(torch, spec.dtype)
     if spec.is_floating:
         return torch.randn(spec.shape, generator=random, dtype=torch.float64).to(dtype)
     return torch.randint(classes, spec.shape, generator=random, dtype=dtype)
 
 
-def rank_record(training: RankTraining, parts: Iterable[Inputs]) -> Record:
+def record_rank_run(training: RankTraining, parts: Iterable[Inputs]) -> TrainingRecord:
     """Train on this rank's parts of some batches, and write down what was done."""
     losses, gradients = [], []
     for part in parts:
         report = training.step(part)
         losses.append(report.losses)
-        gradients.append(plain(training.tensors()["gradients"]))
-    final = training.tensors()
-    return Record(tuple(losses), tuple(gradients), plain(final["weights"]), plain(final["buffers"]))
+        gradients.append(to_plain_names(training.copy_tensors()["gradients"]))
+    final = training.copy_tensors()
+    return TrainingRecord(
+        tuple(losses), tuple(gradients), to_plain_names(final["weights"]), to_plain_names(final["buffers"])
+    )
 
 
-def comparable(recipe: Recipe) -> Recipe:
+def with_small_loss_scale(recipe: Recipe) -> Recipe:
     """The recipe with a loss scale so small that float16 skips no step."""
     return replace(recipe, loss_scale=2.0**8)
 
 
 def verify(world: World, recipe: Recipe, model: nn.Module, loss: Loss, seed: int) -> dict[str, object]:
     """Three optimiser steps on random images, ranks against one process; the same answer on every rank."""
-    start_s, recipe = time.perf_counter(), comparable(recipe)
-    whole = batches(recipe, seed)
+    start_s, recipe = time.perf_counter(), with_small_loss_scale(recipe)
+    whole = make_batches(recipe, seed)
     training = RankTraining(world, recipe)
-    records = world.gather(rank_record(training, map(training.cut, whole)))
+    records = world.gather(record_rank_run(training, map(training.cut, whole)))
     answer = None
     if world.rank == 0:
-        answer = verdict(recipe, model, loss, whole, records)
+        answer = compare_records(recipe, model, loss, whole, records)
         answer["seconds"] = round(time.perf_counter() - start_s, 2)
     return world.all_gather(answer)[0]  # type: ignore[no-any-return]
 
 
-def verdict(
-    recipe: Recipe, model: nn.Module, loss: Loss, whole: Sequence[Mapping[str, Tensor]], records: Sequence[Record]
+def compare_records(
+    recipe: Recipe,
+    model: nn.Module,
+    loss: Loss,
+    whole: Sequence[Mapping[str, Tensor]],
+    records: Sequence[TrainingRecord],
 ) -> dict[str, object]:
     """How far the ranks' records of the batches `whole` are from one process in float64, as a line of JSON.
 
@@ -93,57 +109,61 @@ def verdict(
     gradient is not zero and its learning rate not 0. `why` says what is not plain equality.
     """
 
-    def alone(dtype: torch.dtype, begin: Begin = lambda process: None, batches: Any = whole) -> Record:
+    def run_plain_model(
+        dtype: torch.dtype, begin: Begin = lambda process: None, batches: Any = whole
+    ) -> TrainingRecord:
         count = recipe.plan.micro_batches
-        return one_process(
+        return train_reference(
             model, loss, recipe.optimiser, batches, dtype, recipe.draws, count, recipe.rules, recipe.has_whole_loss,
             begin,
         )  # fmt: skip
 
-    def again(begin: Begin, meanwhile: AbstractContextManager[object], change: Callable[[Any], Any]) -> Record:
+    def run_perturbed(
+        begin: Begin, meanwhile: AbstractContextManager[object], change: Callable[[Any], Any]
+    ) -> TrainingRecord:
         with meanwhile:
-            return alone(torch.float64, begin, [change(batch) for batch in whole])
+            return run_plain_model(torch.float64, begin, [change(batch) for batch in whole])
 
-    seen, precision = _Watcher(), recipe.plan.precision
-    oracle = alone(torch.float64, seen.begin)
+    seen, precision = _UpdateWatcher(), recipe.plan.precision
+    oracle = run_plain_model(torch.float64, seen.watch_updates)
     found = compare(oracle, records)
-    eps, where = lowest_precision(recipe.graph) if precision == "float64" else (DOUBLE, "")
-    rounding = Rounding(oracle, again, eps, seen.start, records)
+    eps, where = find_lowest_precision(recipe.graph) if precision == "float64" else (DOUBLE, "")
+    rounding = RoundingCheck(oracle, run_perturbed, eps, seen.start, records)
     line = {"ok": found.worst <= TOLERANCE.get(precision, 0.0), "ranks": len(records), **asdict(found)}
     line["dtype"], why = precision, []
     if precision == "float64":
         complete = math.isfinite(found.loss_rel) and math.isfinite(found.grad_rel)
-        far = rounding.differences() if complete else []
+        far = rounding.find_differences() if complete else []
         line["ok"] = complete and not far
-        why = say_far(far) if far else say_rounding(rounding, where) if complete else [_INCOMPLETE]
+        why = describe_fault(far) if far else describe_rounding(rounding, where) if complete else [_INCOMPLETE]
     else:
-        same = alone(getattr(torch, precision))
-        usual = compare(oracle, [same.like(record) for record in records])
+        same = run_plain_model(getattr(torch, precision))
+        usual = compare(oracle, [same.restrict_to(record) for record in records])
         line |= {"ok": line["ok"] or found.is_within(TIMES, usual), "one_process": asdict(usual)}
-    if still := seen.unmoved(oracle, rounding):
-        line["ok"], why = False, [*why, say_unmoved(still)]
+    if still := seen.find_unmoved(oracle, rounding):
+        line["ok"], why = False, [*why, describe_unmoved(still)]
     return {**line, "why": " ".join(why)} if why else line
 
 
 @dataclass
-class _Watcher:
+class _UpdateWatcher:
     """Where the weights of one process were at its start, and which of them had a gradient before an update."""
 
     start: dict[str, Tensor] = field(default_factory=dict)
     pushed: set[str] = field(default_factory=set)
 
-    def begin(self, process: OneProcess) -> None:
+    def watch_updates(self, process: ReferenceTraining) -> None:
         """Watch it. Gradients are looked at before the optimiser's step, which may forget them."""
         self.start |= {name: weight.detach().clone() for name, weight in process.weights.items()}
 
-        def look(*_: object) -> None:
+        def record_gradients(*_: object) -> None:
             grads = {name: weight.grad for name, weight in process.weights.items()}
             self.pushed |= {name for name, grad in grads.items() if grad is not None and grad.any()}
 
         if process.optimiser is not None:
-            process.optimiser.register_step_pre_hook(look)
+            process.optimiser.register_step_pre_hook(record_gradients)
 
-    def unmoved(self, record: Record, rounding: Rounding) -> list[str]:
+    def find_unmoved(self, record: TrainingRecord, rounding: RoundingCheck) -> list[str]:
         """The weights that stay as they were although their gradient is not zero in theory, nor their rate 0."""
         still = [
             name

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.bench.rounding import EXACT, Difference, Key, Rounding
+from engines.bench.rounding import EXACT, Key, RoundingCheck, TensorDifference
 from engines.bench.ulps import DOUBLE
-from engines.optimisers import name_some
+from engines.optimisers import format_names
 
-__all__ = ["say_far", "say_rounding", "say_unmoved"]
+__all__ = ["describe_fault", "describe_rounding", "describe_unmoved"]
 
 
-def say_far(far: Sequence[Difference]) -> list[str]:
+def describe_fault(far: Sequence[TensorDifference]) -> list[str]:
     """Of the furthest: by how much, and what rounding makes."""
     first = far[0]
     others = f" So are {len(far) - 1} other tensors." if len(far) > 1 else ""
     return [
         (
-            f"This is a fault, not rounding: {_name(first.key)} is off by {first.rel:.1e} of {_size(first)}, and by "
-            f"{first.usual:.1e} in one process whose weights and images change by an ulp.{others}"
+            f"This is a fault, not rounding: {_describe_key(first.key)} is off by {first.rel:.1e} of "
+            f"{_describe_size(first)}, and by {first.usual:.1e} in one process whose weights and images change by an "
+            f"ulp.{others}"
         )
     ]
 
 
-def say_rounding(rounding: Rounding, where: str) -> list[str]:
+def describe_rounding(rounding: RoundingCheck, where: str) -> list[str]:
     """Why ranks are right although some tensors differ by more than EXACT; nothing where none does."""
-    inexact = rounding.inexact()
+    inexact = rounding.find_inexact()
     noise = sorted({key[2] for key in inexact if rounding.is_noise(key)})
     others = [key for key in inexact if not rounding.is_noise(key)]
     said = []
@@ -33,34 +34,34 @@ def say_rounding(rounding: Rounding, where: str) -> list[str]:
         said.append(f"The model computes in {where}, where rounding is {rounding.eps:.0e}.")
     if noise:
         said.append(
-            f"The gradients of {name_some(noise)} are zero in theory and rounding in fact, which an optimiser that "
+            f"The gradients of {format_names(noise)} are zero in theory and rounding in fact, which an optimiser that "
             "divides by a gradient's size makes larger."
         )
     if others:
         more = f", and {len(others) - 1} other tensors," if len(others) > 1 else ""
         said.append(
-            f"Rounding explains that {_name(others[0])}{more} differ from one process by more than {EXACT:.0e} of "
-            "their size: it differs so from itself once its weights and images, and gradients that are zero in theory, "
-            "change by rounding."
+            f"Rounding explains that {_describe_key(others[0])}{more} differ from one process by more than {EXACT:.0e} "
+            "of their size: it differs so from itself once its weights and images, and gradients that are zero in "
+            "theory, change by rounding."
         )
     return said
 
 
-def say_unmoved(names: Sequence[str]) -> str:
+def describe_unmoved(names: Sequence[str]) -> str:
     """Of weights that the optimiser leaves as they are."""
     return (
-        f"The optimiser does not move {name_some(names)}, on ranks and in one process, although the gradient is not "
+        f"The optimiser does not move {format_names(names)}, on ranks and in one process, although the gradient is not "
         "zero and the learning rate not 0: nothing is learned there. Look at the function that makes the optimiser."
     )
 
 
-def _size(difference: Difference) -> str:
+def _describe_size(difference: TensorDifference) -> str:
     if not difference.is_zero:
         return "its size"
     what, step, _ = difference.key
     return f"the size of every {what}{' of the step' if step else ''} together (it is exactly 0 in one process)"
 
 
-def _name(key: Key) -> str:
+def _describe_key(key: Key) -> str:
     what, step, name = key
     return f"the {what} {name}" + (f" in step {step}" if step else " after all steps")

@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 
 from engines.checkpoint.manifest import FORMAT
-from engines.checkpoint.optimisers import WeightState, kind_of, weight_states
-from engines.checkpoint.stored import STATE, tensors_of
-from engines.checkpoint.tensor_file import file_bytes, spec_of_tensor
-from engines.checkpoint.values import to_json
+from engines.checkpoint.optimisers import WeightState, collect_weight_states, get_class_name
+from engines.checkpoint.stored import STATE, get_tensor_file
+from engines.checkpoint.tensor_file import count_file_bytes, get_tensor_spec
+from engines.checkpoint.values import encode_value
 from engines.errors import CheckpointError
 from engines.layer.graph import TensorSpec
 from engines.layer.names import OWNERS
 from engines.training import RankTraining, Recipe
 
-__all__ = ["Contents", "Part", "Share", "fingerprint"]
+__all__ = ["CheckpointContents", "RankMetadata", "RankState", "compute_fingerprint"]
 
 _JSON_BYTES = 1 << 16  # of a manifest, beside a few hundred for each weight
 _BYTES_PER_WEIGHT = 1 << 9
 
 
 @dataclass(frozen=True)
-class Part:
+class RankMetadata:
     """What one rank tells the others that it has: no tensors, only their shapes and types."""
 
     specs: Mapping[str, TensorSpec]
@@ -40,38 +40,42 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankState:
     """The tensors that one rank could give to a checkpoint, by name, and what it tells of them."""
 
     tensors: Mapping[str, Tensor]
-    part: Part
+    part: RankMetadata
 
     @classmethod
-    def of(cls, training: RankTraining) -> Share:
+    def of(cls, training: RankTraining) -> RankState:
         """Of this rank. Raises CheckpointError where something cannot be written."""
         descent = training.worker.descent
         tensors = {**training.kept, **training.weights, **training.own_buffers}
         states: dict[str, WeightState] = {}
         if descent.optimiser:
             names = {id(weight): name for name, weight in training.weights.items()}
-            states, moving = weight_states(descent.optimiser, names)
+            states, moving = collect_weight_states(descent.optimiser, names)
             tensors |= moving
         paced = descent.scheduler
-        scheduler = {"kind": kind_of(paced), "state": to_json(paced.state_dict(), kind_of(paced))} if paced else None
-        specs = {name: spec_of_tensor(tensor, name) for name, tensor in tensors.items()}
-        optimiser = kind_of(descent.optimiser) if descent.optimiser else None
-        return cls(tensors, Part(specs, states, optimiser, scheduler, training.worker.steps))
+        scheduler = (
+            {"kind": get_class_name(paced), "state": encode_value(paced.state_dict(), get_class_name(paced))}
+            if paced
+            else None
+        )
+        specs = {name: get_tensor_spec(tensor, name) for name, tensor in tensors.items()}
+        optimiser = get_class_name(descent.optimiser) if descent.optimiser else None
+        return cls(tensors, RankMetadata(specs, states, optimiser, scheduler, training.worker.steps))
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointContents:
     """Of a checkpoint. `files`: of each file, its tensors' names -> the ranks' names of them."""
 
-    parts: Sequence[Part]
+    parts: Sequence[RankMetadata]
     files: Mapping[str, Mapping[str, str]]
 
     @classmethod
-    def of(cls, recipe: Recipe, parts: Sequence[Part]) -> Contents:
+    def of(cls, recipe: Recipe, parts: Sequence[RankMetadata]) -> CheckpointContents:
         """The same on every rank that has all parts. Raises CheckpointError where they do not belong together."""
         if len(steps := {part.steps for part in parts}) > 1:
             raise CheckpointError(
@@ -79,18 +83,18 @@ class Contents:
                 "steps: what they hold is no state of the training. Load the last checkpoint."
             )
         files = {
-            tensors_of(owner): {name: names.held.get(name, OWNERS[owner] + name) for name in names.names}
+            get_tensor_file(owner): {name: names.held.get(name, OWNERS[owner] + name) for name in names.names}
             for owner, names in recipe.names.items()
             if names.names or owner == "model"
         }
         states = cls(parts, files).states
         files[STATE] = {f"{name}/{key}": f"{name}/{key}" for name, state in states.items() for key in state.tensors}
         unsorted = cls(parts, files)
-        return cls(parts, {file: unsorted._widest_first(file) for file in files})
+        return cls(parts, {file: unsorted._sort_widest_first(file) for file in files})
 
-    def _widest_first(self, file: str) -> Mapping[str, str]:
+    def _sort_widest_first(self, file: str) -> Mapping[str, str]:
         """The order in which every tensor lies at a multiple of its elements' size, as the format asks for."""
-        specs, held = self.specs(file), self.files[file]
+        specs, held = self.get_specs(file), self.files[file]
         widths = {name: getattr(torch, spec.dtype).itemsize for name, spec in specs.items()}
         return {name: held[name] for name in sorted(held, key=lambda name: -widths[name])}
 
@@ -103,43 +107,47 @@ class Contents:
         return found
 
     @property
-    def givers(self) -> dict[str, int]:
+    def source_ranks(self) -> dict[str, int]:
         """The first rank that has each tensor."""
         return {name: rank for rank in reversed(range(len(self.parts))) for name in self.parts[rank].specs}
 
-    def specs(self, file: str) -> dict[str, TensorSpec]:
+    def get_specs(self, file: str) -> dict[str, TensorSpec]:
         """The tensors of a file."""
-        givers = self.givers
+        givers = self.source_ranks
         return {name: self.parts[givers[held]].specs[held] for name, held in self.files[file].items()}
 
-    def gifts(self, file: str) -> Iterator[tuple[str, TensorSpec, int]]:
+    def iterate_tensors(self, file: str) -> Iterator[tuple[str, TensorSpec, int]]:
         """Of each tensor of a file, in its order: the ranks' name of it, what it is, and who gives it."""
-        givers, specs = self.givers, self.specs(file)
+        givers, specs = self.source_ranks, self.get_specs(file)
         return ((held, specs[name], givers[held]) for name, held in self.files[file].items())
 
     @property
     def bytes(self) -> int:
         """What must be free on the disk, a little more than it takes."""
         counted = len(self.states)
-        return sum(file_bytes(self.specs(file)) for file in self.files) + _JSON_BYTES + _BYTES_PER_WEIGHT * counted
+        return (
+            sum(count_file_bytes(self.get_specs(file)) for file in self.files)
+            + _JSON_BYTES
+            + _BYTES_PER_WEIGHT * counted
+        )
 
-    def manifest(self, training: RankTraining, written: Mapping[str, Any], feed: Any) -> dict[str, Any]:
+    def make_manifest(self, training: RankTraining, written: Mapping[str, Any], feed: Any) -> dict[str, Any]:
         """All that is not a tensor; `written` is told of the files."""
         worker, plan = training.worker, training.recipe.plan
         descent = worker.descent
         optimiser = next((part.optimiser for part in self.parts if part.optimiser), None)
-        model = self.specs(tensors_of("model"))
+        model = self.get_specs(get_tensor_file("model"))
         return {
             "format": FORMAT,
-            "package": _package_version(),
+            "package": _get_package_version(),
             "torch": torch.__version__,
             "step": worker.steps - 1,
             "seed": worker.seed,
             "precision": plan.precision,
             "plan": asdict(plan),
-            "model": {"tensors": len(model), "fingerprint": fingerprint(model)},
+            "model": {"tensors": len(model), "fingerprint": compute_fingerprint(model)},
             "files": dict(written),
-            "optimiser": {"kind": optimiser, **_listed(self.states)} if optimiser else None,
+            "optimiser": {"kind": optimiser, **_deduplicate_options(self.states)} if optimiser else None,
             "scheduler": next((part.scheduler for part in self.parts if part.scheduler), None),
             "loss_scale": descent.scale if descent.scaled else None,
             "good_steps": descent.good_steps,
@@ -147,13 +155,13 @@ class Contents:
         }
 
 
-def fingerprint(model: Mapping[str, TensorSpec]) -> str:
+def compute_fingerprint(model: Mapping[str, TensorSpec]) -> str:
     """Of a model's names, shapes and types: two that differ in one of them have different ones."""
     told = [[name, list(spec.shape), spec.dtype] for name, spec in sorted(model.items())]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
-def _listed(states: Mapping[str, WeightState]) -> dict[str, Any]:
+def _deduplicate_options(states: Mapping[str, WeightState]) -> dict[str, Any]:
     """Options that many weights share are written once."""
     options: list[Mapping[str, Any]] = []
     weights = {}
@@ -165,7 +173,7 @@ def _listed(states: Mapping[str, WeightState]) -> dict[str, Any]:
     return {"options": options, "weights": weights}
 
 
-def _package_version() -> str:
+def _get_package_version() -> str:
     try:
         return version("mpi4dl_nb")
     except PackageNotFoundError:

@@ -13,7 +13,7 @@ from pathlib import Path
 from engines.errors import CheckpointError, DamagedError, UnreadableError
 from engines.regular import NotRegularError
 
-__all__ = ["damaged", "errno_of", "failed", "how_to_mend"]
+__all__ = ["describe_remedy", "find_errno", "make_damaged_error", "make_read_error"]
 
 _OF_THE_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EFBIG, errno.ENAMETOOLONG)
 
@@ -31,14 +31,14 @@ _USUAL_MEND = "Try again when the system can reach it."
 _NO_MEMORY = re.compile(r"allocate memory|not enough memory|out of memory", re.IGNORECASE)
 
 
-def errno_of(error: BaseException) -> int | None:
+def find_errno(error: BaseException) -> int | None:
     """The number of the system's error behind this one; None where it is of what was read.
 
     Libraries tell some of these as text only.
 
-    >>> errno_of(RuntimeError("unable to open file: Too many open files (24)")) == errno.EMFILE
+    >>> find_errno(RuntimeError("unable to open file: Too many open files (24)")) == errno.EMFILE
     True
-    >>> errno_of(MemoryError()) == errno.ENOMEM, errno_of(ValueError("Permission denied"))
+    >>> find_errno(MemoryError()) == errno.ENOMEM, find_errno(ValueError("Permission denied"))
     (True, None)
     """
     if isinstance(error, MemoryError):
@@ -55,27 +55,27 @@ def errno_of(error: BaseException) -> int | None:
     return next((number for number in _MENDS if os.strerror(number) in text), None)
 
 
-def how_to_mend(number: int) -> str:
+def describe_remedy(number: int) -> str:
     """What helps against an error of the system's, as a sentence.
 
-    >>> how_to_mend(errno.EMFILE)
+    >>> describe_remedy(errno.EMFILE)
     'Close what else is open, or allow more open files (ulimit -n), and try again.'
     """
     return _MENDS.get(number, _USUAL_MEND)
 
 
-def damaged(path: Path, why: str) -> DamagedError:
+def make_damaged_error(path: Path, why: str) -> DamagedError:
     """What is said of a checkpoint that is not as it was written."""
     return DamagedError(f"{path}: this checkpoint is damaged: {why}. Load another one of {path.parent}.", why)
 
 
-def failed(path: Path, what: str, error: BaseException) -> CheckpointError:
+def make_read_error(path: Path, what: str, error: BaseException) -> CheckpointError:
     """The error to raise where reading `what` of the checkpoint at `path` has raised another one."""
-    number = errno_of(error)
+    number = find_errno(error)
     said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
     if number is None:
-        return damaged(path, f"{what} cannot be read: {said}" if what else said)
+        return make_damaged_error(path, f"{what} cannot be read: {said}" if what else said)
     return UnreadableError(
         f"{path}: {what or 'it'} cannot be read now: {os.strerror(number)}. That says nothing of the checkpoint, which "
-        f"may be whole. {how_to_mend(number)}"
+        f"may be whole. {describe_remedy(number)}"
     )

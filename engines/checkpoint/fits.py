@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.checkpoint.failures import damaged
-from engines.checkpoint.optimisers import kind_of, state_dict_of
-from engines.checkpoint.stored import STATE, Checkpoint, tensors_of
-from engines.checkpoint.tensor_file import dtype_of
-from engines.checkpoint.trial import check_moves, check_pace
-from engines.checkpoint.values import from_json
+from engines.checkpoint.failures import make_damaged_error
+from engines.checkpoint.optimisers import get_class_name, make_optimiser_state
+from engines.checkpoint.stored import STATE, Checkpoint, get_tensor_file
+from engines.checkpoint.tensor_file import parse_dtype
+from engines.checkpoint.trial import check_optimiser_step, check_scheduler_step
+from engines.checkpoint.values import decode_value
 from engines.errors import CheckpointError
-from engines.images.order import Place
+from engines.images.order import SamplerState
 from engines.optimisers import make_optimiser
 from engines.training import Recipe
 
-__all__ = ["check_fits_recipe", "check_optimiser_state", "check_shapes", "scheduler_state_of"]
+__all__ = ["check_fits_recipe", "check_optimiser_state", "check_shapes", "read_scheduler_state"]
 
 _SHOWN = 3
 _SMALL = 1024  # elements that are read to be looked at
@@ -38,28 +38,32 @@ def check_fits_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
         if held or kept or owner == "model":
             check_shapes(checkpoint, owner, held | kept)
     trained = recipe.graph.trainable & recipe.graph.weights.keys()
-    _check_trained(checkpoint, trained)
-    _check_moved(checkpoint, recipe, bool(trained))
+    _check_trained_weights(checkpoint, trained)
+    _check_optimisation(checkpoint, recipe, bool(trained))
     if checkpoint.feed is not None:
-        with checkpoint.reading():
-            Place.of(checkpoint.feed)
+        with checkpoint.translate_errors():
+            SamplerState.of(checkpoint.feed)
 
 
 def check_shapes(checkpoint: Checkpoint, owner: str, ours: Outlines) -> None:
     """Hold the tensors of the model, or of the loss, against ours. Raises CheckpointError where they are others."""
-    file = tensors_of(owner)
+    file = get_tensor_file(owner)
     if file not in checkpoint.manifest["files"]:
         raise CheckpointError(f"{checkpoint.path}: it has no {file}. It is of a training whose {owner} had no weights.")
-    with checkpoint.reading():
-        theirs = {name: (shape, dtype_of(code)) for name, (shape, code) in checkpoint.shapes(file).items()}
+    with checkpoint.translate_errors():
+        theirs = {name: (shape, parse_dtype(code)) for name, (shape, code) in checkpoint.read_shapes(file).items()}
     missing, unknown = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
-    other = {name for name in ours.keys() & theirs.keys() if not _is_alike(ours[name], theirs[name])}
+    other = {name for name in ours.keys() & theirs.keys() if not _is_compatible(ours[name], theirs[name])}
     if not (missing or unknown or other):
         return
     told = (
-        _first("not in it", missing),
-        _first("not here", unknown),
-        _first("of another shape", other, lambda name: f"{name} {_said(theirs[name])} instead of {_said(ours[name])}"),
+        _describe_names("not in it", missing),
+        _describe_names("not here", unknown),
+        _describe_names(
+            "of another shape",
+            other,
+            lambda name: f"{name} {_describe_outline(theirs[name])} instead of {_describe_outline(ours[name])}",
+        ),
     )
     agree = len(ours) - len(missing) - len(other)
     raise CheckpointError(
@@ -69,49 +73,49 @@ def check_shapes(checkpoint: Checkpoint, owner: str, ours: Outlines) -> None:
     )
 
 
-def _is_alike(mine: Outline, theirs: Outline) -> bool:
+def _is_compatible(mine: Outline, theirs: Outline) -> bool:
     """Of one shape; types may differ, but numbers that have fractions are none that have not."""
     return mine[0] == theirs[0] and mine[1].is_floating_point == theirs[1].is_floating_point
 
 
-def _said(outline: Outline) -> str:
+def _describe_outline(outline: Outline) -> str:
     shape, dtype = outline
     return f"{shape}" if dtype.is_floating_point else f"{shape} of {dtype}"
 
 
-def _first(what: str, names: Collection[str], tell: Callable[[str], str] = str) -> str:
+def _describe_names(what: str, names: Collection[str], tell: Callable[[str], str] = str) -> str:
     shown = ", ".join(tell(name) for name in sorted(names)[:_SHOWN])
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{len(names)} {what}: {shown}{more}" if names else ""
 
 
-def _check_trained(checkpoint: Checkpoint, trained: Collection[str]) -> None:
+def _check_trained_weights(checkpoint: Checkpoint, trained: Collection[str]) -> None:
     theirs, ours = checkpoint.weight_states.keys(), set(trained)
     for what, names in (("not trained there", ours - theirs), ("not trained here", theirs - ours)):
         if names:
             raise CheckpointError(
                 f"{checkpoint.path}: this checkpoint trains {len(theirs)} weights, and this training {len(ours)}: "
-                f"{_first(what, names)}. Give all weights the requires_grad that they had, or load the weights "
-                "alone: safetensors.torch.load_file."
+                f"{_describe_names(what, names)}. Give all weights the requires_grad that they had, or load the "
+                "weights alone: safetensors.torch.load_file."
             )
-    with checkpoint.reading():
+    with checkpoint.translate_errors():
         needed = {f"{name}/{key}" for name, state in checkpoint.weight_states.items() for key in state.tensors}
-    found = checkpoint.shapes(STATE).keys()
+    found = checkpoint.read_shapes(STATE).keys()
     if needed != found:
-        told = (_first("not in it", needed - found), _first("of no weight", found - needed))
-        raise damaged(checkpoint.path, f"of {STATE}, {'; '.join(text for text in told if text)}")
+        told = (_describe_names("not in it", needed - found), _describe_names("of no weight", found - needed))
+        raise make_damaged_error(checkpoint.path, f"of {STATE}, {'; '.join(text for text in told if text)}")
 
 
-def _check_moved(checkpoint: Checkpoint, recipe: Recipe, trains: bool) -> None:
+def _check_optimisation(checkpoint: Checkpoint, recipe: Recipe, trains: bool) -> None:
     """The kinds of optimiser and scheduler, and whether they could go on from their state."""
-    given = {spec.name: spec.stand_in() for spec in recipe.parameters}
+    given = {spec.name: spec.make_placeholder() for spec in recipe.parameters}
     optimiser = make_optimiser(recipe.optimiser, given) if trains else None
     paced = recipe.scheduler(optimiser) if recipe.scheduler and optimiser else None
     for what, made in (("optimiser", optimiser), ("scheduler", paced)):
-        with checkpoint.reading():
+        with checkpoint.translate_errors():
             stored = checkpoint.manifest[what]
             theirs = stored["kind"] if stored else "none"
-        ours = kind_of(made) if made else "none"
+        ours = get_class_name(made) if made else "none"
         if theirs != ours:
             raise CheckpointError(
                 f"{checkpoint.path}: the {what} of this checkpoint is {str(theirs)[:40]}, and here it is {ours}. Train "
@@ -122,9 +126,9 @@ def _check_moved(checkpoint: Checkpoint, recipe: Recipe, trains: bool) -> None:
         names = {id(given[spec.name]): spec.key for spec in recipe.parameters}
         made_state = check_optimiser_state(checkpoint, optimiser, names)
         if paced:
-            state = scheduler_state_of(checkpoint, len(optimiser.param_groups))
-            with checkpoint.reading():
-                check_pace(optimiser, made_state, recipe.scheduler, state, checkpoint.step)
+            state = read_scheduler_state(checkpoint, len(optimiser.param_groups))
+            with checkpoint.translate_errors():
+                check_scheduler_step(optimiser, made_state, recipe.scheduler, state, checkpoint.step)
 
 
 def check_optimiser_state(
@@ -134,23 +138,25 @@ def check_optimiser_state(
 
     What `load_state_dict` would take, with tensors without memory. Raises CheckpointError.
     """
-    shapes = checkpoint.shapes(STATE)
+    shapes = checkpoint.read_shapes(STATE)
 
-    def outlined(name: str) -> Tensor:
+    def read_if_small(name: str) -> Tensor:
         shape, code = shapes[name]
         small = math.prod(shape) <= _SMALL
-        return checkpoint.tensor(STATE, name) if small else torch.empty(shape, dtype=dtype_of(code), device="meta")
+        return (
+            checkpoint.read_tensor(STATE, name) if small else torch.empty(shape, dtype=parse_dtype(code), device="meta")
+        )
 
-    with checkpoint.reading():
-        made = state_dict_of(optimiser, names, checkpoint.weight_states, outlined)
-        check_moves(optimiser, made, names)
+    with checkpoint.translate_errors():
+        made = make_optimiser_state(optimiser, names, checkpoint.weight_states, read_if_small)
+        check_optimiser_step(optimiser, made, names)
     return made
 
 
-def scheduler_state_of(checkpoint: Checkpoint, groups: int) -> dict[str, Any]:
+def read_scheduler_state(checkpoint: Checkpoint, groups: int) -> dict[str, Any]:
     """What `load_state_dict` of a scheduler takes, which paces so many groups of weights. Raises CheckpointError."""
-    with checkpoint.reading():
-        state = from_json(checkpoint.manifest["scheduler"]["state"])
+    with checkpoint.translate_errors():
+        state = decode_value(checkpoint.manifest["scheduler"]["state"])
         if not isinstance(state, dict):
             raise TypeError(f"the scheduler's state is a {type(state).__name__}")
         rates = state.get("base_lrs", [None] * groups)

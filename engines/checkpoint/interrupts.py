@@ -42,25 +42,25 @@ class Interrupts:
     def __call__(self) -> int:
         return self._number
 
-    def late(self, within_s: float) -> bool:
+    def is_overdue(self, within_s: float) -> bool:
         """Whether a signal has come longer ago than that."""
         return bool(self._number) and time.monotonic() - self._since_s > within_s
 
     def __enter__(self) -> Interrupts:
-        self._before = {number: signal.signal(number, self._note) for number in self._signals}
+        self._before = {number: signal.signal(number, self._record_signal) for number in self._signals}
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._give_back()
+        self._restore_handlers()
         if self._obeyed and self._number not in (0, signal.SIGINT):
             if error is not None:
                 print(error, file=sys.stderr, flush=True)  # nobody else will: most signals end the process at once
             signal.raise_signal(self._number)
 
-    def _give_back(self) -> None:
+    def _restore_handlers(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not Python's
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
         self._number, self._since_s = number, time.monotonic()
-        self._give_back()
+        self._restore_handlers()

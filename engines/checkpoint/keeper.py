@@ -16,10 +16,10 @@ from engines.comm.together import run_on_all
 from engines.errors import CheckpointError
 from engines.training import RankTraining
 
-__all__ = ["Keeper", "keeper_of_ranks"]
+__all__ = ["CheckpointManager", "make_rank_manager"]
 
 
-class Keeper:
+class CheckpointManager:
     """Has a training saved after every `every` steps, or after each epoch where that is None.
 
     `save()` saves it, `step()` tells how many steps are done, `asked()` which signal asks it to end, 0 for none.
@@ -34,7 +34,7 @@ class Keeper:
         self.saved_step = step()
         self.path: Path | None = None  # of the last one
 
-    def after_step(self) -> None:
+    def save_after_step(self) -> None:
         """Save if it is time; of a full disk it tells, and training goes on. Raises StoppedError if asked to end."""
         if number := self.asked():
             path = self.save_now()
@@ -45,12 +45,12 @@ class Keeper:
         if self.every and self.step() % self.every == 0:
             self._try()
 
-    def after_epoch(self) -> None:
+    def save_after_epoch(self) -> None:
         """Save, unless it is done every so many steps."""
         if not self.every:
             self._try()
 
-    def after_all(self) -> None:
+    def save_at_end(self) -> None:
         """Save the end of the training, unless that is done. Raises CheckpointError."""
         if self.saved_step != self.step():
             self.save_now()
@@ -68,17 +68,17 @@ class Keeper:
             self.tell(f"Not saved after {self.step()} steps: {error}")
 
 
-def keeper_of_ranks(
+def make_rank_manager(
     training: RankTraining, folder: Path, state: Callable[[], Any], every: int | None = None, keep: int = KEEP,
     asked: Callable[[], int] = lambda: 0,
-) -> Keeper:  # fmt: skip
+) -> CheckpointManager:  # fmt: skip
     """One that all ranks make together and call together; `state()` tells where the feed is, `asked()` of this rank.
 
     Raises CheckpointError, on every rank, where the folder cannot be written to.
     """
     world = training.worker.world
     run_on_all(world, lambda: None if world.rank else check_writable(folder), CheckpointError)
-    return Keeper(
+    return CheckpointManager(
         save=lambda: save(training, folder, state(), keep),
         step=lambda: training.worker.steps - 1,
         every=every,

@@ -10,20 +10,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engines.checkpoint.fits import check_fits_recipe, scheduler_state_of
-from engines.checkpoint.optimisers import state_dict_of
-from engines.checkpoint.stored import STATE, Checkpoint, tensors_of
-from engines.checkpoint.values import check_state
+from engines.checkpoint.fits import check_fits_recipe, read_scheduler_state
+from engines.checkpoint.optimisers import make_optimiser_state
+from engines.checkpoint.stored import STATE, Checkpoint, get_tensor_file
+from engines.checkpoint.values import check_scheduler_state
 from engines.comm.together import run_on_all
 from engines.errors import CheckpointError
 from engines.layer.names import OWNERS
-from engines.program.update import Descent
+from engines.program.update import OptimiserStep
 from engines.training import RankTraining, Recipe
 
-__all__ = ["check", "load"]
+__all__ = ["load", "open_checkpoint"]
 
 
-def check(path: Path, recipe: Recipe) -> Checkpoint:
+def open_checkpoint(path: Path, recipe: Recipe) -> Checkpoint:
     """The checkpoint at `path`, or the newest whole one of that folder, read once in full. Raises CheckpointError."""
     with torch.random.fork_rng(devices=[]):  # an optimiser is made, by whatever function
         checkpoint = Checkpoint.open(path, partial(check_fits_recipe, recipe=recipe))
@@ -39,23 +39,23 @@ def load(training: RankTraining, path: Path) -> Checkpoint:
     Raises CheckpointError on every rank; then nothing has changed on any.
     """
     world = training.worker.world
-    first = run_on_all(world, lambda: None if world.rank else check(path, training.recipe), CheckpointError)
+    first = run_on_all(world, lambda: None if world.rank else open_checkpoint(path, training.recipe), CheckpointError)
     found, passed_over = world.all_gather(first and (first.path, first.passed_over))[0]
-    staged = run_on_all(world, partial(_staged, training, found), CheckpointError)
-    staged.adopt(training)
+    staged = run_on_all(world, partial(_stage_state, training, found), CheckpointError)
+    staged.apply_to(training)
     return replace(staged.checkpoint, passed_over=passed_over)
 
 
 @dataclass(frozen=True)
-class _Staged:
+class _StagedState:
     """All that a rank has read, ready to be taken over: what is left to do cannot fail."""
 
     checkpoint: Checkpoint
     tensors: Mapping[str, Tensor]
-    descent: Descent
+    descent: OptimiserStep
 
     @torch.no_grad()
-    def adopt(self, training: RankTraining) -> None:
+    def apply_to(self, training: RankTraining) -> None:
         for held in (training.weights, training.buffers, training.kept):
             for name in held.keys() & self.tensors.keys():
                 held[name].copy_(self.tensors[name])
@@ -63,38 +63,40 @@ class _Staged:
         training.worker.steps, training.worker.seed = self.checkpoint.step + 1, self.checkpoint.manifest["seed"]
 
 
-def _staged(training: RankTraining, path: Path) -> _Staged:
-    checkpoint = Checkpoint.at(path)
-    return _Staged(checkpoint, _tensors(checkpoint, training), _descent(checkpoint, training))
+def _stage_state(training: RankTraining, path: Path) -> _StagedState:
+    checkpoint = Checkpoint.from_path(path)
+    return _StagedState(checkpoint, _read_tensors(checkpoint, training), _restore_optimiser(checkpoint, training))
 
 
-def _tensors(checkpoint: Checkpoint, training: RankTraining) -> dict[str, Tensor]:
+def _read_tensors(checkpoint: Checkpoint, training: RankTraining) -> dict[str, Tensor]:
     """This rank's weights and buffers."""
     found: dict[str, Tensor] = {}
     own = {**training.weights, **training.buffers, **training.kept}
     for owner, names in training.recipe.names.items():
         said = {name: names.held.get(name, OWNERS[owner] + name) for name in names.names}
         wanted = {held: name for name, held in said.items() if held in own}
-        found |= checkpoint.tensors(tensors_of(owner), wanted)
+        found |= checkpoint.read_tensors(get_tensor_file(owner), wanted)
     for name, tensor in found.items():
         if tensor.is_floating_point() != own[name].is_floating_point():
             raise CheckpointError(f"{checkpoint.path}: {name} is {tensor.dtype} there, and {own[name].dtype} here.")
     return found
 
 
-def _descent(checkpoint: Checkpoint, training: RankTraining) -> Descent:
+def _restore_optimiser(checkpoint: Checkpoint, training: RankTraining) -> OptimiserStep:
     """A fresh optimiser and scheduler, in the state that they were in."""
     optimiser = training.recipe.make_optimiser(training.weights)
-    descent = Descent(training.weights, optimiser, training.recipe.rules)
+    descent = OptimiserStep(training.weights, optimiser, training.recipe.rules)
     if optimiser:
         names = {id(weight): name for name, weight in training.weights.items()}
-        with checkpoint.reading():
-            made = state_dict_of(optimiser, names, checkpoint.weight_states, partial(checkpoint.tensor, STATE))
+        with checkpoint.translate_errors():
+            made = make_optimiser_state(
+                optimiser, names, checkpoint.weight_states, partial(checkpoint.read_tensor, STATE)
+            )
             optimiser.load_state_dict(made)
     if descent.scheduler:
-        state = scheduler_state_of(checkpoint, len(descent.optimiser.param_groups))
-        with checkpoint.reading():
-            check_state(state, descent.scheduler)
+        state = read_scheduler_state(checkpoint, len(descent.optimiser.param_groups))
+        with checkpoint.translate_errors():
+            check_scheduler_state(state, descent.scheduler)
             descent.scheduler.load_state_dict(state)
     scale = checkpoint.manifest["loss_scale"]
     if descent.scaled and scale is not None:

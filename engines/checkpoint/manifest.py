@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engines.checkpoint.failures import damaged, failed
+from engines.checkpoint.failures import make_damaged_error, make_read_error
 from engines.checkpoint.folder import MANIFEST
 from engines.errors import CheckpointError
 from engines.program.update import GOOD_STEPS
 from engines.regular import read_bounded
 
-__all__ = ["FORMAT", "MOST_STEPS", "read_manifest", "sealed"]
+__all__ = ["FORMAT", "MOST_STEPS", "read_manifest", "serialise_manifest"]
 
 FORMAT = 1
 MOST_STEPS = 1 << 53
@@ -26,9 +26,9 @@ _BYTES = 1 << 24  # of 60,000 weights; JSON takes up to 25 times as much memory
 _LARGEST_SCALE = 2.0**127  # a loss in float32 is multiplied by it
 
 
-def sealed(manifest: Mapping[str, Any]) -> str:
+def serialise_manifest(manifest: Mapping[str, Any]) -> str:
     """The manifest as text, with a sum of itself. Raises CheckpointError where it is larger than what is read."""
-    text = json.dumps({**manifest, _SEAL: _sum(manifest)}, indent=1, allow_nan=False)
+    text = json.dumps({**manifest, _SEAL: _compute_checksum(manifest)}, indent=1, allow_nan=False)
     if len(text) > _BYTES:
         raise CheckpointError(
             f"{MANIFEST} would have {len(text):,} characters, but {_BYTES:,} are read at most. Train fewer weights, or "
@@ -37,23 +37,23 @@ def sealed(manifest: Mapping[str, Any]) -> str:
     return text
 
 
-def _sum(manifest: Mapping[str, Any]) -> int:
+def _compute_checksum(manifest: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(manifest, sort_keys=True, allow_nan=False).encode())
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Of the checkpoint at `path`. Raises DamagedError, UnreadableError, or CheckpointError for another format."""
     if (path / MANIFEST).is_symlink():
-        raise damaged(path, f"{MANIFEST} is no regular file of its own, but a link")
+        raise make_damaged_error(path, f"{MANIFEST} is no regular file of its own, but a link")
     try:
         read = json.loads(read_bounded(path / MANIFEST, _BYTES))
-        whole = isinstance(read, dict) and read.pop(_SEAL, None) == _sum(read)
+        whole = isinstance(read, dict) and read.pop(_SEAL, None) == _compute_checksum(read)
     except (OSError, MemoryError) as error:
-        raise failed(path, MANIFEST, error) from error
+        raise make_read_error(path, MANIFEST, error) from error
     except (ValueError, RecursionError) as error:
-        raise damaged(path, f"{MANIFEST} is no JSON ({error})") from error
+        raise make_damaged_error(path, f"{MANIFEST} is no JSON ({error})") from error
     if not isinstance(read, dict) or not isinstance(read.get("format"), int):
-        raise damaged(path, f"{MANIFEST} is not that of a checkpoint of this package")
+        raise make_damaged_error(path, f"{MANIFEST} is not that of a checkpoint of this package")
     if read["format"] != FORMAT:
         raise CheckpointError(
             f"{path}: this checkpoint has format {str(read['format'])[:20]} (written by version "
@@ -61,19 +61,23 @@ def read_manifest(path: Path) -> dict[str, Any]:
             "or load its weights alone: safetensors.torch.load_file."
         )
     if not whole:
-        raise damaged(path, f"the contents of {MANIFEST} are not those that were written")
+        raise make_damaged_error(path, f"the contents of {MANIFEST} are not those that were written")
     if wrong := [name for name, is_right in _FIELDS.items() if name not in read or not is_right(read[name])]:
-        raise damaged(path, f"{MANIFEST} does not say what {wrong[0]!r} is, but {str(read.get(wrong[0]))[:40]}")
+        raise make_damaged_error(
+            path, f"{MANIFEST} does not say what {wrong[0]!r} is, but {str(read.get(wrong[0]))[:40]}"
+        )
     if read["loss_scale"] is not None and read["good_steps"] >= GOOD_STEPS:
-        raise damaged(path, f"it counts {read['good_steps']} good steps, but the loss scale grows after {GOOD_STEPS}")
+        raise make_damaged_error(
+            path, f"it counts {read['good_steps']} good steps, but the loss scale grows after {GOOD_STEPS}"
+        )
     return read
 
 
-def _whole_number(least: int, most: int) -> Callable[[Any], bool]:
+def _make_integer_check(least: int, most: int) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-def _of(*kinds: type) -> Callable[[Any], bool]:
+def _make_type_check(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
@@ -82,14 +86,14 @@ def _is_scale(value: Any) -> bool:
 
 
 _FIELDS: Mapping[str, Callable[[Any], bool]] = {
-    "step": _whole_number(0, MOST_STEPS),
-    "seed": _whole_number(-(1 << 63), (1 << 64) - 1),
-    "precision": _of(str),
-    "plan": _of(dict),
-    "model": _of(dict),
-    "files": _of(dict),
-    "optimiser": _of(dict, type(None)),
-    "scheduler": _of(dict, type(None)),
+    "step": _make_integer_check(0, MOST_STEPS),
+    "seed": _make_integer_check(-(1 << 63), (1 << 64) - 1),
+    "precision": _make_type_check(str),
+    "plan": _make_type_check(dict),
+    "model": _make_type_check(dict),
+    "files": _make_type_check(dict),
+    "optimiser": _make_type_check(dict, type(None)),
+    "scheduler": _make_type_check(dict, type(None)),
     "loss_scale": _is_scale,
-    "good_steps": _whole_number(0, MOST_STEPS),
+    "good_steps": _make_integer_check(0, MOST_STEPS),
 }

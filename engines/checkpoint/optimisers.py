@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.checkpoint.values import check_like, from_json, to_json
+from engines.checkpoint.values import check_like, decode_value, encode_value
 from engines.errors import CheckpointError
 
-__all__ = ["WeightState", "kind_of", "state_dict_of", "weight_states"]
+__all__ = ["WeightState", "collect_weight_states", "get_class_name", "make_optimiser_state"]
 
 
 @dataclass(frozen=True)
@@ -30,35 +30,37 @@ class WeightState:
     tensors: tuple[str, ...]
 
 
-def kind_of(made: object) -> str:
+def get_class_name(made: object) -> str:
     """An optimiser's, or a scheduler's, class by name."""
     return type(made).__name__
 
 
-def weight_states(
+def collect_weight_states(
     optimiser: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> tuple[dict[str, WeightState], dict[str, Tensor]]:
     """The state of each weight by name, and its tensors as `weight's name/key`. `names` go by the weights' ids.
 
     Raises CheckpointError where the optimiser keeps what is of no single weight, or no number or tensor.
     """
-    kind = kind_of(optimiser)
+    kind = get_class_name(optimiser)
     if strange := [key for key in optimiser.state if id(key) not in names]:
         raise CheckpointError(f"{kind} keeps {strange[0]!r}, which is of no weight. A checkpoint has state by weight.")
     states: dict[str, WeightState] = {}
     tensors: dict[str, Tensor] = {}
     for group in optimiser.param_groups:
-        options = {key: to_json(value, kind) for key, value in group.items() if key not in ("params", "param_names")}
+        options = {
+            key: encode_value(value, kind) for key, value in group.items() if key not in ("params", "param_names")
+        }
         for weight in group["params"]:
             name, kept = names[id(weight)], optimiser.state.get(weight, {})
             held = {key: value for key, value in kept.items() if isinstance(value, Tensor)}
-            values = {key: to_json(value, kind) for key, value in kept.items() if key not in held}
+            values = {key: encode_value(value, kind) for key, value in kept.items() if key not in held}
             states[name] = WeightState(options, values, tuple(held))
             tensors |= {f"{name}/{key}": tensor for key, tensor in held.items()}
     return states, tensors
 
 
-def state_dict_of(
+def make_optimiser_state(
     optimiser: torch.optim.Optimizer,
     names: Mapping[int, str],
     states: Mapping[str, WeightState],
@@ -72,28 +74,30 @@ def state_dict_of(
     made = optimiser.state_dict()
     for group, packed in zip(optimiser.param_groups, made["param_groups"], strict=True):
         said = [names[id(weight)] for weight in group["params"]]
-        options = _options([name for name in said if name in states], states)
+        options = _get_shared_options([name for name in said if name in states], states)
         known = options.keys() & packed.keys()  # schedulers add others, which no step reads
-        check_like({key: options[key] for key in known}, {key: packed[key] for key in known}, kind_of(optimiser))
+        check_like({key: options[key] for key in known}, {key: packed[key] for key in known}, get_class_name(optimiser))
         packed.update(options)
         for index, name, weight in zip(packed["params"], said, group["params"], strict=True):
-            if name in states and (kept := _state(name, weight, states[name], tensor)):
+            if name in states and (kept := _read_weight_state(name, weight, states[name], tensor)):
                 made["state"][index] = kept
     return made
 
 
-def _options(names: list[str], states: Mapping[str, WeightState]) -> dict[str, Any]:
+def _get_shared_options(names: list[str], states: Mapping[str, WeightState]) -> dict[str, Any]:
     found = [states[name].options for name in names]
     if other := next((name for name, options in zip(names, found, strict=True) if options != found[0]), None):
         raise CheckpointError(
             f"{names[0]} and {other} were in groups of the optimiser with other options, and are in one group now. "
             "Make the optimiser with the groups that it had."
         )
-    return from_json(found[0]) if found else {}
+    return decode_value(found[0]) if found else {}
 
 
-def _state(name: str, weight: Tensor, state: WeightState, tensor: Callable[[str], Tensor]) -> dict[str, Any]:
-    kept = {key: from_json(value) for key, value in state.values.items()}
+def _read_weight_state(
+    name: str, weight: Tensor, state: WeightState, tensor: Callable[[str], Tensor]
+) -> dict[str, Any]:
+    kept = {key: decode_value(value) for key, value in state.values.items()}
     for key in state.tensors:
         read = tensor(f"{name}/{key}")  # memory of the file, which others may write over
         if read.is_meta:

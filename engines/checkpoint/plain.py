@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from engines.checkpoint.fits import check_optimiser_state, check_shapes
-from engines.checkpoint.optimisers import kind_of, state_dict_of
+from engines.checkpoint.optimisers import get_class_name, make_optimiser_state
 from engines.checkpoint.stored import STATE, Checkpoint
-from engines.checkpoint.values import from_json
+from engines.checkpoint.values import decode_value
 from engines.errors import CheckpointError
 from engines.layer.names import OWNERS
-from engines.layer.trace import first_names
+from engines.layer.trace import find_first_names
 
 __all__ = ["optimiser_state", "scheduler_state"]
 
@@ -46,10 +46,12 @@ def optimiser_state(
     checkpoint = Checkpoint.open(Path(path), lambda found: _check_owners(found, model, loss))
     checkpoint.warn_of_passed_over(stacklevel=2)
     _check_owners(checkpoint, model, loss)
-    names = _names(model, loss)
+    names = _map_weight_names(model, loss)
     stored = (checkpoint.manifest["optimiser"] or {}).get("kind", "none")
-    if stored != kind_of(optimiser):
-        raise CheckpointError(f"{checkpoint.path}: its optimiser is {stored}, and this one is {kind_of(optimiser)}.")
+    if stored != get_class_name(optimiser):
+        raise CheckpointError(
+            f"{checkpoint.path}: its optimiser is {stored}, and this one is {get_class_name(optimiser)}."
+        )
     for group in optimiser.param_groups:
         for weight in group["params"]:
             if id(weight) not in names:
@@ -58,8 +60,8 @@ def optimiser_state(
                     "model.parameters(), and of those of the loss if that is trained."
                 )
     check_optimiser_state(checkpoint, optimiser, names)
-    with checkpoint.reading():
-        return state_dict_of(optimiser, names, checkpoint.weight_states, partial(checkpoint.tensor, STATE))
+    with checkpoint.translate_errors():
+        return make_optimiser_state(optimiser, names, checkpoint.weight_states, partial(checkpoint.read_tensor, STATE))
 
 
 def scheduler_state(path: str | Path) -> dict[str, Any] | None:
@@ -81,9 +83,9 @@ def scheduler_state(path: str | Path) -> dict[str, Any] | None:
     """
     checkpoint = Checkpoint.open(Path(path))  # whole, so that it is the one that `optimiser_state` takes
     checkpoint.warn_of_passed_over(stacklevel=2)
-    with checkpoint.reading():
+    with checkpoint.translate_errors():
         stored = checkpoint.manifest["scheduler"]
-        return from_json(stored["state"]) if stored else None
+        return decode_value(stored["state"]) if stored else None
 
 
 def _check_owners(checkpoint: Checkpoint, model: nn.Module, loss: nn.Module | None) -> None:
@@ -93,8 +95,8 @@ def _check_owners(checkpoint: Checkpoint, model: nn.Module, loss: nn.Module | No
             check_shapes(checkpoint, owner, outlines)
 
 
-def _names(model: nn.Module, loss: nn.Module | None) -> dict[int, str]:
-    first = first_names(model, loss)
+def _map_weight_names(model: nn.Module, loss: nn.Module | None) -> dict[int, str]:
+    first = find_first_names(model, loss)
     owners = zip(OWNERS.values(), (model, loss), strict=True)
     return {
         id(weight): first[prefix + name]

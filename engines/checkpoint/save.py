@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.checkpoint.contents import Contents, Share
-from engines.checkpoint.writer import Writer
+from engines.checkpoint.contents import CheckpointContents, RankState
+from engines.checkpoint.writer import CheckpointWriter
 from engines.comm.together import run_on_all
 from engines.comm.world import Message, World
 from engines.errors import CheckpointError
 from engines.layer.graph import TensorSpec
 from engines.training import RankTraining
-from engines.whereabouts import here
+from engines.whereabouts import get_status_board
 
 __all__ = ["KEEP", "save"]
 
@@ -33,24 +33,26 @@ def save(training: RankTraining, folder: Path, feed: Any = None, keep: int = KEE
     Raises CheckpointError on every rank; the training, and the checkpoints that are there, are as they were.
     """
     world = training.worker.world
-    share = run_on_all(world, partial(_share, training, feed, keep), CheckpointError)
-    contents = Contents.of(training.recipe, world.all_gather(share.part))
+    share = run_on_all(world, partial(_collect_rank_state, training, feed, keep), CheckpointError)
+    contents = CheckpointContents.of(training.recipe, world.all_gather(share.part))
     writer = None
     try:
-        writer = run_on_all(world, lambda: None if world.rank else Writer(folder, contents.bytes), CheckpointError)
+        writer = run_on_all(
+            world, lambda: None if world.rank else CheckpointWriter(folder, contents.bytes), CheckpointError
+        )
         for file in contents.files:
-            _write(world, writer, file, contents, share)
+            _write_file(world, writer, file, contents, share)
         done = run_on_all(
-            world, lambda: writer and writer.finish(contents.manifest(training, writer.written, feed), keep),
+            world, lambda: writer and writer.finish(contents.make_manifest(training, writer.written, feed), keep),
             CheckpointError,
         )  # fmt: skip
         return world.all_gather(done)[0]  # type: ignore[no-any-return]
     finally:
         if writer:
-            writer.abandon()
+            writer.discard()
 
 
-def _share(training: RankTraining, feed: Any, keep: int) -> Share:
+def _collect_rank_state(training: RankTraining, feed: Any, keep: int) -> RankState:
     """This rank's, checked. Raises CheckpointError."""
     if keep < 1:
         raise CheckpointError(f"keep={keep} must be at least 1: the last checkpoint is always kept.")
@@ -60,23 +62,25 @@ def _share(training: RankTraining, feed: Any, keep: int) -> Share:
         raise CheckpointError(f"The feed's state cannot be written as JSON: {error}.") from error
     if training.worker.position and not training.worker.done:
         raise CheckpointError("The training is in the middle of a step. Save it when the step is done.")
-    return Share.of(training)
+    return RankState.of(training)
 
 
-def _write(world: World, writer: Writer | None, file: str, contents: Contents, share: Share) -> None:
+def _write_file(
+    world: World, writer: CheckpointWriter | None, file: str, contents: CheckpointContents, share: RankState
+) -> None:
     """One file: its tensors come to the writer one after another."""
     if writer:
-        writer.begin(file, contents.specs(file))
-    for held, spec, giver in contents.gifts(file):
-        here().at(f"saves {held}".encode())
-        given = _given(world, share.tensors.get(held), spec, giver)
+        writer.begin(file, contents.get_specs(file))
+    for held, spec, giver in contents.iterate_tensors(file):
+        get_status_board().report(f"saves {held}".encode())
+        given = _send_to_rank0(world, share.tensors.get(held), spec, giver)
         if writer:
             writer.add(given)
     if writer:
         writer.end(file)
 
 
-def _given(world: World, own: Tensor | None, spec: TensorSpec, giver: int) -> Tensor | None:
+def _send_to_rank0(world: World, own: Tensor | None, spec: TensorSpec, giver: int) -> Tensor | None:
     """A tensor of rank `giver`, contiguous, on the host of rank 0."""
     if world.rank not in (0, giver):
         return None

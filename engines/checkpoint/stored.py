@@ -17,8 +17,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engines.checkpoint.failures import damaged, failed
-from engines.checkpoint.folder import found_at, leads_out
+from engines.checkpoint.failures import make_damaged_error, make_read_error
+from engines.checkpoint.folder import find_checkpoints, is_outside_link
 from engines.checkpoint.manifest import read_manifest
 from engines.checkpoint.optimisers import WeightState
 from engines.checkpoint.tensor_file import HEADER_BYTES
@@ -26,7 +26,7 @@ from engines.errors import DamagedError, Mpi4dlError
 from engines.layer.names import OWNERS
 from engines.regular import open_regular
 
-__all__ = ["STATE", "Checkpoint", "tensors_of"]
+__all__ = ["STATE", "Checkpoint", "get_tensor_file"]
 
 STATE = "training.safetensors"
 """The file of the optimiser's tensors."""
@@ -39,12 +39,12 @@ _WRONG = (
 )  # fmt: skip
 
 
-def tensors_of(owner: str) -> str:
+def get_tensor_file(owner: str) -> str:
     """The file with the `state_dict()` of the model, or of the loss."""
     return f"{owner}.safetensors"
 
 
-_FILES = (*map(tensors_of, OWNERS), STATE)
+_FILES = (*map(get_tensor_file, OWNERS), STATE)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Checkpoint:
     passed_over: tuple[str, ...] = ()
 
     @classmethod
-    def at(cls, path: Path) -> Checkpoint:
+    def from_path(cls, path: Path) -> Checkpoint:
         """The checkpoint that is there, of which `checkpoint.json` alone is read. Raises CheckpointError."""
         return cls(path, read_manifest(path))
 
@@ -74,13 +74,13 @@ class Checkpoint:
         Raises DamagedError where it, or every one of the folder, is damaged; UnreadableError where memory, file
         handles or permission are wanting, which says nothing of the files; and CheckpointError.
         """
-        found = found_at(path)
+        found = find_checkpoints(path)
         wrong: list[DamagedError] = []
         for each in found:
             try:
-                if each != path and leads_out(each):
-                    raise damaged(each, "it is a link that leads out of its folder")
-                checkpoint = cls(each, read_manifest(each), tuple(map(_passed_over, found, wrong)))
+                if each != path and is_outside_link(each):
+                    raise make_damaged_error(each, "it is a link that leads out of its folder")
+                checkpoint = cls(each, read_manifest(each), tuple(map(_describe_passed_over, found, wrong)))
                 checkpoint.check_files(hold, only)
                 return checkpoint
             except DamagedError as error:
@@ -108,9 +108,9 @@ class Checkpoint:
     @cached_property
     def weight_states(self) -> dict[str, WeightState]:
         """The optimiser's state of each weight that it moved."""
-        with self.reading():
+        with self.translate_errors():
             stored = self.manifest["optimiser"] or {"options": [], "weights": {}}
-            return {name: _weight_state(stored["options"], each) for name, each in stored["weights"].items()}
+            return {name: _parse_weight_state(stored["options"], each) for name, each in stored["weights"].items()}
 
     def check_files(
         self, hold: Callable[[Checkpoint], object] | None = None, only: Collection[str] | None = None
@@ -121,64 +121,66 @@ class Checkpoint:
         for name, told in self.manifest["files"].items():
             if only is not None and name not in only:
                 continue
-            with self.reading():
+            with self.translate_errors():
                 file, sums[name] = self.path / name, int(told["crc32"])
                 if file.parent != self.path or file.is_symlink():
-                    raise damaged(self.path, f"{name!r} is no file of its own")
+                    raise make_damaged_error(self.path, f"{name!r} is no file of its own")
                 size += self._check_size(file, int(told["bytes"]))
         if other := sums.keys() - set(_FILES):
-            raise damaged(self.path, f"{min(other)!r} is no file of a checkpoint")
+            raise make_damaged_error(self.path, f"{min(other)!r} is no file of a checkpoint")
         if hold and size > _LARGE_BYTES:
             hold(self)
         for name, crc32 in sums.items():
-            self._check_sum(self.path / name, crc32)
+            self._check_crc32(self.path / name, crc32)
 
     def _check_size(self, file: Path, size: int) -> int:
         try:
             found = file.stat()
         except OSError as error:
-            raise failed(self.path, file.name, error) from error
+            raise make_read_error(self.path, file.name, error) from error
         if not stat.S_ISREG(found.st_mode):
-            raise damaged(self.path, f"{file.name} is no regular file")  # a pipe, say, which would be waited for
+            raise make_damaged_error(
+                self.path, f"{file.name} is no regular file"
+            )  # a pipe, say, which would be waited for
         if found.st_size != size:
-            raise damaged(self.path, f"{file.name} has {found.st_size:,} bytes instead of {size:,}")
+            raise make_damaged_error(self.path, f"{file.name} has {found.st_size:,} bytes instead of {size:,}")
         return size
 
-    def _check_sum(self, file: Path, crc32: int) -> None:
+    def _check_crc32(self, file: Path, crc32: int) -> None:
         try:
-            found = _file_sum(file)
+            found = _compute_file_crc32(file)
         except (OSError, MemoryError) as error:
-            raise failed(self.path, file.name, error) from error
+            raise make_read_error(self.path, file.name, error) from error
         if found != crc32:
-            raise damaged(self.path, f"the contents of {file.name} are not those that were written")
+            raise make_damaged_error(self.path, f"the contents of {file.name} are not those that were written")
 
-    def shapes(self, file: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    def read_shapes(self, file: str) -> dict[str, tuple[tuple[int, ...], str]]:
         """The shape of each tensor of a file, and its type in the format's words."""
-        with self._opened(file) as opened:
+        with self._open_file(file) as opened:
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
             return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
 
-    def tensors(self, file: str, names: Mapping[str, str]) -> dict[str, Tensor]:
+    def read_tensors(self, file: str, names: Mapping[str, str]) -> dict[str, Tensor]:
         """Some tensors of a file, by the names that `names` gives to each."""
         if not names:
             return {}
-        with self._opened(file) as opened:
+        with self._open_file(file) as opened:
             return {wanted: opened.get_tensor(name) for wanted, name in names.items()}
 
-    def tensor(self, file: str, name: str) -> Tensor:
+    def read_tensor(self, file: str, name: str) -> Tensor:
         """One tensor of a file."""
-        return self.tensors(file, {name: name})[name]
+        return self.read_tensors(file, {name: name})[name]
 
     @contextmanager
-    def _opened(self, file: str) -> Iterator[Any]:
+    def _open_file(self, file: str) -> Iterator[Any]:
         """A file that `check_files` has seen, as the library reads it."""
         if file not in self.manifest["files"]:
-            raise damaged(self.path, f"{file} is not among the files that it lists")
-        with self.reading():
+            raise make_damaged_error(self.path, f"{file} is not among the files that it lists")
+        with self.translate_errors():
             with open_regular(self.path / file) as own:
                 header = own.read(8)
             if len(header) == 8 and (size := int.from_bytes(header, "little")) > HEADER_BYTES:
-                raise damaged(self.path, f"the header of {file} would have {size:,} bytes")
+                raise make_damaged_error(self.path, f"the header of {file} would have {size:,} bytes")
             try:
                 opened = safe_open(self.path / file, "pt")
             except FileNotFoundError as error:  # the library says so of every file that it cannot open
@@ -188,21 +190,21 @@ class Checkpoint:
                 yield opened
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def translate_errors(self) -> Iterator[None]:
         """Within it, whatever is not as it should be is a CheckpointError, unless it is an error of ours already."""
         try:
             yield
         except Mpi4dlError:
             raise
         except _WRONG as error:
-            raise failed(self.path, "", error) from error
+            raise make_read_error(self.path, "", error) from error
 
 
-def _passed_over(path: Path, error: DamagedError) -> str:
+def _describe_passed_over(path: Path, error: DamagedError) -> str:
     return f"{path} is damaged, and an older checkpoint is taken: {error.why}."
 
 
-def _weight_state(options: Any, each: Any) -> WeightState:
+def _parse_weight_state(options: Any, each: Any) -> WeightState:
     """Raises TypeError, LookupError or ValueError where it is none."""
     number = each["options"]
     if not isinstance(options, list) or isinstance(number, bool) or not 0 <= number < len(options):
@@ -217,7 +219,7 @@ def _weight_state(options: Any, each: Any) -> WeightState:
     return WeightState(options[number], values, tuple(tensors))
 
 
-def _file_sum(file: Path) -> int:
+def _compute_file_crc32(file: Path) -> int:
     crc32 = 0
     with open_regular(file) as opened:
         while chunk := opened.read(_CHUNK_BYTES):

@@ -18,7 +18,7 @@ from torch import Tensor
 from engines.errors import CheckpointError
 from engines.layer.graph import TensorSpec
 
-__all__ = ["HEADER_BYTES", "TensorFile", "dtype_of", "file_bytes", "spec_of_tensor"]
+__all__ = ["HEADER_BYTES", "TensorFile", "count_file_bytes", "get_tensor_spec", "parse_dtype"]
 
 HEADER_BYTES = 1 << 24
 """The most that is read: of some 150,000 tensors."""
@@ -30,7 +30,7 @@ _CODES = {
 }  # fmt: skip
 
 
-def spec_of_tensor(tensor: Tensor, where: str) -> TensorSpec:
+def get_tensor_spec(tensor: Tensor, where: str) -> TensorSpec:
     """Its shape and type. Raises CheckpointError where the format has no such type."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in _CODES or tensor.layout is not torch.strided:
@@ -38,10 +38,10 @@ def spec_of_tensor(tensor: Tensor, where: str) -> TensorSpec:
     return TensorSpec(tuple(tensor.shape), dtype)
 
 
-def dtype_of(code: str) -> torch.dtype:
+def parse_dtype(code: str) -> torch.dtype:
     """The type that the format's word stands for. Raises ValueError for one that is not written here.
 
-    >>> dtype_of("F32")
+    >>> parse_dtype("F32")
     torch.float32
     """
     found = next((name for name, known in _CODES.items() if known == code), None)
@@ -50,15 +50,15 @@ def dtype_of(code: str) -> torch.dtype:
     return getattr(torch, found)  # type: ignore[no-any-return]
 
 
-def _bytes(spec: TensorSpec) -> int:
+def _count_bytes(spec: TensorSpec) -> int:
     return spec.numel * getattr(torch, spec.dtype).itemsize
 
 
-def _header(specs: Mapping[str, TensorSpec]) -> bytes:
+def _make_header(specs: Mapping[str, TensorSpec]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, spec in specs.items():
-        stop = start + _bytes(spec)
+        stop = start + _count_bytes(spec)
         entries[name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -68,9 +68,9 @@ def _header(specs: Mapping[str, TensorSpec]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def file_bytes(specs: Mapping[str, TensorSpec]) -> int:
+def count_file_bytes(specs: Mapping[str, TensorSpec]) -> int:
     """The size of the file that has these tensors."""
-    return len(_header(specs)) + sum(map(_bytes, specs.values()))
+    return len(_make_header(specs)) + sum(map(_count_bytes, specs.values()))
 
 
 class TensorFile:
@@ -79,7 +79,7 @@ class TensorFile:
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
         self._file = path.open("xb")
         self.bytes = self.crc32 = 0
-        self._write(_header(specs))
+        self._write(_make_header(specs))
 
     def add(self, tensor: Tensor) -> None:
         """The next tensor, on the host and contiguous."""

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from engines.errors import CheckpointError
 
-__all__ = ["check_like", "check_state", "from_json", "is_finite", "to_json"]
+__all__ = ["check_like", "check_scheduler_state", "decode_value", "encode_value", "is_finite"]
 
 _KIND = "python"  # the key that marks what JSON itself has no word for
 _MOST = 1024  # elements of a tensor that is written as text
 
 
-def to_json(value: Any, where: str) -> Any:
+def encode_value(value: Any, where: str) -> Any:
     """Numbers, texts, lists and dicts as they are; tuples, Counters, other dicts and small tensors marked.
 
     `where` says what it is, for the CheckpointError that is raised for anything else.
 
-    >>> from_json(to_json({"betas": (0.9, 0.999), "milestones": Counter({3: 1})}, "Adam"))
+    >>> decode_value(encode_value({"betas": (0.9, 0.999), "milestones": Counter({3: 1})}, "Adam"))
     {'betas': (0.9, 0.999), 'milestones': Counter({3: 1})}
     """
     match value:
@@ -31,66 +31,66 @@ def to_json(value: Any, where: str) -> Any:
         case float():
             return value if math.isfinite(value) else {_KIND: "float", "value": str(value)}
         case tuple():
-            return {_KIND: "tuple", "value": [to_json(item, where) for item in value]}
+            return {_KIND: "tuple", "value": [encode_value(item, where) for item in value]}
         case list():
-            return [to_json(item, where) for item in value]
+            return [encode_value(item, where) for item in value]
         case Tensor() if value.numel() <= _MOST and not value.is_complex():
-            return _tensor(value)
+            return _encode_tensor(value)
         case dict():
-            return _dict(value, where)
+            return _encode_dict(value, where)
     raise CheckpointError(
         f"{where} keeps a {type(value).__name__}, which a checkpoint does not hold: it has numbers, texts, lists and "
         "tensors only. Use one of torch.optim's own, or leave that out of its state_dict()."
     )
 
 
-def _tensor(value: Tensor) -> dict[str, Any]:
+def _encode_tensor(value: Tensor) -> dict[str, Any]:
     wide = value.detach().cpu().to(torch.float64 if value.is_floating_point() else value.dtype)
-    listed = to_json(wide.tolist(), "a tensor")
+    listed = encode_value(wide.tolist(), "a tensor")
     return {_KIND: "tensor", "dtype": str(value.dtype).removeprefix("torch."), "value": listed}
 
 
-def _dict(value: dict[Any, Any], where: str) -> dict[str, Any]:
+def _encode_dict(value: dict[Any, Any], where: str) -> dict[str, Any]:
     if all(isinstance(key, str) for key in value) and _KIND not in value and not isinstance(value, Counter):
-        return {key: to_json(item, where) for key, item in value.items()}
-    pairs = [[to_json(key, where), to_json(item, where)] for key, item in value.items()]
+        return {key: encode_value(item, where) for key, item in value.items()}
+    pairs = [[encode_value(key, where), encode_value(item, where)] for key, item in value.items()]
     return {_KIND: "Counter" if isinstance(value, Counter) else "dict", "value": pairs}
 
 
-def from_json(value: Any) -> Any:
+def decode_value(value: Any) -> Any:
     """What `to_json` was given. Raises ValueError or TypeError for what it never writes."""
     match value:
         case list():
-            return [from_json(item) for item in value]
+            return [decode_value(item) for item in value]
         case {"python": str(kind), "value": held}:
-            return _marked(kind, held, value.get("dtype", ""))
+            return _decode_marked(kind, held, value.get("dtype", ""))
         case dict():
-            return {key: from_json(item) for key, item in value.items()}
+            return {key: decode_value(item) for key, item in value.items()}
     return value
 
 
-def _marked(kind: str, held: Any, dtype: str) -> Any:
+def _decode_marked(kind: str, held: Any, dtype: str) -> Any:
     match kind:
         case "float":
             return float(held)
         case "tuple":
-            return tuple(from_json(item) for item in held)
+            return tuple(decode_value(item) for item in held)
         case "tensor":
-            return torch.tensor(from_json(held), dtype=_dtype(dtype))
+            return torch.tensor(decode_value(held), dtype=_parse_dtype_name(dtype))
         case "dict" | "Counter":
-            pairs = {from_json(key): from_json(item) for key, item in held}
+            pairs = {decode_value(key): decode_value(item) for key, item in held}
             return Counter(pairs) if kind == "Counter" else pairs
     raise ValueError(f"{kind!r} is no kind of value")
 
 
-def _dtype(name: str) -> torch.dtype:
+def _parse_dtype_name(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is no type of tensor")
     return found
 
 
-def check_state(found: dict[str, Any], owner: Any) -> None:
+def check_scheduler_state(found: dict[str, Any], owner: Any) -> None:
     """Compare a scheduler's state in a checkpoint with that of a fresh one, the `owner`. Raises ValueError.
 
     A name that only the checkpoint has may be one that the scheduler sets later. It must not be that of a method, or
@@ -114,11 +114,11 @@ def check_like(found: Any, fresh: Any, where: str) -> None:
             raise ValueError(f"{where} has no {str(unknown[0])!r}")
         for key, value in found.items():
             check_like(value, fresh[key], f"{where}.{key}")
-    elif _kind_of(found) != _kind_of(fresh) and not (
-        (fresh is None and _kind_of(found) in ("number", "text")) or (found is None and isinstance(fresh, bool))
+    elif _get_kind(found) != _get_kind(fresh) and not (
+        (fresh is None and _get_kind(found) in ("number", "text")) or (found is None and isinstance(fresh, bool))
     ):
         raise ValueError(f"{where} is of type {type(found).__name__}, and here of type {type(fresh).__name__}")
-    elif _kind_of(found) == "number" and not is_finite(found) and (fresh is None or is_finite(fresh)):
+    elif _get_kind(found) == "number" and not is_finite(found) and (fresh is None or is_finite(fresh)):
         said = found.item() if isinstance(found, Tensor) else found
         raise ValueError(f"{where} is {str(said)[:20]}, which is no number that a step can take")
     elif isinstance(found, list | tuple) and fresh:
@@ -144,7 +144,7 @@ def is_finite(number: Any) -> bool:
         return False
 
 
-def _kind_of(value: Any) -> str:
+def _get_kind(value: Any) -> str:
     """Numbers may be integers, floats, bools or tensors of one element; lists may be tuples."""
     match value:
         case bool() | int() | float() | Tensor():

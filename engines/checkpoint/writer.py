@@ -12,20 +12,29 @@ from typing import Any
 
 from torch import Tensor
 
-from engines.checkpoint.failures import how_to_mend
-from engines.checkpoint.folder import MANIFEST, check_space, complete, draft, free_bytes, locked, no_room, prune
-from engines.checkpoint.manifest import sealed
+from engines.checkpoint.failures import describe_remedy
+from engines.checkpoint.folder import (
+    MANIFEST,
+    check_space,
+    create_draft,
+    get_free_bytes,
+    lock_folder,
+    make_space_error,
+    prune,
+    publish_draft,
+)
+from engines.checkpoint.manifest import serialise_manifest
 from engines.checkpoint.tensor_file import TensorFile
 from engines.errors import CheckpointError
 from engines.layer.graph import TensorSpec
 
-__all__ = ["Writer", "check_writable"]
+__all__ = ["CheckpointWriter", "check_writable"]
 
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)  # nothing that another folder would mend
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class Writer:
+class CheckpointWriter:
     """A checkpoint under way in `folder`, of `needed_bytes`. Raises CheckpointError where there is no room for it.
 
     What goes wrong in `begin` and `add` is raised by `finish`: the ranks that give tensors do not wait for an answer.
@@ -39,21 +48,21 @@ class Writer:
         self._path: Path | None = None
         self._lock = ExitStack()
         try:
-            self._lock.enter_context(locked(folder))
-            self._path = draft(folder)
+            self._lock.enter_context(lock_folder(folder))
+            self._path = create_draft(folder)
             check_space(folder, needed_bytes)
         except OSError as error:
-            self.abandon()
-            raise self._said(error) from error
+            self.discard()
+            raise self._make_error(error) from error
         except CheckpointError:
-            self.abandon()
+            self.discard()
             raise
 
     def begin(self, name: str, specs: Mapping[str, TensorSpec]) -> None:
         """The next file."""
-        self._try(lambda: self._begin(name, specs))
+        self._try(lambda: self._open_file(name, specs))
 
-    def _begin(self, name: str, specs: Mapping[str, TensorSpec]) -> None:
+    def _open_file(self, name: str, specs: Mapping[str, TensorSpec]) -> None:
         self._file = TensorFile(self._path / name, specs)
 
     def add(self, tensor: Tensor) -> None:
@@ -62,9 +71,9 @@ class Writer:
 
     def end(self, name: str) -> None:
         """The file is complete."""
-        self._try(lambda: self._end(name))
+        self._try(lambda: self._close_file(name))
 
-    def _end(self, name: str) -> None:
+    def _close_file(self, name: str) -> None:
         self._file.close()
         self.written[name] = {"bytes": self._file.bytes, "crc32": self._file.crc32}
 
@@ -81,18 +90,18 @@ class Writer:
             if self._failure:
                 raise self._failure
             with (self._path / MANIFEST).open("x") as file:
-                file.write(sealed(manifest))
+                file.write(serialise_manifest(manifest))
                 file.flush()
                 os.fsync(file.fileno())
-            found = complete(self._path, manifest["step"])
+            found = publish_draft(self._path, manifest["step"])
             self._path = None
             prune(self.folder, keep)
             return found
         except OSError as error:
-            self.abandon()
-            raise self._said(error) from error
+            self.discard()
+            raise self._make_error(error) from error
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Leave nothing behind, whether it is finished or not."""
         if self._file:
             with suppress(OSError):  # what is still in the buffer finds no room either
@@ -102,10 +111,10 @@ class Writer:
         self._path = self._file = None
         self._lock.close()
 
-    def _said(self, error: OSError) -> CheckpointError:
+    def _make_error(self, error: OSError) -> CheckpointError:
         if error.errno in _FULL:
-            return no_room(self.folder, self.needed_bytes, free_bytes(self.folder), error.strerror)
-        mend = how_to_mend(error.errno) if error.errno in _PASSING else "Name a folder that this user may write to."
+            return make_space_error(self.folder, self.needed_bytes, get_free_bytes(self.folder), error.strerror)
+        mend = describe_remedy(error.errno) if error.errno in _PASSING else "Name a folder that this user may write to."
         return CheckpointError(
             f"{self.folder}: no checkpoint can be written here: {error.strerror or error}. Those that are there are as "
             f"they were. {mend}"
@@ -114,4 +123,4 @@ class Writer:
 
 def check_writable(folder: Path) -> None:
     """Make the folder and another one in it, before hours of training depend on that. Raises CheckpointError."""
-    Writer(folder, needed_bytes=1).abandon()
+    CheckpointWriter(folder, needed_bytes=1).discard()

@@ -14,26 +14,26 @@ import torch
 
 from engines import layout
 from engines.comm import first_call  # noqa: F401
-from engines.comm.container import cores
+from engines.comm.container import count_cores
 from engines.errors import PlanError
 from engines.plan import Plan
 
 __all__ = [
-    "autocast_type",
-    "bound_own_memory",
+    "choose_autocast_type",
     "choose_device",
-    "give_memory_back",
-    "gpu_of",
+    "choose_memory_format",
+    "choose_thread_count",
+    "compute_threads_per_rank",
+    "count_local_ranks",
+    "get_gpu_id",
+    "get_used_bytes",
     "has_own_memory",
-    "held_bytes",
     "keep_memory_tight",
-    "memory_format",
-    "peak_of_own_memory",
-    "process_bytes",
-    "ranks_here",
+    "limit_device_memory",
+    "measure_device_peak",
+    "read_process_bytes",
     "share_process",
-    "threads_of",
-    "threads_per_rank",
+    "trim_memory",
     "use_threads",
 ]
 
@@ -66,22 +66,22 @@ def choose_device(wish: str, rank: int) -> torch.device:
     if not count:
         raise PlanError(f"device={wish!r}, but torch sees no GPU here. Use device='auto' or 'cpu'.")
     if device.index is None:
-        return torch.device("cuda", _told(_RANK_HERE, rank) % count)
+        return torch.device("cuda", _read_env_int(_RANK_HERE, rank) % count)
     if device.index >= count:
         raise PlanError(f"device={wish!r}, but torch sees {count} GPUs here, numbered from 0. Use device='auto'.")
     return device
 
 
-def ranks_here(n: int) -> int:
+def count_local_ranks(n: int) -> int:
     """How many of `n` ranks are on this host, where MPI tells it."""
-    return max(1, min(n, _told(_RANKS_HERE, n)))
+    return max(1, min(n, _read_env_int(_RANKS_HERE, n)))
 
 
-def _told(names: Sequence[str], otherwise: int) -> int:
+def _read_env_int(names: Sequence[str], otherwise: int) -> int:
     return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), otherwise)
 
 
-def autocast_type(wish: str) -> str:
+def choose_autocast_type(wish: str) -> str:
     """The type of device whose rules for half precision hold: the one wished for, if it is here to be asked."""
     try:
         return choose_device(wish, 0).type
@@ -94,14 +94,14 @@ def has_own_memory(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def gpu_of(device: torch.device) -> str:
+def get_gpu_id(device: torch.device) -> str:
     """Which of all machines' GPUs it is, nothing where it is none: the same for all ranks that share one."""
     if not has_own_memory(device):
         return ""
     return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
 
 
-def peak_of_own_memory(device: torch.device, work: Callable[[], object]) -> int:
+def measure_device_peak(device: torch.device, work: Callable[[], object]) -> int:
     """The most bytes that tensors of this process take on a device with memory of its own while `work` runs."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -109,18 +109,18 @@ def peak_of_own_memory(device: torch.device, work: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def bound_own_memory(device: torch.device, size_bytes: int) -> None:
+def limit_device_memory(device: torch.device, size_bytes: int) -> None:
     """From now on this process gets no more than so many bytes of a device with memory of its own."""
     whole_bytes = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / whole_bytes), device)
 
 
-def held_bytes(device: torch.device) -> int:
+def get_used_bytes(device: torch.device) -> int:
     """What this rank holds now: of a GPU the tensors there, otherwise all memory of its process."""
     if has_own_memory(device):
         return torch.cuda.memory_allocated(device)
     if _STATUS.exists():
-        return process_bytes("VmRSS")
+        return read_process_bytes("VmRSS")
     import psutil  # where the kernel has no such file: a machine that only checks its GPU need not have it
 
     return int(psutil.Process().memory_info().rss)
@@ -136,12 +136,12 @@ def keep_memory_tight(tight: bool, above_bytes: int = 1 << 20) -> None:
     if mallopt is None:
         return
     if tight:
-        give_memory_back()
+        trim_memory()
     mallopt(_MMAP_THRESHOLD, above_bytes if tight else 32 << 20)
     mallopt(_MMAP_MAX, 1 << 16 if tight else int(os.environ.get("MALLOC_MMAP_MAX_", "65536")))
 
 
-def process_bytes(field: str) -> int:
+def read_process_bytes(field: str) -> int:
     """The kernel's account of this process (Linux): `VmRSS` is what memory it has now, `VmHWM` the most it ever had."""
     lines = _STATUS.read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
@@ -163,12 +163,12 @@ def use_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
-def threads_per_rank(n: int) -> int:
+def compute_threads_per_rank(n: int) -> int:
     """The cores of this machine, shared out among `n` ranks."""
-    return max(1, cores() // n)
+    return max(1, count_cores() // n)
 
 
-def give_memory_back() -> None:
+def trim_memory() -> None:
     """Return the pages that this process has freed to the system, where its C library can (glibc)."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -176,11 +176,11 @@ def give_memory_back() -> None:
         trim(0)
 
 
-def threads_of(plan: Plan, rank: int) -> int:
+def choose_thread_count(plan: Plan, rank: int) -> int:
     """A rank's share of the cores of this host."""
-    return layout.threads_of(plan, rank, cores(), ranks_here(plan.ranks))
+    return layout.compute_threads(plan, rank, count_cores(), count_local_ranks(plan.ranks))
 
 
-def memory_format(dimensions: int) -> torch.memory_format:
+def choose_memory_format(dimensions: int) -> torch.memory_format:
     """Images lie with their channels last: convolutions are faster so, on the CPU as on tensor cores."""
     return torch.channels_last if dimensions == 4 else torch.contiguous_format

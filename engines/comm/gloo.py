@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.comm.store import PATIENCE, served
+from engines.comm.store import PATIENCE, make_tcp_store
 from engines.comm.world import World
 
-__all__ = ["GlooSum", "gloo_sum"]
+__all__ = ["GlooAllReduce", "connect_gloo"]
 
 
-class GlooSum:
+class GlooAllReduce:
     """`torch.distributed.all_reduce` over gloo, in place, over all ranks."""
 
     def __call__(self, tensor: Tensor) -> None:
@@ -22,7 +22,7 @@ class GlooSum:
 
 
 @contextmanager
-def gloo_sum(world: World) -> Iterator[GlooSum | None]:
+def connect_gloo(world: World) -> Iterator[GlooAllReduce | None]:
     """Gloo among the ranks of a world while it lasts, None where it cannot be had; collective.
 
     Rank 0 listens, and its address reaches the others through the world.
@@ -30,8 +30,10 @@ def gloo_sum(world: World) -> Iterator[GlooSum | None]:
     if not all(world.all_gather(dist.is_available() and dist.is_gloo_available())):
         yield None
         return
-    dist.init_process_group("gloo", store=served(world), rank=world.rank, world_size=world.size, timeout=PATIENCE)
+    dist.init_process_group(
+        "gloo", store=make_tcp_store(world), rank=world.rank, world_size=world.size, timeout=PATIENCE
+    )
     try:
-        yield GlooSum()
+        yield GlooAllReduce()
     finally:
         dist.destroy_process_group()

@@ -9,29 +9,29 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-__all__ = ["takes_gpu_memory"]
+__all__ = ["is_cuda_aware"]
 
 _MAPS = Path("/proc/self/maps")
 _CUDA = 0  # MPIX_GPU_SUPPORT_CUDA, from MPICH's mpi.h
 
 
 @cache
-def takes_gpu_memory() -> bool:
+def is_cuda_aware() -> bool:
     """What the library says of itself as it was started: Open MPI and MPICH have a function for it, others none.
 
     One that does not say so gets messages on the host.
     """
-    return any(_says_so(library) for library in _libraries())
+    return any(_has_cuda_support(library) for library in _find_mpi_libraries())
 
 
-def _libraries() -> list[ctypes.CDLL]:
+def _find_mpi_libraries() -> list[ctypes.CDLL]:
     """The MPI that mpi4py has loaded, where the system tells its file."""
     lines = _MAPS.read_text().splitlines() if _MAPS.exists() and MPI.Is_initialized() else []
     files = {line.split(maxsplit=5)[-1] for line in lines if re.search(r"/libmpi[^/]*\.so[.\d]*$", line)}
     return [ctypes.CDLL(file) for file in sorted(files)]
 
 
-def _says_so(library: ctypes.CDLL) -> bool:
+def _has_cuda_support(library: ctypes.CDLL) -> bool:
     if hasattr(library, "MPIX_Query_cuda_support"):
         return bool(library.MPIX_Query_cuda_support())
     if not hasattr(library, "MPIX_GPU_query_support"):

@@ -9,13 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engines.comm.waiting import waited
+from engines.comm.waiting import measure_wait
 from engines.comm.world import Message, Pending, World
 
-__all__ = ["LinkedWorld"]
+__all__ = ["ThrottledWorld"]
 
 
-class LinkedWorld:
+class ThrottledWorld:
     """Ranks of one host behind links of `bytes_per_s` each, as behind network cards that work by themselves.
 
     A rank's messages arrive one after another, and each passes from when it was sent or the link is free, whether
@@ -29,12 +29,12 @@ class LinkedWorld:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start messages."""
-        now, stamps = torch.tensor([time.perf_counter()], dtype=torch.float64), [_stamp() for _ in receives]
+        now, stamps = torch.tensor([time.perf_counter()], dtype=torch.float64), [_make_stamp() for _ in receives]
         both = [part for message in sends for part in (message, Message(message.peer, message.tag, now))]
         pairs = zip(receives, stamps, strict=True)
         arriving = [part for message, stamp in pairs for part in (message, Message(message.peer, message.tag, stamp))]
         count_bytes = sum(message.tensor.nbytes for message in receives)
-        return _Passing(self.world.exchange(both, arriving), self, count_bytes, stamps)
+        return _DelayedMessages(self.world.exchange(both, arriving), self, count_bytes, stamps)
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
         """Messages to be started again and again."""
@@ -45,18 +45,18 @@ class LinkedWorld:
         return getattr(self.world, name)
 
 
-def _stamp() -> Tensor:
+def _make_stamp() -> Tensor:
     return torch.empty(1, dtype=torch.float64)
 
 
-class _Passing:
+class _DelayedMessages:
     """Messages that are complete when their bytes have passed the link."""
 
-    def __init__(self, pending: Pending, world: LinkedWorld, count_bytes: int, stamps: Sequence[Tensor]) -> None:
+    def __init__(self, pending: Pending, world: ThrottledWorld, count_bytes: int, stamps: Sequence[Tensor]) -> None:
         self.pending, self.world, self.count_bytes, self.stamps = pending, world, count_bytes, stamps
         self.end_s: float | None = None
 
-    def _end(self) -> float:
+    def _compute_end(self) -> float:
         """When they have passed, once they are here."""
         if self.end_s is None:
             sent_s = max((stamp.item() for stamp in self.stamps), default=0.0)
@@ -67,8 +67,8 @@ class _Passing:
     def wait(self) -> None:
         """Sleeps meanwhile."""
         self.pending.wait()
-        with waited():
-            time.sleep(max(0.0, self._end() - time.perf_counter()))
+        with measure_wait():
+            time.sleep(max(0.0, self._compute_end() - time.perf_counter()))
 
-    def done(self) -> bool:
-        return (self.end_s is not None or self.pending.done()) and time.perf_counter() >= self._end()
+    def is_completed(self) -> bool:
+        return (self.end_s is not None or self.pending.is_completed()) and time.perf_counter() >= self._compute_end()

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from engines.comm.device import share_process
-from engines.comm.waiting import waited
+from engines.comm.waiting import measure_wait
 from engines.comm.world import Message, Pending
 from engines.errors import RankError, ReleasedError
 
-__all__ = ["LoopbackWorld", "Mail", "loopback", "run_ranks"]
+__all__ = ["LoopbackWorld", "Mailbox", "make_loopback_worlds", "run_ranks"]
 
 _GATHER = -1
 _RECOVERY_S = 10.0
@@ -26,11 +26,11 @@ _RECOVERY_S = 10.0
 _Route = tuple[int, int, int]
 """Source, target and tag."""
 
-_Place = tuple[_Route, int]
+_MessageKey = tuple[_Route, int]
 """Of one letter: its number on its route."""
 
 
-class Mail:
+class Mailbox:
     """Letters between ranks: of one route, the first that is asked for is the first that was sent, as in MPI.
 
     Whoever waits for which one first does not matter.
@@ -39,7 +39,7 @@ class Mail:
     def __init__(self, size: int) -> None:
         self.all_here = threading.Barrier(size, action=self.clear)
         self.arrived = threading.Condition()
-        self.letters: dict[_Place, Any] = {}
+        self.letters: dict[_MessageKey, Any] = {}
         self.sent, self.wanted = Counter[_Route](), Counter[_Route]()
         self.failed = False
 
@@ -49,26 +49,26 @@ class Mail:
             self.sent[route] += 1
             self.arrived.notify_all()
 
-    def ask(self, route: _Route) -> _Place:
+    def reserve(self, route: _Route) -> _MessageKey:
         """The place where the next letter of a route will lie."""
         with self.arrived:
             self.wanted[route] += 1
             return route, self.wanted[route] - 1
 
-    def fetch(self, place: _Place) -> Any:
-        self.await_letter(place)
+    def fetch(self, place: _MessageKey) -> Any:
+        self.wait_for_message(place)
         with self.arrived:
             return self.letters.pop(place)
 
-    def await_letter(self, place: _Place) -> None:
+    def wait_for_message(self, place: _MessageKey) -> None:
         """Return when it is there; whoever asked for it is the only one who fetches it."""
         with self.arrived:
             if place not in self.letters:
-                with waited():
+                with measure_wait():
                     self.arrived.wait_for(lambda: place in self.letters or self.failed)
             self._check()
 
-    def has(self, place: _Place) -> bool:
+    def has(self, place: _MessageKey) -> bool:
         with self.arrived:
             self._check()
             return place in self.letters
@@ -98,7 +98,7 @@ class Mail:
             self.failed = False
 
 
-class _Receipt:
+class _PendingReceive:
     """Letters still to be fetched into their tensors."""
 
     def __init__(self, fetches: Sequence[Callable[[], None]], arrived: Sequence[Callable[[], bool]]) -> None:
@@ -109,7 +109,7 @@ class _Receipt:
             fetch()
         self.fetches = self.arrived = ()
 
-    def done(self) -> bool:
+    def is_completed(self) -> bool:
         if not all(waiting() for waiting in self.arrived):
             return False
         self.wait()
@@ -119,7 +119,7 @@ class _Receipt:
 class LoopbackWorld:
     """One rank's end of the mail."""
 
-    def __init__(self, rank: int, size: int, mail: Mail) -> None:
+    def __init__(self, rank: int, size: int, mail: Mailbox) -> None:
         self.rank, self.size = rank, size
         self._mail = mail
 
@@ -131,9 +131,9 @@ class LoopbackWorld:
         """Start messages."""
         for message in sends:
             self._mail.post((self.rank, message.peer, message.tag), message.tensor.clone())
-        places = [self._mail.ask((message.peer, self.rank, message.tag)) for message in receives]
+        places = [self._mail.reserve((message.peer, self.rank, message.tag)) for message in receives]
         fetches = [partial(self._fetch_into, m.tensor, place) for m, place in zip(receives, places, strict=True)]
-        return _Receipt(fetches, [partial(self._mail.has, place) for place in places])
+        return _PendingReceive(fetches, [partial(self._mail.has, place) for place in places])
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
         """Messages to be started again and again."""
@@ -142,14 +142,14 @@ class LoopbackWorld:
     def collectives(self, device: torch.device) -> None:
         """None: there are messages alone."""
 
-    def _fetch_into(self, tensor: Tensor, place: _Place) -> None:
+    def _fetch_into(self, tensor: Tensor, place: _MessageKey) -> None:
         _copy(tensor, self._mail.fetch(place))
 
     def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks."""
         for peer in range(self.size):
             self._mail.post((self.rank, peer, _GATHER), value)
-        return [self._mail.fetch(self._mail.ask((peer, self.rank, _GATHER))) for peer in range(self.size)]
+        return [self._mail.fetch(self._mail.reserve((peer, self.rank, _GATHER))) for peer in range(self.size)]
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on rank 0."""
@@ -174,17 +174,17 @@ def _copy(into: Tensor, letter: Tensor) -> None:
     into.copy_(letter)
 
 
-def loopback(size: int) -> list[LoopbackWorld]:
+def make_loopback_worlds(size: int) -> list[LoopbackWorld]:
     """The ends of `size` ranks that reach each other."""
-    mail = Mail(size)
+    mail = Mailbox(size)
     return [LoopbackWorld(rank, size, mail) for rank in range(size)]
 
 
 def run_ranks(size: int, work: Callable[[LoopbackWorld], Any]) -> list[Any]:
     """Run `work(world)` on `size` ranks at once; their results in rank order, or the first failure."""
-    worlds = loopback(size)
+    worlds = make_loopback_worlds(size)
 
-    def one(world: LoopbackWorld) -> Any:
+    def run_rank(world: LoopbackWorld) -> Any:
         share_process()
         try:
             return work(world)
@@ -193,7 +193,7 @@ def run_ranks(size: int, work: Callable[[LoopbackWorld], Any]) -> list[Any]:
             raise
 
     with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(one, world) for world in worlds]
+        futures = [pool.submit(run_rank, world) for world in worlds]
     errors = [error for future in futures if (error := future.exception())]
     causes = [error for error in errors if not isinstance(error, ReleasedError)]
     for error in causes or errors:

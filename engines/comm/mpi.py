@@ -16,11 +16,11 @@ from torch import Tensor
 
 from engines.comm import values
 from engines.comm.device import has_own_memory
-from engines.comm.gpu_aware import takes_gpu_memory
-from engines.comm.nccl import Collectives, collectives
-from engines.comm.sealed import seal
+from engines.comm.gpu_aware import is_cuda_aware
+from engines.comm.nccl import Collectives, make_collectives
+from engines.comm.sealed import pack_value
 from engines.comm.streams import wait_for_stream
-from engines.comm.waiting import waited
+from engines.comm.waiting import measure_wait
 from engines.comm.world import Message, Pending
 from engines.errors import RankError, ReleasedError
 
@@ -43,7 +43,7 @@ _numbers = count()
 _WORDS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 
 
-def _ended(request: MPI.Request) -> bool:
+def _is_complete(request: MPI.Request) -> bool:
     """Whether MPI uses its memory no more."""
     try:
         return MPI.Is_finalized() or request.Test()
@@ -51,10 +51,10 @@ def _ended(request: MPI.Request) -> bool:
         return True
 
 
-def _look_after_left() -> None:
+def _free_abandoned() -> None:
     """Let go of those that have ended. Others may do so meanwhile, where memory is collected."""
     for number, (requests, _) in list(_left.items()):
-        if all(map(_ended, requests)):
+        if all(map(_is_complete, requests)):
             _left.pop(number, None)
 
 
@@ -75,17 +75,17 @@ class _Requests:
 
     def __del__(self) -> None:
         """After a failure nobody waits for what is under way: its memory stays as long as MPI may use it."""
-        if not all(map(_ended, self.requests)):
+        if not all(map(_is_complete, self.requests)):
             _left[next(_numbers)] = self.requests, self.buffers
 
     def wait(self, nap_s: float = _NAP_S) -> None:
         with self.world:
             if not MPI.Request.Testall(self.requests):
-                with waited():
-                    self._look_until_here(nap_s)
-        self._deliver()
+                with measure_wait():
+                    self._poll_until_complete(nap_s)
+        self._copy_to_device()
 
-    def _look_until_here(self, nap_s: float) -> None:
+    def _poll_until_complete(self, nap_s: float) -> None:
         looks, began_s = 1, time.perf_counter()
         while not MPI.Request.Testall(self.requests):
             looks += 1
@@ -95,20 +95,20 @@ class _Requests:
             elif looks > _EAGER:
                 os.sched_yield()
 
-    def done(self) -> bool:
+    def is_completed(self) -> bool:
         with self.world:
             if not MPI.Request.Testall(self.requests):
                 return False
-        self._deliver()
+        self._copy_to_device()
         return True
 
-    def _deliver(self) -> None:
+    def _copy_to_device(self) -> None:
         for device_tensor, host_tensor in self.staged:
             device_tensor.copy_(host_tensor)
         self.staged = ()
 
 
-class _Route:
+class _PersistentRequests:
     """Messages between the same tensors again and again: MPI's persistent requests, made on the first call."""
 
     def __init__(self, world: MpiWorld, sends: Sequence[Message], receives: Sequence[Message]) -> None:
@@ -120,20 +120,20 @@ class _Route:
         with self.world:
             if self.comm is not self.world.comm:  # the first call, or the first after a failure
                 self._connect(self.world.comm)
-            _catch_up(self.pending.buffers)
+            _wait_for_streams(self.pending.buffers)
             MPI.Prequest.Startall(self.pending.requests)
         return self.pending
 
     def _connect(self, comm: MPI.Intracomm) -> None:
-        requests = [comm.Recv_init(_buffer(m.tensor), m.peer, m.tag) for m in self.receives]
-        requests += [comm.Send_init(_buffer(m.tensor), m.peer, m.tag) for m in self.sends]
+        requests = [comm.Recv_init(_make_buffer(m.tensor), m.peer, m.tag) for m in self.receives]
+        requests += [comm.Send_init(_make_buffer(m.tensor), m.peer, m.tag) for m in self.sends]
         buffers = [message.tensor for message in (*self.receives, *self.sends)]
         self.comm, self.pending = comm, _Requests(requests, [], self.world, buffers)
 
     def __del__(self) -> None:
         """What is under way after a failure is not freed: MPI ends the program where such a send fails in the end."""
         for request in self.pending.requests:
-            if request and not MPI.Is_finalized() and _ended(request):
+            if request and not MPI.Is_finalized() and _is_complete(request):
                 request.Free()
 
 
@@ -141,9 +141,9 @@ class MpiWorld:
     """A communicator. After a failure `recover` makes a fresh one. `with world:` turns MPI's errors into ours."""
 
     def __init__(self, comm: MPI.Intracomm | None = None) -> None:
-        self._adopt((comm or MPI.COMM_WORLD).Dup())
+        self._set_comm((comm or MPI.COMM_WORLD).Dup())
 
-    def _adopt(self, comm: MPI.Intracomm) -> None:
+    def _set_comm(self, comm: MPI.Intracomm) -> None:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
@@ -156,14 +156,14 @@ class MpiWorld:
         """MPI's errors as ours; whoever sees that another rank has failed tells the rest."""
         if not isinstance(error, MPI.Exception):
             return
-        released = self._others_failed(error)
+        released = self._has_peer_failed(error)
         self.abort()
         said = error.Get_error_string()
         if released:
             raise ReleasedError(f"released: another rank has failed ({said})") from error
         raise RankError(f"MPI failed ({said})") from error
 
-    def _others_failed(self, error: MPI.Exception) -> bool:
+    def _has_peer_failed(self, error: MPI.Exception) -> bool:
         """Of several requests MPI says only that one has failed; the communicator knows why."""
         if not _ULFM:
             return False
@@ -176,37 +176,37 @@ class MpiWorld:
 
     def can_access(self, device: torch.device) -> bool:
         """Whether messages may lie in the memory of a device: the host's always, a GPU's where this MPI says so."""
-        return not has_own_memory(device) or takes_gpu_memory()
+        return not has_own_memory(device) or is_cuda_aware()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Requests:
         """Start messages. Tensors that MPI does not reach pass through the host."""
-        incoming = [(message, self._within_reach(message.tensor)) for message in receives]
-        outgoing = [(message, self._within_reach(message.tensor, filled=True)) for message in sends]
-        _catch_up([host for _, host in (*incoming, *outgoing)])
+        incoming = [(message, self._stage_tensor(message.tensor)) for message in receives]
+        outgoing = [(message, self._stage_tensor(message.tensor, filled=True)) for message in sends]
+        _wait_for_streams([host for _, host in (*incoming, *outgoing)])
         with self:
-            requests = [self.comm.Irecv(_buffer(host), m.peer, m.tag) for m, host in incoming]
-            requests += [self.comm.Isend(_buffer(host), m.peer, m.tag) for m, host in outgoing]
+            requests = [self.comm.Irecv(_make_buffer(host), m.peer, m.tag) for m, host in incoming]
+            requests += [self.comm.Isend(_make_buffer(host), m.peer, m.tag) for m, host in outgoing]
         staged = [(message.tensor, host) for message, host in incoming if host is not message.tensor]
         return _Requests(requests, staged, self, [host for _, host in (*incoming, *outgoing)])
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
         """Messages to be started again and again: those that MPI reaches by the same requests."""
         all_reached = all(self.can_access(message.tensor.device) for message in (*sends, *receives))
-        return _Route(self, sends, receives) if all_reached else partial(self.exchange, sends, receives)
+        return _PersistentRequests(self, sends, receives) if all_reached else partial(self.exchange, sends, receives)
 
     def collectives(self, device: torch.device) -> Collectives | None:
         """NCCL where each rank has a GPU of its own; collective."""
         if device not in self._collectives:
-            self._collectives[device] = collectives(self, device, self._check_lives)
+            self._collectives[device] = make_collectives(self, device, self._check_alive)
         return self._collectives[device]
 
-    def _check_lives(self) -> None:
+    def _check_alive(self) -> None:
         """Raises ReleasedError where a rank has failed, also if nothing of MPI's is waited for, which would tell."""
         with self:
             self.comm.Iprobe(MPI.ANY_SOURCE, values.VALUE)
         self.check()
 
-    def _within_reach(self, tensor: Tensor, filled: bool = False) -> Tensor:
+    def _stage_tensor(self, tensor: Tensor, filled: bool = False) -> Tensor:
         """The tensor itself where MPI reaches it, else a host buffer for it, `filled` with its content."""
         if self.can_access(tensor.device):
             return tensor
@@ -214,7 +214,7 @@ class MpiWorld:
 
     def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks, pickled."""
-        _look_after_left()
+        _free_abandoned()
         self.barrier()
         return values.all_gather(self, value, self._check_whole)
 
@@ -223,7 +223,7 @@ class MpiWorld:
         self.barrier()
         if self.rank == 0:
             return [value, *(values.receive(self, peer, self._check_whole) for peer in range(1, self.size))]
-        values.send(self, 0, seal(value)).wait()
+        values.send(self, 0, pack_value(value)).wait()
         return []
 
     def _check_whole(self) -> None:
@@ -246,7 +246,7 @@ class MpiWorld:
                 self.exchange([Message(after, _HERE, nothing)], [Message(before, _HERE, nothing)]).wait(nap_s)
                 step *= 2
 
-    def leave(self, code: int) -> NoReturn:
+    def exit_process(self, code: int) -> NoReturn:
         """End this process in order, whatever the code; collective. (An exit by exception would abort the job.)"""
         sys.stdout.flush()
         sys.stderr.flush()
@@ -269,19 +269,19 @@ class MpiWorld:
                 "all ranks must be started again. Call heal() on the cluster."
             )
         for ended in filter(None, self._collectives.values()):
-            ended.end()
-        with waited():
+            ended.abort()
+        with measure_wait():
             common = self.comm.Shrink()
-        self._adopt(common)
+        self._set_comm(common)
 
 
-def _catch_up(buffers: Sequence[Tensor]) -> None:
+def _wait_for_streams(buffers: Sequence[Tensor]) -> None:
     """MPI reads and writes outside of torch's streams: what these are to do with the buffers is done before."""
     for device in {buffer.device for buffer in buffers}:
         wait_for_stream(device)
 
 
-def _buffer(tensor: Tensor) -> list[Any]:
+def _make_buffer(tensor: Tensor) -> list[Any]:
     """The memory of a tensor as MPI takes it; asking the tensor itself (by DLPack) costs ten times as much."""
     if not tensor.is_contiguous():
         raise RankError(f"a message of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.comm.device import gpu_of
-from engines.comm.store import served
-from engines.comm.subworld import SubWorld
-from engines.comm.waiting import waited
+from engines.comm.device import get_gpu_id
+from engines.comm.store import make_tcp_store
+from engines.comm.subworld import SubGroup
+from engines.comm.waiting import measure_wait
 from engines.comm.world import World
 from engines.errors import RankError
 
-__all__ = ["Collectives", "InOrder", "NcclSum", "collectives"]
+__all__ = ["Collectives", "NcclAllReduce", "OrderedStarter", "make_collectives"]
 
 _NAP_S = 5e-5
 _SWITCH = "MPI4DL_NB_NCCL"
@@ -44,12 +44,12 @@ class Collectives:
         self.check, self._world, self._made = check, world, made
         self._groups: dict[tuple[int, ...], Group] = {}
 
-    def group(self, ranks: Sequence[int], device: torch.device) -> Group:
+    def connect_group(self, ranks: Sequence[int], device: torch.device) -> Group:
         """These ranks, connected; collective over them. Raises RankError where that cannot be."""
         if (key := tuple(ranks)) not in self._groups:
-            part = SubWorld(self._world, key)
+            part = SubGroup(self._world, key)
             try:
-                found = self._made(served(part), part.rank, part.size)
+                found = self._made(make_tcp_store(part), part.rank, part.size)
                 found.allreduce([torch.zeros(1, device=device)]).wait()  # the first sum connects, which takes long
             except RuntimeError as error:
                 raise RankError(
@@ -59,34 +59,34 @@ class Collectives:
             self._groups[key] = found
         return self._groups[key]
 
-    def end(self) -> None:
+    def abort(self) -> None:
         """Stop what is under way: kernels that wait for a rank that has failed would wait for ever."""
         for group in self._groups.values():
             group.abort()
 
 
-def collectives(world: World, device: torch.device, check: Callable[[], None]) -> Collectives | None:
+def make_collectives(world: World, device: torch.device, check: Callable[[], None]) -> Collectives | None:
     """NCCL where it is here and each rank has a GPU of its own, None elsewhere; collective."""
-    gpus = world.all_gather(_own_gpu(device))
+    gpus = world.all_gather(_get_nccl_gpu(device))
     if not all(gpus) or len(set(gpus)) < world.size:
         return None
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # a rank sees by `check` who has failed
-    return Collectives(world, check, _nccl)
+    return Collectives(world, check, _make_nccl_group)
 
 
-def _nccl(store: dist.Store, rank: int, size: int) -> Group:
+def _make_nccl_group(store: dist.Store, rank: int, size: int) -> Group:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _ENDLESS
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def _own_gpu(device: torch.device) -> str:
+def _get_nccl_gpu(device: torch.device) -> str:
     """Which GPU of all machines it is, nothing where NCCL cannot be had or `MPI4DL_NB_NCCL=0` forbids it."""
     can_be_had = dist.is_available() and dist.is_nccl_available() and os.environ.get(_SWITCH) != "0"
-    return gpu_of(device) if can_be_had else ""
+    return get_gpu_id(device) if can_be_had else ""
 
 
-class InOrder:
+class OrderedStarter:
     """Starts what is begun in the order of its numbers, 0 to `count`, whichever it is begun in; again and again."""
 
     def __init__(self, count: int) -> None:
@@ -101,18 +101,20 @@ class InOrder:
             self._next = (self._next + 1) % self._count
 
 
-class NcclSum:
+class NcclAllReduce:
     """The sum of `tensor` over a group's ranks, which lies in it when it is done; begun in every step, as a `Total`.
 
     It is this `number` of the sums that its rank takes part in.
     """
 
-    def __init__(self, tensor: Tensor, group: Group, number: int, order: InOrder, check: Callable[[], None]) -> None:
+    def __init__(
+        self, tensor: Tensor, group: Group, number: int, order: OrderedStarter, check: Callable[[], None]
+    ) -> None:
         self.tensor, self.group, self.number, self.order, self.check = tensor, group, number, order, check
         self.sent_bytes = 2 * tensor.nbytes * (group.size() - 1) // group.size()
         self.work: Any = None
 
-    def begin(self) -> NcclSum:
+    def begin(self) -> NcclAllReduce:
         """Start to replace the tensor by the sum, when its turn comes."""
         self.work = None
         self.order.begin(self.number, self._start)
@@ -121,15 +123,15 @@ class NcclSum:
     def _start(self) -> None:
         self.work = self.group.allreduce([self.tensor])
 
-    def done(self) -> bool:
+    def is_completed(self) -> bool:
         """Whether it is complete; returns at once."""
         return self.work is not None and self.work.is_completed()
 
     def wait(self) -> None:
         """Return when it is done. Raises RankError if a rank fails meanwhile."""
-        if not self.done():
-            with waited():
-                while not self.done():
+        if not self.is_completed():
+            with measure_wait():
+                while not self.is_completed():
                     self.check()
                     time.sleep(_NAP_S)
         try:

@@ -10,7 +10,7 @@ from torch import Tensor
 from engines.comm.mpi import MpiWorld
 from engines.comm.world import Message
 
-__all__ = ["RawMessages", "RawSum"]
+__all__ = ["RawAllReduce", "RawMessages"]
 
 
 class RawMessages:
@@ -26,7 +26,7 @@ class RawMessages:
         MPI.Request.Waitall(self.requests)
 
 
-class RawSum:
+class RawAllReduce:
     """`MPI_Allreduce` of a host tensor, in place, over all ranks."""
 
     def __init__(self, world: MpiWorld) -> None:

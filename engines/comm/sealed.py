@@ -10,24 +10,24 @@ from typing import Any
 
 from engines.errors import ReleasedError
 
-__all__ = ["seal", "unseal"]
+__all__ = ["pack_value", "unpack_value"]
 
 _HEAD = Struct("<QI?")  # length and checksum of what follows, and whether it is JSON
 _SEED = 1  # of checksums: nothing but zeros is no value
 _PLAIN = (type(None), bool, int, float, str)
 
 
-def seal(value: Any) -> bytearray:
+def pack_value(value: Any) -> bytearray:
     """The value behind its length and checksum: JSON where that is enough, as of what ranks agree on, else pickled."""
     is_plain = type(value) in _PLAIN
     body = json.dumps(value).encode() if is_plain else pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     return bytearray(_HEAD.pack(len(body), zlib.crc32(body, _SEED), is_plain)) + body
 
 
-def unseal(sealed: bytes | bytearray | memoryview) -> Any:
+def unpack_value(sealed: bytes | bytearray | memoryview) -> Any:
     """The value. Raises ReleasedError where these are not the bytes that were sent: a failure has cut them short.
 
-    >>> unseal(seal("no space left")), unseal(seal({"rank": 1}))
+    >>> unpack_value(pack_value("no space left")), unpack_value(pack_value({"rank": 1}))
     ('no space left', {'rank': 1})
     """
     view = memoryview(sealed)

@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 from engines.comm.world import World
 
-__all__ = ["PATIENCE", "served"]
+__all__ = ["PATIENCE", "make_tcp_store"]
 
 PATIENCE = timedelta(seconds=60)
 """For the others to come."""
 
 
-def served(world: World) -> dist.TCPStore:
+def make_tcp_store(world: World) -> dist.TCPStore:
     """A store on rank 0, as each rank sees it; collective. Its address reaches the others through the world."""
     hosts = world.all_gather(socket.gethostname())
     host = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from engines.comm.device import has_own_memory
 
-__all__ = ["Mark", "fetched", "leaving", "marked", "wait_for", "wait_for_stream"]
+__all__ = ["DeviceEvent", "copy_to_device", "record_event", "use_send_stream", "wait_for_device", "wait_for_stream"]
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A place in what a device was told to do."""
 
     def query(self) -> bool:
@@ -31,7 +31,7 @@ class Mark(Protocol):
         """Return when it has."""
 
 
-class _Passed:
+class _CompletedEvent:
     """Where nothing is only told: all has been done."""
 
     def query(self) -> bool:
@@ -41,10 +41,10 @@ class _Passed:
         return
 
 
-_PASSED = _Passed()
+_PASSED = _CompletedEvent()
 
 
-def wait_for(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     """Return when the device has done all that it was told."""
     if has_own_memory(device):
         torch.cuda.synchronize(device)
@@ -56,7 +56,7 @@ def wait_for_stream(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def marked(device: torch.device, memory: torch.device) -> Mark:
+def record_event(device: torch.device, memory: torch.device) -> DeviceEvent:
     """Behind all that this thread has told the device so far: once passed, what it copied to `memory` may be read.
 
     What lies on the device itself comes in order by whoever reads it there.
@@ -65,7 +65,7 @@ def marked(device: torch.device, memory: torch.device) -> Mark:
 
 
 @contextmanager
-def leaving(device: torch.device, memory: torch.device, read: Sequence[Tensor]) -> Iterator[None]:
+def use_send_stream(device: torch.device, memory: torch.device, read: Sequence[Tensor]) -> Iterator[None]:
     """What is told within it, copies of what is `read` to `memory`, goes beside what is computed from here on.
 
     What was told before comes first, and so do the reads of what arrived before: whoever waits for a mark made within
@@ -74,7 +74,7 @@ def leaving(device: torch.device, memory: torch.device, read: Sequence[Tensor]) 
     if memory == device:
         yield
         return
-    computing, (there, _) = torch.cuda.current_stream(device), _beside(device)
+    computing, (there, _) = torch.cuda.current_stream(device), _get_copy_streams(device)
     there.wait_stream(computing)
     with torch.cuda.stream(there):
         yield
@@ -82,11 +82,11 @@ def leaving(device: torch.device, memory: torch.device, read: Sequence[Tensor]) 
         tensor.record_stream(there)  # its memory is not given to others before it has been read
 
 
-def fetched(arrived: Sequence[Tensor], device: torch.device, memory: torch.device) -> Sequence[Tensor]:
+def copy_to_device(arrived: Sequence[Tensor], device: torch.device, memory: torch.device) -> Sequence[Tensor]:
     """What has arrived in `memory` on the device, which computes on meanwhile, and with it behind that."""
     if memory == device:
         return arrived
-    computing, (_, here) = torch.cuda.current_stream(device), _beside(device)
+    computing, (_, here) = torch.cuda.current_stream(device), _get_copy_streams(device)
     with torch.cuda.stream(here):
         found = [tensor.to(device, non_blocking=True, copy=True) for tensor in arrived]
     computing.wait_stream(here)
@@ -96,6 +96,6 @@ def fetched(arrived: Sequence[Tensor], device: torch.device, memory: torch.devic
 
 
 @cache
-def _beside(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+def _get_copy_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """For what leaves, and for what arrives: a link carries both at once."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)

@@ -12,10 +12,10 @@ from engines.comm import values
 from engines.comm.world import Message, Pending, World
 from engines.errors import PlanError
 
-__all__ = ["SubWorld"]
+__all__ = ["SubGroup"]
 
 
-class SubWorld:
+class SubGroup:
     """The `ranks` of a world, numbered from 0 in their order, as one of them sees it.
 
     Messages keep their tags: whoever speaks to one of these ranks outside of the sub-world, meanwhile, must not be
@@ -30,7 +30,7 @@ class SubWorld:
             raise PlanError(f"Rank {world.rank} is none of the ranks {self.ranks} of this sub-world. Make it on those.")
         self.rank, self.size = self.ranks.index(world.rank), len(self.ranks)
 
-    def _outside(self, messages: Sequence[Message]) -> list[Message]:
+    def _to_world_ranks(self, messages: Sequence[Message]) -> list[Message]:
         """The same messages with the whole world's numbers."""
         return [replace(message, peer=self.ranks[message.peer]) for message in messages]
 
@@ -40,11 +40,11 @@ class SubWorld:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start messages."""
-        return self.world.exchange(self._outside(sends), self._outside(receives))
+        return self.world.exchange(self._to_world_ranks(sends), self._to_world_ranks(receives))
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
         """Messages to be started again and again."""
-        return self.world.prepare(self._outside(sends), self._outside(receives))
+        return self.world.prepare(self._to_world_ranks(sends), self._to_world_ranks(receives))
 
     def collectives(self, device: torch.device) -> None:
         """None: whether each rank has a GPU of its own is known of the whole world."""

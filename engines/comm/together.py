@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from engines.comm.world import World
 from engines.errors import ImageError, Mpi4dlError, ReleasedError
 
-__all__ = ["run_on_first", "all_gather_or_raise", "released_error", "run_on_all"]
+__all__ = ["all_gather_or_raise", "make_released_error", "run_on_all", "run_on_first"]
 
 Made = TypeVar("Made")
 
@@ -26,7 +26,7 @@ def run_on_all(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] =
     except (kind, OSError) as error:
         failure = str(error) or type(error).__name__
     for text in filter(None, all_gather_or_raise(world, failure, kind(failure) if failure else None)):
-        raise kind(text) from (None if failure else released_error())
+        raise kind(text) from (None if failure else make_released_error())
     return made  # type: ignore[return-value]
 
 
@@ -43,7 +43,7 @@ def run_on_first(world: World, work: Callable[[], Made]) -> Made:
     if isinstance(found, Mpi4dlError):
         if failure:
             raise failure
-        raise copy(found) from released_error()  # ranks in threads are given the same one
+        raise copy(found) from make_released_error()  # ranks in threads are given the same one
     return found  # type: ignore[no-any-return]
 
 
@@ -62,6 +62,6 @@ def all_gather_or_raise(world: World, value: Any, failure: Exception | None) -> 
         raise failure  # noqa: B904  (it keeps the cause that it has)
 
 
-def released_error() -> ReleasedError:
+def make_released_error() -> ReleasedError:
     """The cause of an error that this rank raises because another rank has failed."""
     return ReleasedError("released: another rank has failed")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engines.comm.sealed import seal, unseal
+from engines.comm.sealed import pack_value, unpack_value
 from engines.comm.world import Message, Pending, World
 
 __all__ = ["VALUE", "all_gather", "receive", "send"]
@@ -22,9 +22,9 @@ VALUE = (1 << 23) - 1
 
 def all_gather(world: World, value: Any, check: Callable[[], None] = lambda: None) -> list[Any]:
     """The values of all ranks, in rank order, on every rank; collective."""
-    sealed = seal(value)
+    sealed = pack_value(value)
     under_way = [send(world, peer, sealed) for peer in range(world.size) if peer != world.rank]
-    found = [unseal(sealed) if peer == world.rank else receive(world, peer, check) for peer in range(world.size)]
+    found = [unpack_value(sealed) if peer == world.rank else receive(world, peer, check) for peer in range(world.size)]
     for pending in under_way:
         pending.wait()
     return found
@@ -44,4 +44,4 @@ def receive(world: World, peer: int, check: Callable[[], None] = lambda: None) -
     sealed = torch.empty(int(length), dtype=torch.uint8)
     world.exchange([], [Message(peer, VALUE, sealed)]).wait()
     check()
-    return unseal(sealed.numpy().data)
+    return unpack_value(sealed.numpy().data)

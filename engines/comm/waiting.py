@@ -7,60 +7,60 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engines.whereabouts import here, write_on
+from engines.whereabouts import get_status_board, set_status_board
 
-__all__ = ["looked_s", "others_turn", "waited", "waited_s"]
+__all__ = ["get_wait_cpu_s", "get_wait_s", "measure_suspension", "measure_wait"]
 
 
-class _Held(threading.local):
+class _WaitClock(threading.local):
     """Each rank that is a thread has its own, and so has a thread that reads images."""
 
     seconds = 0.0
     processor_s = 0.0
 
 
-_held = _Held()
+_held = _WaitClock()
 
 
 @contextmanager
-def waited() -> Iterator[None]:
+def measure_wait() -> Iterator[None]:
     """What passes within it is waiting. Only for where nothing had come yet: messages that are there cost nothing.
 
-    >>> before_s = waited_s()
-    >>> with waited():
+    >>> before_s = get_wait_s()
+    >>> with measure_wait():
     ...     time.sleep(0.01)
-    >>> 0.01 <= waited_s() - before_s < 1
+    >>> 0.01 <= get_wait_s() - before_s < 1
     True
     """
-    board, start_s, processor_s = here(), time.perf_counter(), time.thread_time()
-    board.waits(True)
+    board, start_s, processor_s = get_status_board(), time.perf_counter(), time.thread_time()
+    board.report_waiting(True)
     try:
         yield
     finally:
-        board.waits(False)
+        board.report_waiting(False)
         _held.seconds += time.perf_counter() - start_s
         _held.processor_s += time.thread_time() - processor_s
 
 
 @contextmanager
-def others_turn() -> Iterator[None]:
+def measure_suspension() -> Iterator[None]:
     """As `waited`, where other ranks use this thread meanwhile: what they write of themselves is none of this one's."""
-    board, start_s, processor_s = here(), time.perf_counter(), _held.processor_s
+    board, start_s, processor_s = get_status_board(), time.perf_counter(), _held.processor_s
     held_s = _held.seconds
-    board.waits(True)
+    board.report_waiting(True)
     try:
         yield
     finally:
-        write_on(board)
-        board.waits(False)
+        set_status_board(board)
+        board.report_waiting(False)
         _held.seconds, _held.processor_s = held_s + time.perf_counter() - start_s, processor_s
 
 
-def waited_s() -> float:
+def get_wait_s() -> float:
     """Of this thread, since it began: the travel of a message that it waits for is part of it."""
     return _held.seconds
 
 
-def looked_s() -> float:
+def get_wait_cpu_s() -> float:
     """The processor's time of this thread that went into waiting: looking, and fetching what came in the end."""
     return _held.processor_s

@@ -30,7 +30,7 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Return when it is complete. Raises RankError if a rank fails meanwhile, rather than wait for it."""
 
-    def done(self) -> bool:
+    def is_completed(self) -> bool:
         """Whether it is complete; returns at once. Raises RankError if a rank has failed."""
 
 

@@ -8,27 +8,27 @@ from pathlib import Path
 from xml.etree.ElementTree import Element
 
 from engines.errors import ImageError
-from engines.images.files import reasons
-from engines.images.folder import pictures
+from engines.images.files import translate_errors
+from engines.images.folder import list_pictures
 from engines.images.tables import write_table
-from engines.images.xml import XML_BYTES, parsed
+from engines.images.xml import XML_BYTES, parse_xml
 from engines.regular import TEXT_BYTES, is_within, read_bounded
-from engines.working import working_folder
+from engines.working import describe_working_folder
 
-__all__ = ["boxes_table", "masks_table"]
+__all__ = ["write_boxes_table", "write_masks_table"]
 
 
-def masks_table(images: Path, masks: Path, table: Path) -> int:
+def write_masks_table(images: Path, masks: Path, table: Path) -> int:
     """Write a table of the pictures in a folder, whose masks have the same names in another folder.
 
     Gives back how many there are. Raises ImageError where there is none, or one has no mask or several.
     """
-    of_masks = _pictures(masks)
+    of_masks = _require_pictures(masks)
     found = {path.stem: path for path in of_masks}
     times = Counter(path.stem for path in of_masks)
     if twice := [path.name for path in of_masks if times[path.stem] > 1]:
         raise ImageError(f"{masks} has several masks of one name: {', '.join(twice[:5])}. Keep one of each.")
-    there = _pictures(images)
+    there = _require_pictures(images)
     missing = [path.name for path in there if path.stem not in found]
     if missing:
         raise ImageError(
@@ -38,7 +38,7 @@ def masks_table(images: Path, masks: Path, table: Path) -> int:
     return write_table(table, [(path, found[path.stem]) for path in there], ("path", "mask"))
 
 
-def boxes_table(folder: Path, chosen: str, table: Path, crop_px: int = 96, most: int | None = None) -> int:
+def write_boxes_table(folder: Path, chosen: str, table: Path, crop_px: int = 96, most: int | None = None) -> int:
     """Write a table of square crops around the boxes of a folder in Pascal VOC's format, labelled as the boxes are.
 
     `chosen` is the list of images, such as `train`: `ImageSets/Main/train.txt`. Boxes are in `Annotations/`, pictures
@@ -47,9 +47,9 @@ def boxes_table(folder: Path, chosen: str, table: Path, crop_px: int = 96, most:
     (Everingham et al., 2010, "The Pascal Visual Object Classes (VOC) Challenge", IJCV 88.)
     Gives back how many there are. Raises ImageError, which names the file, where one is missing or damaged.
     """
-    files = {path.stem: path for path in _pictures(folder / "JPEGImages")}
+    files = {path.stem: path for path in _require_pictures(folder / "JPEGImages")}
     listed = folder / "ImageSets" / "Main" / f"{chosen}.txt"
-    with reasons(listed):
+    with translate_errors(listed):
         text = _read(listed, folder, TEXT_BYTES).decode()
         names = [line.split()[0] for line in text.splitlines() if line.strip()]
     missing = [name for name in names if name not in files]
@@ -60,14 +60,14 @@ def boxes_table(folder: Path, chosen: str, table: Path, crop_px: int = 96, most:
     rows = (
         (files[name], label, f"{row - crop_px // 2} {col - crop_px // 2} {crop_px} {crop_px}", name)
         for name in names
-        for label, row, col in _first(_boxes(folder / "Annotations" / f"{name}.xml", folder), most)
+        for label, row, col in _limit_per_class(_read_boxes(folder / "Annotations" / f"{name}.xml", folder), most)
     )
     return write_table(table, rows, ("path", "label", "region", "slide"))
 
 
-def _pictures(folder: Path) -> list[Path]:
-    if not folder.is_dir() or not (found := pictures(folder)):
-        raise ImageError(f"There are no pictures in {folder} (looked for in {working_folder()}).")
+def _require_pictures(folder: Path) -> list[Path]:
+    if not folder.is_dir() or not (found := list_pictures(folder)):
+        raise ImageError(f"There are no pictures in {folder} (looked for in {describe_working_folder()}).")
     return found
 
 
@@ -81,21 +81,24 @@ def _read(path: Path, folder: Path, most_bytes: int) -> bytes:
     return read_bounded(path, most_bytes)
 
 
-def _boxes(path: Path, folder: Path) -> Iterator[Box]:
-    with reasons(path):
-        found = parsed(_read(path, folder, XML_BYTES)).findall("object")
-        boxes = [(each.findtext("name", "").strip(), _middle(each, "y"), _middle(each, "x")) for each in found]
+def _read_boxes(path: Path, folder: Path) -> Iterator[Box]:
+    with translate_errors(path):
+        found = parse_xml(_read(path, folder, XML_BYTES)).findall("object")
+        boxes = [
+            (each.findtext("name", "").strip(), _compute_middle(each, "y"), _compute_middle(each, "x"))
+            for each in found
+        ]
         if not all(label for label, _, _ in boxes):
             raise ValueError("an object has no name")
     yield from boxes
 
 
-def _middle(box: Element, axis: str) -> int:
+def _compute_middle(box: Element, axis: str) -> int:
     low, high = (float(box.findtext(f"bndbox/{axis}{end}", "")) for end in ("min", "max"))
     return int(low - 1 + high) // 2  # VOC counts pixels from 1, and the last one is part of the box
 
 
-def _first(boxes: Iterator[Box], most: int | None) -> Iterator[Box]:
+def _limit_per_class(boxes: Iterator[Box], most: int | None) -> Iterator[Box]:
     seen: Counter[str] = Counter()
     for box in boxes:
         seen[box[0]] += 1

@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from engines.errors import ImageError
-from engines.images.reader import Level, Pixels, Reader
+from engines.images.reader import Level, PictureReader, Pixels
 
-__all__ = ["ArrayPicture", "from_array", "from_tensor", "on_white"]
+__all__ = ["ArrayPicture", "composite_on_white", "convert_array", "convert_tensor"]
 
 
-class ArrayPicture(Reader):
+class ArrayPicture(PictureReader):
     """A picture that lies in memory, (H, W, 3)."""
 
     def __init__(self, name: str, pixels: Pixels) -> None:
@@ -24,7 +24,7 @@ class ArrayPicture(Reader):
         out[:] = self.pixels[y0 : y0 + out.shape[0], x0 : x0 + out.shape[1]]
 
 
-def on_white(rgba: Pixels) -> Pixels:
+def composite_on_white(rgba: Pixels) -> Pixels:
     """(H, W, 4) -> (H, W, 3): what is transparent, laid on white."""
     image = Image.fromarray(rgba)
     if image.getextrema()[3] != (255, 255):
@@ -32,29 +32,29 @@ def on_white(rgba: Pixels) -> Pixels:
     return np.array(image.convert("RGB"))
 
 
-def from_tensor(tensor: torch.Tensor) -> Pixels:
+def convert_tensor(tensor: torch.Tensor) -> Pixels:
     """(C, H, W) -> (H, W, 3). Raises ImageError where the tensor is no picture."""
     if tensor.dim() != 3:
         raise ImageError(f"The tensor has shape {tuple(tensor.shape)}, but a picture is (C, H, W).")
     plain = tensor.detach().cpu()
     plain = plain.float() if plain.dtype is torch.bfloat16 else plain
-    return from_array(plain.permute(1, 2, 0).numpy(), "The tensor")
+    return convert_array(plain.permute(1, 2, 0).numpy(), "The tensor")
 
 
-def from_array(array: NDArray[np.generic], what: str) -> Pixels:
+def convert_array(array: NDArray[np.generic], what: str) -> Pixels:
     """(H, W), (H, W, 1), (H, W, 3) or (H, W, 4) -> (H, W, 3). Raises ImageError where `what` is no picture."""
-    pixels = _as_bytes(array[..., None] if array.ndim == 2 else array, what)
+    pixels = _to_bytes(array[..., None] if array.ndim == 2 else array, what)
     if pixels.ndim != 3 or pixels.shape[2] not in (1, 3, 4) or not pixels.size:
         raise ImageError(
             f"{what} has shape {array.shape}, but a picture has 1, 3 or 4 channels: "
             "(H, W, C) as an array, (C, H, W) as a tensor."
         )
     if pixels.shape[2] == 4:
-        return on_white(pixels)
+        return composite_on_white(pixels)
     return np.ascontiguousarray(np.broadcast_to(pixels, (*pixels.shape[:2], 3)))
 
 
-def _as_bytes(array: NDArray[np.generic], what: str) -> Pixels:
+def _to_bytes(array: NDArray[np.generic], what: str) -> Pixels:
     if array.dtype == np.uint8:
         return array.astype(np.uint8)
     floating = np.issubdtype(array.dtype, np.floating)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engines.errors import ImageError
-from engines.images.labelled import LabelledImages, network_input
-from engines.images.stains import restained
-from engines.spatial.draws import uniform
+from engines.images.labelled import LabelledImages, to_network_input
+from engines.images.stains import restain
+from engines.spatial.draws import sample_uniform
 from engines.spatial.tiles import Span, Tile
 
 __all__ = ["KINDS", "Augmented"]
@@ -23,7 +23,7 @@ _DRAWS = 13  # random numbers of an image: 2 of its place, 3 of its symmetry, 6 
 
 
 @dataclass(frozen=True, slots=True)
-class _Pose:
+class _GeometricTransform:
     """How an image of `size` comes from another: a rectangle of it from `corner`, transposed, then mirrored."""
 
     size: tuple[int, int]
@@ -31,7 +31,7 @@ class _Pose:
     transposed: bool = False
     mirrored: tuple[bool, bool] = (False, False)
 
-    def source(self, tile: Tile) -> Tile:
+    def find_source_tile(self, tile: Tile) -> Tile:
         """The pixels of the other image that become those of a tile."""
         rows, cols = (
             Span(size - span.stop, size - span.start) if mirrored else span
@@ -109,22 +109,22 @@ class Augmented:
 
     def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
         """(3, h, w). Raises ImageError where the image is too small for the crop, or cannot be read."""
-        numbers = _numbers(draw)
-        pose = self._pose(index, numbers)
-        pixels = pose(self.images.part(index, pose.source(tile), draw))
-        return pixels if numbers is None else self._coloured(pixels, numbers[5:])
+        numbers = _sample_numbers(draw)
+        pose = self._make_transform(index, numbers)
+        pixels = pose(self.images.part(index, pose.find_source_tile(tile), draw))
+        return pixels if numbers is None else self._jitter_colours(pixels, numbers[5:])
 
     def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
         """(h, w): of the same pixels."""
-        pose = self._pose(index, _numbers(draw))
-        return pose(self.images.mask(index, pose.source(tile), draw))
+        pose = self._make_transform(index, _sample_numbers(draw))
+        return pose(self.images.mask(index, pose.find_source_tile(tile), draw))
 
     def check(self) -> None:
         """Raises ImageError where an image is too small for the crop; only headers are read for it, where they do."""
         for index in range(len(self) if self.size else 0):
-            self._pose(index, None)
+            self._make_transform(index, None)
 
-    def _pose(self, index: int, numbers: Sequence[float] | None) -> _Pose:
+    def _make_transform(self, index: int, numbers: Sequence[float] | None) -> _GeometricTransform:
         whole = self.images.shape(index)
         size = self.size or whole
         if size[0] > whole[0] or size[1] > whole[1]:
@@ -133,7 +133,7 @@ class Augmented:
                 "cropped. Use a smaller image size, or scale the images instead."
             )
         if numbers is None:
-            return _Pose(size, ((whole[0] - size[0]) // 2, (whole[1] - size[1]) // 2))
+            return _GeometricTransform(size, ((whole[0] - size[0]) // 2, (whole[1] - size[1]) // 2))
         fits = size[1] <= whole[0] and size[0] <= whole[1]
         transposed = "rotate" in self.kinds and fits and numbers[2] < 0.5
         mirrored = ("flip" in self.kinds or "rotate" in self.kinds) and numbers[3] < 0.5
@@ -141,15 +141,15 @@ class Augmented:
         other = numbers[4] < 0.5 if "flip" in self.kinds else mirrored != transposed
         taken = size[::-1] if transposed else size
         corner = [int(number * (there - here + 1)) for number, there, here in zip(numbers, whole, taken, strict=False)]
-        return _Pose(size, (corner[0], corner[1]), transposed, (mirrored, other))
+        return _GeometricTransform(size, (corner[0], corner[1]), transposed, (mirrored, other))
 
-    def _coloured(self, pixels: Tensor, numbers: Sequence[float]) -> Tensor:
+    def _jitter_colours(self, pixels: Tensor, numbers: Sequence[float]) -> Tensor:
         """(3, h, w) -> (3, h, w); each pixel follows from itself alone."""
         moved = [2 * number - 1 for number in numbers]
         if "stain" in self.kinds:
             image = pixels.add(1).mul(127.5).round().byte().numpy()
             factors, added = [1 + self.stain * by for by in moved[:3]], [self.stain * by for by in moved[3:6]]
-            pixels = network_input(restained(image, factors, added).transpose(1, 2, 0))
+            pixels = to_network_input(restain(image, factors, added).transpose(1, 2, 0))
         if "contrast" in self.kinds:
             pixels = pixels.mul(1 + self.light * moved[6])
         if "brightness" in self.kinds:
@@ -157,9 +157,9 @@ class Augmented:
         return pixels.clamp(-1, 1)
 
 
-def _numbers(draw: int | None) -> list[float] | None:
+def _sample_numbers(draw: int | None) -> list[float] | None:
     """Of [0, 1); None where nothing is drawn."""
     if draw is None:
         return None
-    numbers: list[float] = uniform(draw, 0, [(_DRAWS, 0, _DRAWS)], _CPU).tolist()
+    numbers: list[float] = sample_uniform(draw, 0, [(_DRAWS, 0, _DRAWS)], _CPU).tolist()
     return numbers

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engines.comm.container import memory_bytes
+from engines.comm.container import get_memory_bytes
 from engines.errors import ImageError
-from engines.spoken import spoken_bytes
+from engines.spoken import format_bytes
 
 __all__ = ["check_budget"]
 
@@ -24,19 +24,19 @@ def check_budget(path: Path, wanted_bytes: int, what: str, mend: str) -> None:
     if wanted_bytes <= SMALL_BYTES:
         return
     there = path.stat().st_size
-    right, free = max(ANY_FILE_BYTES, PER_BYTE * there), _free_bytes() // 2
+    right, free = max(ANY_FILE_BYTES, PER_BYTE * there), _get_free_bytes() // 2
     if wanted_bytes <= min(right, free):
         return
     most = (
-        f"{spoken_bytes(right)} are the most for a file of {spoken_bytes(there)}"
+        f"{format_bytes(right)} are the most for a file of {format_bytes(there)}"
         if right < free
-        else f"{spoken_bytes(free)} are the most here, half of what is free"
+        else f"{format_bytes(free)} are the most here, half of what is free"
     )
-    raise ImageError(f"{path}: {what}, which takes {spoken_bytes(wanted_bytes)} of memory, and {most}. {mend}")
+    raise ImageError(f"{path}: {what}, which takes {format_bytes(wanted_bytes)} of memory, and {most}. {mend}")
 
 
-def _free_bytes() -> int:
+def _get_free_bytes() -> int:
     """Of the machine, or all that the group of this process may have, where that is less."""
     import psutil  # a machine that only checks its GPU need not have it
 
-    return min(int(psutil.virtual_memory().available), memory_bytes())
+    return min(int(psutil.virtual_memory().available), get_memory_bytes())

@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engines.errors import ImageError
-from engines.images.files import reasons
+from engines.images.files import translate_errors
 from engines.images.folder import folder_images
-from engines.images.labelled import LabelledImages, OneClass, network_input
-from engines.images.scaling import scaled
+from engines.images.labelled import LabelledImages, SingleLabelImages, to_network_input
+from engines.images.scaling import resize_tile
 from engines.regular import read_bounded
 from engines.spatial.tiles import Tile
-from engines.working import working_folder
+from engines.working import describe_working_folder
 
-__all__ = ["CifarImages", "cifar_images"]
+__all__ = ["CifarImages", "load_cifar_images"]
 
 _SIDE, _CLASSES = 32, 10
 _PIXELS = 3 * _SIDE * _SIDE
@@ -39,7 +39,7 @@ _FORMS = {
 Bytes = NDArray[np.uint8]
 
 
-def cifar_images(folder: Path, size: tuple[int, int], test: bool = False) -> LabelledImages:
+def load_cifar_images(folder: Path, size: tuple[int, int], test: bool = False) -> LabelledImages:
     """The images of CIFAR-10 in a folder, or in the folder inside that its archives make, scaled to `size`.
 
     They are those to train on, or with `test` those that are to be held out. A folder that has a folder of pictures
@@ -54,13 +54,13 @@ def cifar_images(folder: Path, size: tuple[int, int], test: bool = False) -> Lab
         return folder_images(folder, size)
     binary, pickled = (pattern.replace("*", "1").replace("[0-9]", "1") for _, pattern in _FORMS[test])
     raise ImageError(
-        f"There is no CIFAR-10 in {folder} (looked for in {working_folder()}): neither {binary} nor {pickled}, "
-        "nor a folder of pictures for each class. Unpack cifar-10-binary.tar.gz or cifar-10-python.tar.gz there (from "
-        "https://www.cs.toronto.edu/~kriz/cifar.html; nothing is downloaded here), or set --datapath."
+        f"There is no CIFAR-10 in {folder} (looked for in {describe_working_folder()}): neither {binary} nor "
+        f"{pickled}, nor a folder of pictures for each class. Unpack cifar-10-binary.tar.gz or cifar-10-python.tar.gz "
+        "there (from https://www.cs.toronto.edu/~kriz/cifar.html; nothing is downloaded here), or set --datapath."
     )
 
 
-class CifarImages(OneClass):
+class CifarImages(SingleLabelImages):
     """Batches of (N, 3072) bytes, red before green before blue, with (N,) classes, scaled to `size` when read."""
 
     classes = _CLASSES
@@ -86,7 +86,9 @@ class CifarImages(OneClass):
         batch, row = self.places[index]
         pixels = self.batches[batch][0][row].reshape(3, _SIDE, _SIDE).transpose(1, 2, 0)
         whole = Tile.whole(_SIDE, _SIDE)
-        return network_input(scaled(lambda tile: pixels[tile.within(whole)], (_SIDE, _SIDE), self.size, tile))
+        return to_network_input(
+            resize_tile(lambda tile: pixels[tile.to_slices(whole)], (_SIDE, _SIDE), self.size, tile)
+        )
 
     def label(self, index: int) -> int:
         """The class that its file says."""
@@ -96,26 +98,26 @@ class CifarImages(OneClass):
 
 def _read(path: Path) -> tuple[Bytes, Bytes]:
     """(N, 3072) pixels and (N,) classes of one file."""
-    with reasons(path):
-        pixels, labels = _records(path) if path.suffix == ".bin" else _pickled(path)
+    with translate_errors(path):
+        pixels, labels = _read_records(path) if path.suffix == ".bin" else _read_pickle(path)
     if not len(labels) or labels.max() >= _CLASSES:
-        raise _damaged(path, f"it has {len(labels)} images, of classes up to {labels.max(initial=0)}")
+        raise _make_damaged_error(path, f"it has {len(labels)} images, of classes up to {labels.max(initial=0)}")
     return pixels, labels
 
 
-def _records(path: Path) -> tuple[Bytes, Bytes]:
+def _read_records(path: Path) -> tuple[Bytes, Bytes]:
     """One byte of class and 3072 of pixels each, left in the file until they are read."""
     size = path.stat().st_size
     if not size or size % (1 + _PIXELS):
-        raise _damaged(path, f"its {size} bytes are not records of {1 + _PIXELS}")
+        raise _make_damaged_error(path, f"its {size} bytes are not records of {1 + _PIXELS}")
     records = np.memmap(path, np.uint8, "r").reshape(-1, 1 + _PIXELS)
     return records[:, 1:], np.array(records[:, 0])
 
 
-def _pickled(path: Path) -> tuple[Bytes, Bytes]:
+def _read_pickle(path: Path) -> tuple[Bytes, Bytes]:
     data = read_bounded(path)
     try:
-        _check_places(data)
+        _check_memo_indices(data)
         batch = _Unpickler(path, data).load()
         pixels, labels = batch[b"data"], batch[b"labels"]
         if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and labels.ndim == 1:
@@ -126,15 +128,15 @@ def _pickled(path: Path) -> tuple[Bytes, Bytes]:
     except ImageError:
         raise
     except Exception as error:  # a damaged pickle fails in any way
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+        raise _make_damaged_error(path, f"{type(error).__name__}: {error}") from error
     if pixels.dtype != np.uint8 or pixels.shape != (len(labels), _PIXELS):
-        raise _damaged(
+        raise _make_damaged_error(
             path, f"it has {len(labels)} classes, and pixels of shape {pixels.shape} and type {pixels.dtype}"
         )
     return pixels, labels
 
 
-def _check_places(data: bytes) -> None:
+def _check_memo_indices(data: bytes) -> None:
     """Raises UnpicklingError where a pickle speaks of more objects or bytes than it has: room is made for them."""
     if not data:
         raise EOFError("it is empty")
@@ -146,34 +148,34 @@ def _check_places(data: bytes) -> None:
         raise pickle.UnpicklingError(str(error)) from error
 
 
-def _damaged(path: Path, reason: str) -> ImageError:
+def _make_damaged_error(path: Path, reason: str) -> ImageError:
     return ImageError(f"{path} is no CIFAR-10 batch, or damaged: {reason}. Unpack the archive again.")
 
 
-def _latin1(text: str, encoding: str) -> bytes:
+def _encode_latin1(text: str, encoding: str) -> bytes:
     """As older pickles write bytes."""
     if encoding != "latin1":
         raise ValueError(f"bytes written as {encoding}")
     return text.encode("latin1")
 
 
-class _Array:
+class _NdarrayStub:
     """Stands for NumPy's class in a pickle, which may name it, but not call it: it makes room for any shape."""
 
 
-def _empty_array(kind: object, shape: object, _dtype: object) -> NDArray[Any]:
+def _make_empty_array(kind: object, shape: object, _dtype: object) -> NDArray[Any]:
     """What NumPy's pickles begin with, and fill later from bytes that are there."""
-    if kind is not _Array or shape != (0,):
+    if kind is not _NdarrayStub or shape != (0,):
         raise ValueError(f"an array that begins with shape {shape}")
     return np.empty(0, np.uint8)
 
 
 _MADE: dict[tuple[str, str], Callable[..., Any]] = {
-    ("numpy", "ndarray"): _Array,
+    ("numpy", "ndarray"): _NdarrayStub,
     ("numpy", "dtype"): np.dtype,
-    ("numpy._core.multiarray", "_reconstruct"): _empty_array,
+    ("numpy._core.multiarray", "_reconstruct"): _make_empty_array,
     ("numpy._core.numeric", "_frombuffer"): np.empty(1).__reduce_ex__(5)[0],  # type: ignore[dict-item]
-    ("_codecs", "encode"): _latin1,
+    ("_codecs", "encode"): _encode_latin1,
 }
 """What an array is made of, in every version of Python's pickles."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engines.errors import ImageError
 from engines.images.picture import Source, open_image
-from engines.images.stains import dab
+from engines.images.stains import compute_dab
 
 __all__ = ["StainCrops"]
 
@@ -39,21 +39,22 @@ class StainCrops:
         if math.prod(picture.shape()) > MOST_PX:
             raise ImageError(
                 f"{picture.name} has {picture.shape()[0]} x {picture.shape()[1]} pixels, and crops are taken from at "
-                f"most {MOST_PX}. Take them from a part: engines.images.region.region(picture, y0, x0, height, width)."
+                f"most {MOST_PX}. Take them from a part: "
+                "engines.images.region.crop_picture(picture, y0, x0, height, width)."
             )
         if count < 2:
             raise ImageError(f"count={count} crops have no median between them. Use count >= 2.")
         self.size_px = size_px
         self._pixels = picture.read(0, 0, *picture.shape())
-        self.corners = _corners(picture.shape(), size_px, count, seed)
-        stain = dab(self._pixels)
+        self.corners = _sample_corners(picture.shape(), size_px, count, seed)
+        stain = compute_dab(self._pixels)
         means = np.array([self._crop(stain, corner).mean() for corner in self.corners])
         self.labels = torch.from_numpy((means > np.median(means)).astype(np.int64))
 
     def __len__(self) -> int:
         return len(self.corners)
 
-    def batches(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def iterate_batches(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Images (N, 3, size_px, size_px), float32, and labels (N,), in order; all of `batch_size`.
 
         Each channel has mean 0 and deviation 1 over the whole picture. Crops left over are left out.
@@ -63,9 +64,9 @@ class StainCrops:
             raise ImageError(f"batch_size={batch_size}, but there are {len(self)} crops: use 1 to {len(self)}.")
         for start in range(0, len(self) - batch_size + 1, batch_size):
             members = slice(start, start + batch_size)
-            yield self._images(self.corners[members]), self.labels[members]
+            yield self._normalise_crops(self.corners[members]), self.labels[members]
 
-    def _images(self, corners: NDArray[np.int64]) -> Tensor:
+    def _normalise_crops(self, corners: NDArray[np.int64]) -> Tensor:
         crops = np.stack([self._crop(self._pixels, corner) for corner in corners]).astype(np.float32)
         mean, deviation = self._pixels.mean((0, 1)), self._pixels.std((0, 1))
         normalised = (crops - mean) / np.maximum(deviation, 1.0)  # one grey level: a flat channel stays 0
@@ -76,7 +77,7 @@ class StainCrops:
         return array[row : row + self.size_px, col : col + self.size_px]
 
 
-def _corners(shape: tuple[int, int], size_px: int, count: int, seed: int) -> NDArray[np.int64]:
+def _sample_corners(shape: tuple[int, int], size_px: int, count: int, seed: int) -> NDArray[np.int64]:
     """(count, 2): the first row and column of each crop."""
     random = np.random.default_rng(seed)
     return random.integers(0, [side - size_px + 1 for side in shape], size=(count, 2))

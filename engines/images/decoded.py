@@ -11,14 +11,14 @@ from weakref import WeakValueDictionary
 
 from numpy.typing import NDArray
 
-from engines.images.files import reasons
+from engines.images.files import translate_errors
 
-__all__ = ["Decoded"]
+__all__ = ["DecodeCache"]
 
 KEPT_BYTES = 1 << 26  # of decoded files that nobody holds any more
 
 
-class Decoded:
+class DecodeCache:
     """What `decode(path, page)` gives: arrays that are in use, and the last ones up to `KEPT_BYTES`."""
 
     def __init__(self, decode: Callable[[Path, int], NDArray[Any]]) -> None:
@@ -26,9 +26,9 @@ class Decoded:
         self._in_use: WeakValueDictionary[tuple[object, ...], NDArray[Any]] = WeakValueDictionary()
         self._kept: OrderedDict[tuple[object, ...], NDArray[Any]] = OrderedDict()
 
-    def pixels(self, path: Path, page: int = 0) -> NDArray[Any]:
+    def get_pixels(self, path: Path, page: int = 0) -> NDArray[Any]:
         """The array of a page of a file as it is now, shared: not to be written to. Raises ImageError."""
-        with reasons(path):
+        with translate_errors(path):
             state = path.stat()
         key = (path, page, state.st_mtime_ns, state.st_size, state.st_ino)
         with self._lock:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engines.errors import ImageError
-from engines.images.masks import mask_shape
-from engines.images.opened import opened, shape_of
+from engines.images.masks import read_mask_shape
+from engines.images.opened import open_cached, read_shape
 from engines.images.picture import Picture
-from engines.images.region import region
+from engines.images.region import crop_picture
 from engines.spatial.tiles import Span, Tile
 
 __all__ = ["Example"]
@@ -36,31 +36,31 @@ class Example:
     @property
     def name(self) -> str:
         """The path, and the region and level where they are not the whole."""
-        at = f"[{_slice(self.region.rows)}, {_slice(self.region.cols)}]" if self.region else ""
+        at = f"[{_format_span(self.region.rows)}, {_format_span(self.region.cols)}]" if self.region else ""
         return f"{self.path}{at}" + (f" of level {self.level}" if self.level else "")
 
     @property
     def shape(self) -> Shape:
         """Height and width in pixels. Raises ImageError, which names the file, where it cannot be read."""
-        return self.region.shape if self.region else shape_of(self.path, self.level)
+        return self.region.shape if self.region else read_shape(self.path, self.level)
 
-    def picture(self) -> Picture:
+    def open_picture(self) -> Picture:
         """Its pixels. Raises ImageError, which names the file, where it cannot be read or has no such region."""
-        picture = opened(self.path)
+        picture = open_cached(self.path)
         tile = self.region or (Tile.whole(*picture.shape(self.level)) if self.level else None)
         if tile is None:
             return picture
         self._check_size(picture.shape(self.level))
-        return region(picture, tile.rows.start, tile.cols.start, *tile.shape, self.level)
+        return crop_picture(picture, tile.rows.start, tile.cols.start, *tile.shape, self.level)
 
-    def origin(self, mask: Shape, source: Shape) -> tuple[int, int]:
+    def find_mask_origin(self, mask: Shape, source: Shape) -> tuple[int, int]:
         """The pixel of a mask of this shape that lies over the first of the image, which has the shape `source`.
 
         A mask is of the region, or of the whole picture. Raises ImageError where it is of neither.
         """
         if mask == source:
             return 0, 0
-        whole = shape_of(self.path, self.level)
+        whole = read_shape(self.path, self.level)
         if self.region and mask == whole:
             return self.region.rows.start, self.region.cols.start
         of_region = f", and {self.name} has {source[0]} x {source[1]}" if self.region else ""
@@ -71,12 +71,12 @@ class Example:
 
     def check(self) -> None:
         """Raises ImageError where it can be known, without its pixels, that it cannot be read as it is described."""
-        whole = shape_of(self.path, self.level)
+        whole = read_shape(self.path, self.level)
         if self.region and not self.region & Tile.whole(*whole):
-            self.picture()  # says so
+            self.open_picture()  # says so
         self._check_size(whole)
         if self.mask:
-            self.origin(mask_shape(self.mask), self.shape)
+            self.find_mask_origin(read_mask_shape(self.mask), self.shape)
 
     def _check_size(self, whole: Shape) -> None:
         """One digit too many, and the white around a picture would take all memory."""
@@ -87,5 +87,5 @@ class Example:
             )
 
 
-def _slice(span: Span) -> str:
+def _format_span(span: Span) -> str:
     return f"{span.start}:{span.stop}"

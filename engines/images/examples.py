@@ -11,11 +11,11 @@ from torch import Tensor
 from engines.errors import ImageError
 from engines.images.example import Example
 from engines.images.ignored import IGNORED
-from engines.images.labelled import OneClass, network_input
-from engines.images.masks import Classes, Ignore, Mask, ignored_numbers
+from engines.images.labelled import SingleLabelImages, to_network_input
+from engines.images.masks import Classes, Ignore, MaskFile, parse_ignored_numbers
 from engines.images.picture import Pixels
-from engines.images.scaling import middles, scaled
-from engines.images.some import Some, parted
+from engines.images.scaling import find_nearest_pixels, resize_tile
+from engines.images.some import Subset, split_by_slide
 from engines.spatial.tiles import Span, Tile
 
 __all__ = ["FITS", "ExampleImages"]
@@ -26,7 +26,7 @@ FITS = ("scale", "crop")
 _TOLD = 5  # bad images, before the others are only counted
 
 
-class ExampleImages(OneClass):
+class ExampleImages(SingleLabelImages):
     """Examples whose classes have these names, brought to `size` = (height, width) as `fit` says (see `FITS`).
 
     Each is read when it is asked for, and of it only the pixels that are. Without a `size` each image has its own,
@@ -47,7 +47,7 @@ class ExampleImages(OneClass):
             raise ImageError(f"fit={fit!r} is unknown. Choose one of {', '.join(FITS)}.")
         self.examples, self.names, self.size = tuple(examples), tuple(names), size
         self.fit, self.mask_classes, self.threshold = fit, mask_classes, threshold
-        self.ignore = ignored_numbers(ignore)
+        self.ignore = parse_ignored_numbers(ignore)
 
     @property
     def classes(self) -> int:
@@ -71,16 +71,16 @@ class ExampleImages(OneClass):
 
     def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
         """(3, h, w), float32 from -1 to 1. Raises ImageError, which names the file, where it cannot be read."""
-        picture = self.examples[index].picture()
+        picture = self.examples[index].open_picture()
 
         def read(tile: Tile) -> Pixels:
             return picture.read(tile.rows.start, tile.cols.start, *tile.shape)
 
         source = picture.shape()
         if self.size and self.fit == "scale":
-            return network_input(scaled(read, source, self.size, tile))
-        by = self._margins(source)
-        return network_input(read(Tile(_shifted(tile.rows, by[0]), _shifted(tile.cols, by[1]))))
+            return to_network_input(resize_tile(read, source, self.size, tile))
+        by = self._compute_margins(source)
+        return to_network_input(read(Tile(_shift_span(tile.rows, by[0]), _shift_span(tile.cols, by[1]))))
 
     def label(self, index: int) -> int:
         """Its class. Raises ImageError where it has masks only."""
@@ -101,18 +101,18 @@ class ExampleImages(OneClass):
         if example.mask is None:
             return super().mask(index, tile, draw)
         source = example.shape
-        mask = Mask(example.mask, self.classes, self.threshold, self.ignore)
+        mask = MaskFile(example.mask, self.classes, self.threshold, self.ignore)
         spans = zip(
-            source, self.size or source, (tile.rows, tile.cols), self._margins(source),
-            example.origin(mask.shape, source), strict=True,
+            source, self.size or source, (tile.rows, tile.cols), self._compute_margins(source),
+            example.find_mask_origin(mask.shape, source), strict=True,
         )  # fmt: skip
-        places = [self._places(*each) for each in spans]
-        return torch.from_numpy(_picked(mask, *places))
+        places = [self._map_to_mask(*each) for each in spans]
+        return torch.from_numpy(_read_classes(mask, *places))
 
-    def _places(self, source: int, size: int, span: Span, margin: int, origin: int) -> Classes:
+    def _map_to_mask(self, source: int, size: int, span: Span, margin: int, origin: int) -> Classes:
         """The rows or columns of the mask for those of a tile; -1 outside of the image."""
         scales = self.size and self.fit == "scale"
-        places = middles(source, size, span) if scales else np.arange(span.start, span.stop) + margin
+        places = find_nearest_pixels(source, size, span) if scales else np.arange(span.start, span.stop) + margin
         return np.where((places >= 0) & (places < source), places + origin, -1)
 
     def check(self) -> None:
@@ -127,22 +127,22 @@ class ExampleImages(OneClass):
             more = f"\nAnd {len(bad) - _TOLD} others." if len(bad) > _TOLD else ""
             raise ImageError("\n".join(bad[:_TOLD]) + more)
 
-    def split(self, held_out: float = 0.2, seed: int = 0) -> tuple[Some, Some]:
+    def split(self, held_out: float = 0.2, seed: int = 0) -> tuple[Subset, Subset]:
         """(those to train on, those held out), by slide: see `parted`."""
-        return parted(self, held_out, seed)
+        return split_by_slide(self, held_out, seed)
 
-    def _margins(self, source: tuple[int, int]) -> tuple[int, int]:
+    def _compute_margins(self, source: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of the source before the first that is used; below 0 where it is too small."""
         if self.size is None:
             return 0, 0
         return (source[0] - self.size[0]) // 2, (source[1] - self.size[1]) // 2
 
 
-def _shifted(span: Span, by: int) -> Span:
+def _shift_span(span: Span, by: int) -> Span:
     return Span(span.start + by, span.stop + by)
 
 
-def _picked(mask: Mask, rows: Classes, cols: Classes) -> Classes:
+def _read_classes(mask: MaskFile, rows: Classes, cols: Classes) -> Classes:
     """(h, w): the classes at these rows and columns, which ascend and may lie outside."""
     classes = np.full((len(rows), len(cols)), IGNORED)
     inside = [(places >= 0) & (places < size) for places, size in zip((rows, cols), mask.shape, strict=True)]

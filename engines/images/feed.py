@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.together import all_gather_or_raise, released_error
+from engines.comm.together import all_gather_or_raise, make_released_error
 from engines.comm.world import World
 from engines.errors import ImageError, PlanError
-from engines.images.order import Drawn, Order, Place
-from engines.images.own import OwnPart, Piece
-from engines.output import Output
+from engines.images.order import Sample, Sampler, SamplerState
+from engines.images.own import ReadRequest, ShardReader
+from engines.output import LineBuffer
 from engines.program.worker import Inputs
-from engines.whereabouts import here
+from engines.whereabouts import get_status_board
 
-__all__ = ["Feed", "Feeding", "Place", "Served", "Unready", "said"]
+__all__ = ["LoadedBatch", "LoaderOptions", "NotReady", "RankLoader", "SamplerState", "describe_read_error"]
 
 _AHEAD = 2  # steps that are read while one is computed
 _ON_BAD = ("raise", "skip")
@@ -29,7 +29,7 @@ _NAMED = 5  # bad images that an error names
 
 
 @dataclass(frozen=True)
-class Feeding:
+class LoaderOptions:
     """How a training is fed.
 
     Epochs of at most `steps` steps go in the order of `seed`. `workers` threads of each rank read ahead, 0: the
@@ -56,24 +56,24 @@ class Feeding:
 
 
 @dataclass(frozen=True)
-class Unready:
+class NotReady:
     """The next step has so many `images`, for which the rank is not ready yet."""
 
     images: int
 
 
 @dataclass(frozen=True)
-class Served:
+class LoadedBatch:
     """This rank's parts of the step at a place, of `images` images, and how long it waited for them."""
 
-    place: Place
+    place: SamplerState
     parts: Inputs
     wait_s: float
     images: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Bad:
+class _BadImage:
     """Why an image cannot be read. What is `odd` is a failure of the program, and not skipped."""
 
     text: str
@@ -81,15 +81,15 @@ class _Bad:
 
 
 @dataclass
-class _Read:
+class _ReadResult:
     """What has been read of a step, and which images cannot be."""
 
-    pieces: dict[Piece, Tensor] = field(default_factory=dict)
-    bad: dict[int, _Bad] = field(default_factory=dict)
+    pieces: dict[ReadRequest, Tensor] = field(default_factory=dict)
+    bad: dict[int, _BadImage] = field(default_factory=dict)
     cause: Exception | None = None
 
 
-class Feed:
+class RankLoader:
     """Serves the steps of a training, `count` images each, to one rank; every rank has one, and they agree.
 
     The order follows from seed and epoch alone, and the draw of an image's augmentation from seed, epoch and image:
@@ -102,27 +102,27 @@ class Feed:
     """
 
     def __init__(
-        self, world: World, own: OwnPart, count: int, feeding: Feeding | None = None, unit: int = 1,
+        self, world: World, own: ShardReader, count: int, feeding: LoaderOptions | None = None, unit: int = 1,
         is_ready: Callable[[int], bool] = lambda images: True,
     ) -> None:  # fmt: skip
         self.world, self.own, self.count, self.is_ready = world, own, count, is_ready
-        self.feeding = feeding or Feeding()
-        self.order = Order(len(own.images), count, self.feeding.steps, self.feeding.drop_last, unit)
-        self.place = Place(self.feeding.seed)
+        self.feeding = feeding or LoaderOptions()
+        self.order = Sampler(len(own.images), count, self.feeding.steps, self.feeding.drop_last, unit)
+        self.place = SamplerState(self.feeding.seed)
         self._next = self.place
         self.bad: list[str] = []  # of each image that was found bad and left out, which one it is and why
-        self._reading: dict[Piece, Future[Tensor]] = {}
+        self._reading: dict[ReadRequest, Future[Tensor]] = {}
         workers = self.feeding.workers
-        begin = partial(_begin_worker, here().output)
+        begin = partial(_begin_worker, get_status_board().output)
         self._pool = ThreadPoolExecutor(workers, "feed", begin) if workers else None
         if (total := len(own.images)) < count:
             raise ImageError(f"There are {total} images, but a step takes {count}. Use smaller batches, or add images.")
 
     # ---- where it is
 
-    def state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Any]:
         """Plain JSON: where the training goes on, once the last step that was served is done."""
-        return self.place.state(len(self.own.images))
+        return self.place.to_dict(len(self.own.images))
 
     def resume(self, state: Mapping[str, Any], anew: bool = False) -> None:
         """Go on from there: the same images, draws and order as without the break. Raises ImageError.
@@ -134,8 +134,8 @@ class Feed:
                 f"The training that is to go on had {state['images']} images, but there are {len(self.own.images)}. "
                 "Give it the same images, or begin a new one."
             )
-        place = Place.of(state)
-        self.place = self.order.begun(place) if anew else place
+        place = SamplerState.of(state)
+        self.place = self.order.skip_finished_epoch(place) if anew else place
 
     def advance(self) -> None:
         """The step that was served is done."""
@@ -143,7 +143,7 @@ class Feed:
 
     # ---- steps
 
-    def next(self) -> Served | Unready | None:
+    def load_next(self) -> LoadedBatch | NotReady | None:
         """This rank's parts of the next step; None where the epoch is over, and then the next one is begun. Collective.
 
         Unready where the step is a smaller one, for which ranks have to be made ready: then it can be asked for again.
@@ -151,19 +151,19 @@ class Feed:
         """
         start_s = time.perf_counter()
         waited_s = 0.0
-        while (step := self.order.members(self.place)) is not None:
+        while (step := self.order.get_samples(self.place)) is not None:
             if not self.is_ready(len(step)):
-                return Unready(len(step))
-            read = self._read(step, self.order.after(self.place))
+                return NotReady(len(step))
+            read = self._read(step, self.order.get_next_state(self.place))
             waited_s += time.perf_counter() - start_s
-            found = all_gather_or_raise(self.world, read.bad, self._failure(read.bad, read))
+            found = all_gather_or_raise(self.world, read.bad, self._make_error(read.bad, read))
             bad = {index: why for rank in reversed(found) for index, why in rank.items()}
             if not bad:
-                self._next = self.order.after(self.place)
+                self._next = self.order.get_next_state(self.place)
                 for piece in read.pieces:
                     self._reading.pop(piece, None)
-                return Served(self.place, self.own.joined(step, read.pieces.__getitem__), waited_s, len(step))
-            if failure := self._failure(bad, read):
+                return LoadedBatch(self.place, self.own.assemble(step, read.pieces.__getitem__), waited_s, len(step))
+            if failure := self._make_error(bad, read):
                 raise failure
             self.bad += [bad[index].text for index in sorted(bad)]
             self.place = replace(self.place, skipped=(*self.place.skipped, *sorted(bad)))
@@ -182,16 +182,16 @@ class Feed:
 
     # ---- reading
 
-    def _read(self, step: Sequence[Drawn], then: Place) -> _Read:
-        wanted = list(self.own.pieces(step))
+    def _read(self, step: Sequence[Sample], then: SamplerState) -> _ReadResult:
+        wanted = list(self.own.make_read_requests(step))
         if self._pool is not None:
-            self._look_ahead(wanted, then)
-        read = _Read()
+            self._prefetch(wanted, then)
+        read = _ReadResult()
         for piece in wanted:
             self._take(piece, read)
         return read
 
-    def _take(self, piece: Piece, read: _Read) -> None:
+    def _take(self, piece: ReadRequest, read: _ReadResult) -> None:
         """One piece into what is read. Of an image that is known to be bad nothing more is read."""
         if piece.index in read.bad:
             return
@@ -200,20 +200,20 @@ class Feed:
         except Exception as error:
             odd = not isinstance(error, ImageError | OSError)
             read.cause = error
-            read.bad[piece.index] = _Bad(said(self.own.images.name(piece.index), error, odd), odd)
+            read.bad[piece.index] = _BadImage(describe_read_error(self.own.images.name(piece.index), error, odd), odd)
 
-    def _look_ahead(self, wanted: Sequence[Piece], then: Place) -> None:
+    def _prefetch(self, wanted: Sequence[ReadRequest], then: SamplerState) -> None:
         """Have workers read the step and the next ones; what was begun and is not needed any more is given up."""
-        coming = (step for step, _ in zip(self.order.coming(then), range(_AHEAD), strict=False))
+        coming = (step for step, _ in zip(self.order.iterate_steps(then), range(_AHEAD), strict=False))
         known = (step for step in coming if self.is_ready(len(step)))
-        pieces = dict.fromkeys([*wanted, *(piece for step in known for piece in self.own.pieces(step))])
+        pieces = dict.fromkeys([*wanted, *(piece for step in known for piece in self.own.make_read_requests(step))])
         for piece in self._reading.keys() - pieces.keys():
             self._reading.pop(piece).cancel()
         for piece in pieces:
             if piece not in self._reading:
                 self._reading[piece] = self._pool.submit(self.own.fetch, piece)
 
-    def _failure(self, bad: Mapping[int, _Bad], read: _Read) -> ImageError | None:
+    def _make_error(self, bad: Mapping[int, _BadImage], read: _ReadResult) -> ImageError | None:
         """What is to be raised where these images are bad. The rank that is named is one that has read the image."""
         if not bad:
             return None
@@ -221,7 +221,7 @@ class Feed:
         if self.feeding.on_bad_image != "raise" and not bad[first].odd:
             return None
         failure = ImageError(bad[first].text)
-        failure.__cause__ = read.cause if first in read.bad else released_error()
+        failure.__cause__ = read.cause if first in read.bad else make_released_error()
         return failure
 
     def close(self) -> None:
@@ -230,20 +230,20 @@ class Feed:
             self._pool.shutdown(cancel_futures=True)
         self._reading.clear()
 
-    def __enter__(self) -> Feed:
+    def __enter__(self) -> RankLoader:
         return self
 
     def __exit__(self, *failure: object) -> None:
         self.close()
 
 
-def _begin_worker(output: Output | None) -> None:
+def _begin_worker(output: LineBuffer | None) -> None:
     """What a worker prints is its rank's."""
     torch.set_num_threads(1)  # or each would start as many threads as the training has
-    here().output = output
+    get_status_board().output = output
 
 
-def said(name: str, error: Exception, odd: bool = False) -> str:
+def describe_read_error(name: str, error: Exception, odd: bool = False) -> str:
     """Why an image cannot be read, with its name once."""
     text = str(error) or type(error).__name__
     text = f"{type(error).__name__}: {text}" if odd else text

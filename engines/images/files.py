@@ -11,11 +11,20 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from engines.errors import ImageError
-from engines.images.reader import Level, Reader
+from engines.images.reader import Level, PictureReader
 from engines.regular import NotRegularError, open_regular
-from engines.working import absolute, working_folder
+from engines.working import describe_working_folder, make_absolute
 
-__all__ = ["MEND", "PIXELS_PER_BYTE", "FileReader", "beginning", "changed", "check_size", "damaged", "reasons"]
+__all__ = [
+    "MEND",
+    "PIXELS_PER_BYTE",
+    "FileReader",
+    "check_size",
+    "make_changed_error",
+    "make_damaged_error",
+    "read_head",
+    "translate_errors",
+]
 
 MEND = "Copy or export it again."
 PIXELS_PER_BYTE = 4096  # no compression does better, but that of blank fax pages
@@ -23,7 +32,7 @@ PIXELS_PER_BYTE = 4096  # no compression does better, but that of blank fax page
 Handle = TypeVar("Handle")
 
 
-class FileReader(Reader, Generic[Handle]):
+class FileReader(PictureReader, Generic[Handle]):
     """A picture in a file that is read bit by bit, through a handle that `_open` makes.
 
     Pickled, it is its path and what is known of it: the copy opens the file where it is first read, so each rank
@@ -32,10 +41,10 @@ class FileReader(Reader, Generic[Handle]):
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = absolute(path)
+        self.path = make_absolute(path)
         self._lock, self._process = threading.Lock(), os.getpid()
         self._handle: Handle | None = self._open()
-        super().__init__(path.name, self._levels(self._handle), self._microns(self._handle))
+        super().__init__(path.name, self._get_levels(self._handle), self._get_microns(self._handle))
 
     @property
     def handle(self) -> Handle:
@@ -44,8 +53,8 @@ class FileReader(Reader, Generic[Handle]):
             forked = self._process != os.getpid()  # two processes would move one place in the file
             if self._handle is None or forked:
                 handle = self._open()
-                if tuple(self._levels(handle)) != self.levels:
-                    raise changed(self.path)
+                if tuple(self._get_levels(handle)) != self.levels:
+                    raise make_changed_error(self.path)
                 self._handle, self._process = handle, os.getpid()
             return self._handle
 
@@ -65,20 +74,20 @@ class FileReader(Reader, Generic[Handle]):
         """Open the file at `path`. Raises ImageError."""
 
     @abstractmethod
-    def _levels(self, handle: Handle) -> Sequence[Level]:
+    def _get_levels(self, handle: Handle) -> Sequence[Level]:
         """What the file says of its levels, finest first."""
 
     @abstractmethod
-    def _microns(self, handle: Handle) -> float | None:
+    def _get_microns(self, handle: Handle) -> float | None:
         """What it says of the size of a pixel of level 0."""
 
 
-def damaged(path: Path, reason: object) -> ImageError:
+def make_damaged_error(path: Path, reason: object) -> ImageError:
     """The error for a file that does not hold what its header says."""
     return ImageError(f"{path} is damaged: {reason}. {MEND}")
 
 
-def changed(path: Path) -> ImageError:
+def make_changed_error(path: Path) -> ImageError:
     """The error for a file that is another one than when it was opened."""
     return ImageError(f"{path} has changed since it was opened. Open it again.")
 
@@ -87,11 +96,11 @@ def check_size(path: Path, rows: int, cols: int, pixels_per_byte: int = PIXELS_P
     """A damaged header can ask for more memory than there is, and the system would end the process."""
     there = path.stat().st_size
     if rows * cols > there * pixels_per_byte:
-        raise damaged(path, f"it says that it holds {rows} x {cols} pixels, but it has only {there} bytes")
+        raise make_damaged_error(path, f"it says that it holds {rows} x {cols} pixels, but it has only {there} bytes")
 
 
 @contextmanager
-def reasons(path: Path) -> Iterator[None]:
+def translate_errors(path: Path) -> Iterator[None]:
     """Whatever a decoder raises over a file becomes an ImageError that names the file and the reason.
 
     A decoder that is fed with damaged bytes raises anything at all, so anything is damage here: keep the body small.
@@ -101,7 +110,7 @@ def reasons(path: Path) -> Iterator[None]:
     except ImageError:
         raise
     except FileNotFoundError:
-        raise ImageError(f"{path} does not exist (looked for in {working_folder()}).") from None
+        raise ImageError(f"{path} does not exist (looked for in {describe_working_folder()}).") from None
     except IsADirectoryError:
         raise ImageError(f"{path} is a folder. Give the path of one picture in it.") from None
     except PermissionError:
@@ -111,10 +120,10 @@ def reasons(path: Path) -> Iterator[None]:
     except MemoryError as error:
         raise ImageError(f"{path} cannot be read: there is not enough memory. {error}. Read a smaller part.") from error
     except Exception as error:
-        raise damaged(path, str(error).strip().rstrip(".") or type(error).__name__) from error
+        raise make_damaged_error(path, str(error).strip().rstrip(".") or type(error).__name__) from error
 
 
-def beginning(path: Path, count: int) -> bytes:
+def read_head(path: Path, count: int) -> bytes:
     """The first bytes of a file. Raises ImageError where it is missing, a folder, no file at all, or not ours."""
-    with reasons(path), open_regular(path) as file:
+    with translate_errors(path), open_regular(path) as file:
         return file.read(count)

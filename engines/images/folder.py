@@ -9,9 +9,9 @@ from pathlib import Path
 from engines.errors import ImageError
 from engines.images.example import Example
 from engines.images.examples import ExampleImages
-from engines.working import working_folder
+from engines.working import describe_working_folder
 
-__all__ = ["folder_images", "pictures"]
+__all__ = ["folder_images", "list_pictures"]
 
 _ZARR = ".zarr"  # a folder that is a picture
 
@@ -55,14 +55,14 @@ def folder_images(
     folder = Path(folder)
     if not folder.is_dir():
         raise ImageError(
-            f"{folder} is not a folder (looked for in {working_folder()}). "
+            f"{folder} is not a folder (looked for in {describe_working_folder()}). "
             "Give the --datapath of a folder that has a folder of pictures for each class."
         )
-    there = tuple(path.name for path in _folders(folder))
+    there = tuple(path.name for path in _list_folders(folder))
     unknown = sorted(set(there) - set(there if names is None else names))
     if unknown:
         raise ImageError(f"{folder} has folders of other classes than {', '.join(names or ())}: {', '.join(unknown)}.")
-    found = {name: _pictures(folder / name) for name in there}
+    found = {name: _list_class_pictures(folder / name) for name in there}
     if not there:
         raise ImageError(f"{folder} has no folders. {_WAY}")
     if empty := [name for name in there if not found[name]]:
@@ -77,23 +77,25 @@ def folder_images(
     return ExampleImages(examples, classes, size, fit)
 
 
-def _folders(folder: Path) -> list[Path]:
-    return sorted(path for path in _shown(folder) if path.is_dir() and path.suffix != _ZARR)
+def _list_folders(folder: Path) -> list[Path]:
+    return sorted(path for path in _list_visible(folder) if path.is_dir() and path.suffix != _ZARR)
 
 
-def _pictures(folder: Path) -> list[tuple[Path, str]]:
+def _list_class_pictures(folder: Path) -> list[tuple[Path, str]]:
     """Each with the name of its slide."""
-    alone = [(path, str(path)) for path in pictures(folder)]
-    return alone + [(path, slide.name) for slide in _folders(folder) for path in pictures(slide)]
+    alone = [(path, str(path)) for path in list_pictures(folder)]
+    return alone + [(path, slide.name) for slide in _list_folders(folder) for path in list_pictures(slide)]
 
 
-def pictures(folder: Path) -> list[Path]:
+def list_pictures(folder: Path) -> list[Path]:
     """The files in a folder whose names end as those of pictures do, in order; hidden ones are none."""
     return sorted(
-        path for path in _shown(folder) if path.suffix.lower() in ENDINGS and path.is_dir() == (path.suffix == _ZARR)
+        path
+        for path in _list_visible(folder)
+        if path.suffix.lower() in ENDINGS and path.is_dir() == (path.suffix == _ZARR)
     )
 
 
-def _shown(folder: Path) -> Iterator[Path]:
+def _list_visible(folder: Path) -> Iterator[Path]:
     """What lies in a folder, except what a user does not see or has not put there."""
     return (path for path in folder.iterdir() if not path.name.startswith(".") and path.name not in _OF_SYSTEMS)

@@ -7,21 +7,21 @@ from collections.abc import Iterator
 from engines.errors import ImageError
 from engines.images.labelled import LabelledImages
 from engines.layer.graph import ModelGraph, Ref
-from engines.loss.classes import class_numbers, unchanged_labels
+from engines.loss.classes import find_label_specs, find_unchanged_labels
 
-__all__ = ["IGNORED", "check_ignored", "ignored_label"]
+__all__ = ["IGNORED", "check_ignored", "find_ignored_label"]
 
 IGNORED = -100
 """The label of a pixel outside of a mask, or of an ignored number, until it meets a loss: PyTorch's `ignore_index`."""
 
 
-def ignored_label(graph: ModelGraph) -> int | None:
+def find_ignored_label(graph: ModelGraph) -> int | None:
     """The label that a traced loss leaves out; None where there is none, or where there are several.
 
     It is the `ignore_index` of a cross-entropy or negative log-likelihood of the labels themselves, or else a number
     that is no class and that the loss compares its labels with; `labels >= 0` leaves out `IGNORED`.
     """
-    found = set(_left_out(graph))
+    found = set(_collect_ignored_labels(graph))
     return found.pop() if len(found) == 1 else None
 
 
@@ -37,20 +37,20 @@ NOT_LEFT_OUT = (
 )
 
 
-def _left_out(graph: ModelGraph) -> Iterator[int | None]:
+def _collect_ignored_labels(graph: ModelGraph) -> Iterator[int | None]:
     shape = graph.specs[graph.prediction].shape
     classes = range(max(2, shape[1] if len(shape) > 1 else 2))
-    yield from (numbers.ignored for numbers in class_numbers(graph))
-    labels = unchanged_labels(graph)
+    yield from (numbers.ignored for numbers in find_label_specs(graph))
+    labels = find_unchanged_labels(graph)
     for node in graph.nodes:
         read = node.arguments.get("self")
         if isinstance(read, Ref) and read.name in labels:
-            label = _compared(node.operator.split(".")[1], node.arguments.get("other"))
+            label = _get_compared_label(node.operator.split(".")[1], node.arguments.get("other"))
             if label is not None and label not in classes:
                 yield label
 
 
-def _compared(operator: str, other: object) -> int | None:
+def _get_compared_label(operator: str, other: object) -> int | None:
     """The label that a comparison with a number tells from the others; of an order, whether it tells `IGNORED`."""
     if not isinstance(other, int | float):
         return None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import struct
 
-__all__ = ["MOST_SCANS", "jpeg_2000_size", "jpeg_scans", "jpeg_size"]
+__all__ = ["MOST_SCANS", "count_jpeg_scans", "read_jpeg_2000_size", "read_jpeg_size"]
 
 MOST_SCANS = 32  # of a progressive picture: programs write about 10, and a decoder visits each block in each scan
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # that ends a scan: not a stuffed 0, a restart, or padding
 _SCAN, _END = 0xDA, 0xD9
 
 
-def jpeg_size(data: bytes) -> tuple[int, int] | None:
+def read_jpeg_size(data: bytes) -> tuple[int, int] | None:
     """Rows and columns that the frame header of JPEG data speaks of (ITU T.81, B.2.2); None where there is none."""
     at = 2
     while at + 9 <= len(data) and data[at] == 0xFF:
@@ -24,7 +24,7 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
     return None
 
 
-def jpeg_scans(data: bytes) -> int:
+def count_jpeg_scans(data: bytes) -> int:
     """How many scans JPEG data hold (B.2.3), counted no further than `MOST_SCANS` + 1."""
     at, scans = 2, 0
     while scans <= MOST_SCANS and (found := _MARKER.search(data, at)) and found.end() + 2 <= len(data):
@@ -37,7 +37,7 @@ def jpeg_scans(data: bytes) -> int:
     return scans
 
 
-def jpeg_2000_size(data: bytes) -> tuple[int, int] | None:
+def read_jpeg_2000_size(data: bytes) -> tuple[int, int] | None:
     """The same, of a JPEG 2000 code stream (ITU T.800, A.5.1), which may lie in a file of boxes."""
     at = data.find(b"\xff\x4f\xff\x51")
     if at < 0 or at + 24 > len(data):

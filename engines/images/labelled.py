@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from engines.images.picture import Pixels
-from engines.spatial.draws import step_seed
+from engines.spatial.draws import compute_step_seed
 from engines.spatial.tiles import Tile
 
-__all__ = ["LabelledImages", "OneClass", "in_order", "network_input"]
+__all__ = ["LabelledImages", "SingleLabelImages", "shuffle_indices", "to_network_input"]
 
 
 class LabelledImages(Protocol):
@@ -56,7 +56,7 @@ class LabelledImages(Protocol):
         """
 
 
-class OneClass(ABC):
+class SingleLabelImages(ABC):
     """For images without masks: each pixel of an image has the class of the image, and each is a slide of its own."""
 
     @abstractmethod
@@ -76,18 +76,18 @@ class OneClass(ABC):
         return torch.full(tile.shape, self.label(index))
 
 
-def in_order(count: int, seed: int, epoch: int) -> Sequence[int]:
+def shuffle_indices(count: int, seed: int, epoch: int) -> Sequence[int]:
     """The images of one epoch, shuffled by the seed; nothing else changes the order.
 
-    >>> in_order(5, seed=0, epoch=0) == in_order(5, seed=0, epoch=0)
+    >>> shuffle_indices(5, seed=0, epoch=0) == shuffle_indices(5, seed=0, epoch=0)
     True
     """
-    random = torch.Generator().manual_seed(step_seed(seed, epoch))
+    random = torch.Generator().manual_seed(compute_step_seed(seed, epoch))
     order: list[int] = torch.randperm(count, generator=random).tolist()
     return order
 
 
-def network_input(pixels: Pixels) -> Tensor:
+def to_network_input(pixels: Pixels) -> Tensor:
     """(h, w, 3) bytes -> (3, h, w): mean and deviation 0.5, as the predecessor has them."""
     part = np.array(pixels.transpose(2, 0, 1), order="C")  # of its own, and writable
     return torch.from_numpy(part).float().div_(255).sub_(0.5).div_(0.5)

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from engines.errors import ImageError
 from engines.images.ignored import IGNORED
-from engines.images.opened import Opened
-from engines.images.stored import Stored, stored
+from engines.images.opened import FileCache
+from engines.images.stored import RawImage, open_raw_image
 from engines.spatial.tiles import Tile
 
-__all__ = ["Classes", "Ignore", "Mask", "ignored_numbers", "mask_shape"]
+__all__ = ["Classes", "Ignore", "MaskFile", "parse_ignored_numbers", "read_mask_shape"]
 
 Classes = NDArray[np.int64]
 
@@ -25,10 +25,10 @@ Ignore = int | Iterable[int] | None
 
 _NEARLY_GREY = 16  # by so much may the channels of a grey mask differ, where it was saved as a coloured JPEG
 
-_numbers_in: Opened[Stored] = Opened(stored)
+_open_mask: FileCache[RawImage] = FileCache(open_raw_image)
 
 
-class Mask:
+class MaskFile:
     """A mask in a picture file (grey, or of a palette), or an (H, W) array in a `.npy` file.
 
     The numbers that the file stores are the classes, from 0 to `classes` - 1: neither a palette's colours nor black and
@@ -40,8 +40,8 @@ class Mask:
 
     def __init__(self, path: Path, classes: int, threshold: int | None = None, ignore: Ignore = None) -> None:
         self.path, self.classes, self.threshold = path, classes, threshold
-        self.ignore = ignored_numbers(ignore)
-        self._source = _numbers_in(path)
+        self.ignore = parse_ignored_numbers(ignore)
+        self._source = _open_mask(path)
         if threshold is not None and self._source.is_indexed:
             raise ImageError(
                 f"The mask {path} has a palette: its numbers are places in a list of colours, for which a threshold of "
@@ -56,25 +56,25 @@ class Mask:
 
     def read(self, tile: Tile) -> Classes:
         """(h, w): raises ImageError, which names file and pixel, where a number is no class."""
-        found = self._one_channel(self._source.read(tile), tile)
+        found = self._select_channel(self._source.read(tile), tile)
         ignored = np.isin(found, self.ignore)
         if self.threshold is not None:
-            found = np.where(np.isnan(found), found, self._shades(found) > self.threshold)
+            found = np.where(np.isnan(found), found, self._scale_shades(found) > self.threshold)
         valid = (found >= 0) & (found < self.classes) & (found == np.floor(found))  # of NaN nothing is true
         if not (valid | ignored).all():
             row, col = np.argwhere(~(valid | ignored))[0]
             raise ImageError(
-                f"The mask {self.path} holds {found[row, col]:g} at {_place(tile, row, col)}, which is no class: "
-                f"there are {self.classes}, numbered from 0. Mend the mask, say which number means that a pixel has "
-                "no class (ignore=), or give a threshold where its numbers are shades."
+                f"The mask {self.path} holds {found[row, col]:g} at {_describe_pixel(tile, row, col)}, which is no "
+                f"class: there are {self.classes}, numbered from 0. Mend the mask, say which number means that a pixel "
+                "has no class (ignore=), or give a threshold where its numbers are shades."
             )
         return np.where(ignored, IGNORED, np.where(ignored, 0, found).astype(np.int64))
 
-    def _shades(self, found: NDArray[Any]) -> NDArray[Any]:
+    def _scale_shades(self, found: NDArray[Any]) -> NDArray[Any]:
         bits = self._source.bits
         return found.astype(np.int64) * (255 // ((1 << bits) - 1)) if bits in (1, 2, 4) else found
 
-    def _one_channel(self, found: NDArray[Any], tile: Tile) -> NDArray[Any]:
+    def _select_channel(self, found: NDArray[Any], tile: Tile) -> NDArray[Any]:
         """(h, w, channels) -> (h, w). Raises ImageError where no channel alone says what the class is."""
         alpha = self._source.alpha
         if alpha is not None:
@@ -95,8 +95,8 @@ class Mask:
         if (alpha != full).any():
             row, col = np.argwhere(alpha != full)[0]
             raise ImageError(
-                f"The mask {self.path} is transparent at {_place(tile, row, col)}, and it is not known which class "
-                "that is. Save it as grey; if what is opaque is class 1, save its alpha channel alone, by "
+                f"The mask {self.path} is transparent at {_describe_pixel(tile, row, col)}, and it is not known which "
+                "class that is. Save it as grey; if what is opaque is class 1, save its alpha channel alone, by "
                 "PIL.Image.open(...).getchannel('A').save(...), and give threshold=127."
             )
 
@@ -110,16 +110,16 @@ class Mask:
         if odd.any():
             row, col = np.argwhere(odd)[0]
             raise ImageError(
-                f"The mask {self.path} is coloured, {tuple(found[row, col].tolist())} at {_place(tile, row, col)}, and "
-                "it is not known which class a colour is. Save it as grey, or with a palette, so that numbers are "
-                "classes."
+                f"The mask {self.path} is coloured, {tuple(found[row, col].tolist())} at "
+                f"{_describe_pixel(tile, row, col)}, and it is not known which class a colour is. Save it as grey, or "
+                "with a palette, so that numbers are classes."
             )
 
 
-def ignored_numbers(ignore: Ignore) -> tuple[int, ...]:
+def parse_ignored_numbers(ignore: Ignore) -> tuple[int, ...]:
     """The numbers as a tuple. Raises ImageError where they are no whole numbers.
 
-    >>> ignored_numbers(None), ignored_numbers(255), ignored_numbers([254, 255])
+    >>> parse_ignored_numbers(None), parse_ignored_numbers(255), parse_ignored_numbers([254, 255])
     ((), (255,), (254, 255))
     """
     given = () if ignore is None else ignore if isinstance(ignore, Iterable) else (ignore,)
@@ -129,10 +129,10 @@ def ignored_numbers(ignore: Ignore) -> tuple[int, ...]:
         raise ImageError(f"ignore={ignore!r} must be a whole number of the masks, such as 255, or several.") from None
 
 
-def mask_shape(path: Path) -> tuple[int, int]:
+def read_mask_shape(path: Path) -> tuple[int, int]:
     """Height and width in pixels. Raises ImageError, which names the file, where it is no mask."""
-    return _numbers_in(path).shape
+    return _open_mask(path).shape
 
 
-def _place(tile: Tile, row: int, col: int) -> str:
+def _describe_pixel(tile: Tile, row: int, col: int) -> str:
     return f"row {tile.rows.start + row}, column {tile.cols.start + col}"

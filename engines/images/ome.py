@@ -7,8 +7,8 @@ from pathlib import Path
 from xml.parsers.expat import ExpatError
 
 from engines.errors import ImageError
-from engines.images.files import damaged
-from engines.images.xml import first_within
+from engines.images.files import make_damaged_error
+from engines.images.xml import find_attributes
 
 __all__ = ["OmeImage"]
 
@@ -27,25 +27,25 @@ class OmeImage:
     def parse(cls, path: Path, text: str) -> OmeImage:
         """Raises ImageError where the file holds a stack, or channels that are no colours."""
         try:
-            found = first_within(text, "Pixels", ("Channel", "TiffData"))
+            found = find_attributes(text, "Pixels", ("Channel", "TiffData"))
             pixels = found["Pixels"]
             depth, times, channels = (int(pixels[f"Size{axis}"]) for axis in "ZTC")
             samples = int(found.get("Channel", {}).get("SamplesPerPixel", 1))
             first = int(found.get("TiffData", {}).get("IFD", 0))
             planes = channels // max(1, samples)
         except (ExpatError, LookupError, ValueError, OverflowError) as error:
-            raise damaged(path, f"its OME-XML cannot be read ({type(error).__name__}: {error})") from error
+            raise make_damaged_error(path, f"its OME-XML cannot be read ({type(error).__name__}: {error})") from error
         if (depth, times) != (1, 1) or (planes, samples) not in ((1, 1), (1, 2), (1, 3), (1, 4), (3, 1)):
             raise ImageError(
                 f"{path} holds a stack: {depth} focal planes, {times} times, {channels} channels of {samples}. "
                 "A picture is one plane of grey, or of red, green and blue: save that by itself."
             )
         if first < 0:
-            raise damaged(path, f"its OME-XML speaks of page {first}")
-        return cls(planes, first, _microns(pixels))
+            raise make_damaged_error(path, f"its OME-XML speaks of page {first}")
+        return cls(planes, first, _parse_microns(pixels))
 
 
-def _microns(attributes: dict[str, str]) -> float | None:
+def _parse_microns(attributes: dict[str, str]) -> float | None:
     """The mean of a pixel's two sides."""
     sides = []
     for axis in "XY":

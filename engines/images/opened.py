@@ -10,13 +10,13 @@ from typing import Generic, TypeVar
 
 from PIL import Image
 
-from engines.images.files import reasons
+from engines.images.files import translate_errors
 from engines.images.picture import Picture, open_image
-from engines.images.pillow import PillowPicture, quiet_at_any_size
+from engines.images.pillow import PillowPicture, allow_any_size
 from engines.regular import open_regular
-from engines.working import absolute
+from engines.working import make_absolute
 
-__all__ = ["Opened", "opened", "shape_of"]
+__all__ = ["FileCache", "open_cached", "read_shape"]
 
 Kind = TypeVar("Kind")
 
@@ -24,7 +24,7 @@ _ORIENTATION = 0x0112  # of EXIF; from 5 on, rows are columns
 _KEPT = 4  # OpenSlide keeps up to 32 MB of decoded pixels for each
 
 
-class Opened(Generic[Kind]):
+class FileCache(Generic[Kind]):
     """Files that `open_file` has opened, as long as they do not change; those that it decodes whole are not kept."""
 
     def __init__(self, open_file: Callable[[Path], Kind]) -> None:
@@ -33,9 +33,9 @@ class Opened(Generic[Kind]):
 
     def __call__(self, path: Path) -> Kind:
         """The file at a path. Raises ImageError, which names it, where it cannot be read."""
-        with reasons(path):
+        with translate_errors(path):
             state = path.stat()
-        key = (absolute(path), state.st_mtime_ns, state.st_size)
+        key = (make_absolute(path), state.st_mtime_ns, state.st_size)
         with self._lock:
             file = self._files.pop(key, None)
         file = file or self._open(path)
@@ -47,20 +47,20 @@ class Opened(Generic[Kind]):
         return file
 
 
-opened: Opened[Picture] = Opened(open_image)
+open_cached: FileCache[Picture] = FileCache(open_image)
 
 
-def shape_of(path: Path, level: int = 0) -> tuple[int, int]:
+def read_shape(path: Path, level: int = 0) -> tuple[int, int]:
     """Height and width in pixels of one level of a picture; of a PNG or JPEG file, its header says it.
 
     Raises ImageError, which names the file, where it cannot be read or has no such level.
     """
     try:
-        with open_regular(path) as file, quiet_at_any_size(), Image.open(file, formats=("PNG", "JPEG")) as image:
+        with open_regular(path) as file, allow_any_size(), Image.open(file, formats=("PNG", "JPEG")) as image:
             shape = image.size[::-1]
             turned = image.getexif().get(_ORIENTATION, 1) > 4
     except Exception:  # a damaged header fails in any way; and whoever reads the picture has the words for it
-        return opened(path).shape(level)
+        return open_cached(path).shape(level)
     if level:
-        return opened(path).shape(level)
+        return open_cached(path).shape(level)
     return shape[::-1] if turned else shape

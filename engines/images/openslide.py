@@ -13,11 +13,11 @@ import cloudpickle
 import numpy as np
 
 from engines.errors import ImageError
-from engines.images.arrays import from_array
-from engines.images.files import FileReader, reasons
-from engines.images.reader import Level, Pixels, Reader
+from engines.images.arrays import convert_array
+from engines.images.files import FileReader, translate_errors
+from engines.images.reader import Level, PictureReader, Pixels
 
-__all__ = ["OpenSlidePicture", "SlideLike", "SlideLikePicture", "detect", "installed", "needs_openslide"]
+__all__ = ["OpenSlidePicture", "SlideLike", "SlideLikePicture", "detect", "has_openslide", "make_openslide_error"]
 
 BLOCK_PX = 1024  # the side of what is read at once: OpenSlide's pixels are gone before the next ones come
 BLENDED_PX = 256  # the same, of a level whose pixels are no whole numbers of level 0's
@@ -43,23 +43,23 @@ class SlideLike(Protocol):
         """An image of `size` pixels of a level, whose first pixel is at `location` in pixels of level 0."""
 
 
-def installed() -> bool:
+def has_openslide() -> bool:
     """Whether the extra `wsi` is there."""
     return find_spec("openslide") is not None
 
 
-def needs_openslide(path: Path) -> ImageError:
+def make_openslide_error(path: Path) -> ImageError:
     """The error for a slide where the extra is not installed."""
     return ImageError(f"{path} is a whole slide, which OpenSlide reads: {WSI}, or save it as a tiled TIFF file.")
 
 
 def detect(path: Path) -> str | None:
     """The maker that OpenSlide knows the file by; None where it knows none, or is not installed."""
-    if not installed():
+    if not has_openslide():
         return None
     import openslide
 
-    with reasons(path):
+    with translate_errors(path):
         maker: str | None = openslide.OpenSlide.detect_format(path)
         return maker
 
@@ -68,34 +68,34 @@ class OpenSlidePicture(FileReader[Any]):
     """A slide in a file. Raises ImageError where OpenSlide cannot open it, or is not installed."""
 
     def _open(self) -> Any:
-        if not installed():
-            raise needs_openslide(self.path)
+        if not has_openslide():
+            raise make_openslide_error(self.path)
         import openslide
 
-        with reasons(self.path):
+        with translate_errors(self.path):
             return openslide.OpenSlide(self.path)
 
-    def _levels(self, handle: Any) -> Sequence[Level]:
-        return _levels_of(handle, self.path.name)
+    def _get_levels(self, handle: Any) -> Sequence[Level]:
+        return _read_levels(handle, self.path.name)
 
-    def _microns(self, handle: Any) -> float | None:
-        return _microns_of(handle)
+    def _get_microns(self, handle: Any) -> float | None:
+        return _read_microns(handle)
 
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
         handle = self.handle
         try:
-            with reasons(self.path):
+            with translate_errors(self.path):
                 _read(handle, self.levels[level], level, out, (y0, x0))
         except ImageError:
             self.close()  # OpenSlide keeps a handle that failed once in failure
             raise
 
 
-class SlideLikePicture(Reader):
+class SlideLikePicture(PictureReader):
     """An object that the caller has opened. It is sent to other ranks as it is, if it can be."""
 
     def __init__(self, slide: SlideLike, name: str = "slide") -> None:
-        super().__init__(name, _levels_of(slide, name), _microns_of(slide))
+        super().__init__(name, _read_levels(slide, name), _read_microns(slide))
         self._slide, self._lock = slide, threading.Lock()
 
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
@@ -113,7 +113,7 @@ class SlideLikePicture(Reader):
         self.__dict__ |= state | {"_lock": threading.Lock(), "_slide": cloudpickle.loads(state["_slide"])}
 
 
-def _levels_of(slide: SlideLike, name: str) -> list[Level]:
+def _read_levels(slide: SlideLike, name: str) -> list[Level]:
     levels = [
         Level(int(height), int(width), float(factor))
         for (width, height), factor in zip(slide.level_dimensions, slide.level_downsamples, strict=True)
@@ -123,7 +123,7 @@ def _levels_of(slide: SlideLike, name: str) -> list[Level]:
     return levels
 
 
-def _microns_of(slide: SlideLike) -> float | None:
+def _read_microns(slide: SlideLike) -> float | None:
     """The mean of a pixel's two sides."""
     properties = getattr(slide, "properties", {})
     try:
@@ -145,9 +145,9 @@ def _read(slide: SlideLike, shape: Level, level: int, out: Pixels, corner: tuple
     (y0, x0), (height_px, width_px) = corner, out.shape[:2]
     box = (y0, x0, height_px, width_px)
     exact = shape.downsample.is_integer()
-    for top, left, rows, cols in _blocks(box, BLOCK_PX) if exact else _blocks(box, BLENDED_PX, shape):
+    for top, left, rows, cols in _split_blocks(box, BLOCK_PX) if exact else _split_blocks(box, BLENDED_PX, shape):
         location = round(left * shape.downsample), round(top * shape.downsample)
-        part = from_array(np.asarray(slide.read_region(location, level, (cols, rows))), "What read_region gave")
+        part = convert_array(np.asarray(slide.read_region(location, level, (cols, rows))), "What read_region gave")
         if part.shape[:2] != (rows, cols):
             raise ImageError(f"Asked for {rows} x {cols} px, read_region gave {part.shape[0]} x {part.shape[1]}.")
         a, b = max(y0, top), min(y0 + height_px, top + rows)
@@ -155,7 +155,7 @@ def _read(slide: SlideLike, shape: Level, level: int, out: Pixels, corner: tuple
         out[a - y0 : b - y0, c - x0 : d - x0] = part[a - top : b - top, c - left : d - left]
 
 
-def _blocks(box: Box, side_px: int, whole: Level | None = None) -> Iterator[Box]:
+def _split_blocks(box: Box, side_px: int, whole: Level | None = None) -> Iterator[Box]:
     """The blocks of a fixed grid that meet a rectangle: their parts inside it, or all of each that is in `whole`."""
     y0, x0, height_px, width_px = box
     above, before, below, behind = (0, 0, *whole.shape) if whole else (y0, x0, y0 + height_px, x0 + width_px)

@@ -6,19 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from engines.images.labelled import in_order
-from engines.spatial.draws import step_seed
+from engines.images.labelled import shuffle_indices
+from engines.spatial.draws import compute_step_seed
 
-__all__ = ["Drawn", "Order", "Place"]
+__all__ = ["Sample", "Sampler", "SamplerState"]
 
-Drawn = tuple[int, int | None]
+Sample = tuple[int, int | None]
 """The number of an image, and its draw."""
 
 _MOST = 1 << 53
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SamplerState:
     """Where a training is in its images: after `step` steps of an epoch, at `position` in the epoch's order.
 
     `skipped` are the images that are left out, by number, in the order in which they were found.
@@ -30,16 +30,16 @@ class Place:
     position: int = 0
     skipped: tuple[int, ...] = ()
 
-    def state(self, images: int) -> dict[str, Any]:
+    def to_dict(self, images: int) -> dict[str, Any]:
         """As plain JSON, of a training on so many images.
 
-        >>> Place.of(Place(seed=3, epoch=1, step=2, position=4).state(images=9)).step
+        >>> SamplerState.of(SamplerState(seed=3, epoch=1, step=2, position=4).to_dict(images=9)).step
         2
         """
         return {**asdict(self), "skipped": list(self.skipped), "images": images}
 
     @classmethod
-    def of(cls, state: Any) -> Place:
+    def of(cls, state: Any) -> SamplerState:
         """What `state` has told. Raises ValueError or TypeError where it is something else."""
         if not isinstance(state, dict) or not isinstance(state.get("skipped"), list):
             raise TypeError("where the training is in its images is no dict with a list of those that are left out")
@@ -55,24 +55,24 @@ class Place:
         return cls(seed, epoch, step, position, skipped)
 
     @property
-    def next_epoch(self) -> Place:
+    def next_epoch(self) -> SamplerState:
         """The beginning of the next one."""
-        return Place(self.seed, self.epoch + 1, skipped=self.skipped)
+        return SamplerState(self.seed, self.epoch + 1, skipped=self.skipped)
 
 
-class Order:
+class Sampler:
     """Steps of `count` images out of `total`, in epochs of at most `steps` steps.
 
     The images that are left over make a smaller step at the end of an epoch, of a multiple of `unit` images; with
     `drop_last` they wait for another epoch. The first step of an epoch is always full.
 
-    >>> order, start = Order(total=5, count=2), Place(seed=0)
-    >>> [index for index, _ in order.members(start)] == list(in_order(5, 0, 0))[:2]
+    >>> order, start = Sampler(total=5, count=2), SamplerState(seed=0)
+    >>> [index for index, _ in order.get_samples(start)] == list(in_order(5, 0, 0))[:2]
     True
-    >>> last = order.after(order.after(start))
-    >>> len(order.members(last)), order.members(order.after(last))
+    >>> last = order.get_next_state(order.get_next_state(start))
+    >>> len(order.get_samples(last)), order.get_samples(order.get_next_state(last))
     (1, None)
-    >>> Order(total=5, count=2, drop_last=True).members(last) is None
+    >>> Sampler(total=5, count=2, drop_last=True).get_samples(last) is None
     True
     """
 
@@ -83,41 +83,41 @@ class Order:
         self.drop_last, self.unit = drop_last, unit
         self._made: tuple[tuple[int, int], Sequence[int]] | None = None
 
-    def members(self, place: Place) -> list[Drawn] | None:
+    def get_samples(self, place: SamplerState) -> list[Sample] | None:
         """The images of the step at a place, each with its draw; None where the epoch has no further one.
 
         An image's draw follows from seed, epoch and image.
         """
-        if (self.steps is not None and place.step >= self.steps) or not (good := self._good(place)):
+        if (self.steps is not None and place.step >= self.steps) or not (good := self._find_readable(place)):
             return None
-        seed = step_seed(place.seed, place.epoch)
-        return [(index, step_seed(seed, 1 + index)) for _, index in good]
+        seed = compute_step_seed(place.seed, place.epoch)
+        return [(index, compute_step_seed(seed, 1 + index)) for _, index in good]
 
-    def after(self, place: Place) -> Place:
+    def get_next_state(self, place: SamplerState) -> SamplerState:
         """The place behind the step at a place."""
-        return replace(place, step=place.step + 1, position=self._good(place)[-1][0] + 1)
+        return replace(place, step=place.step + 1, position=self._find_readable(place)[-1][0] + 1)
 
-    def begun(self, place: Place) -> Place:
+    def skip_finished_epoch(self, place: SamplerState) -> SamplerState:
         """The place itself; where no step of its epoch is left, the beginning of the next one."""
-        return place.next_epoch if place.step and self.members(place) is None else place
+        return place.next_epoch if place.step and self.get_samples(place) is None else place
 
-    def coming(self, place: Place) -> Iterator[list[Drawn]]:
+    def iterate_steps(self, place: SamplerState) -> Iterator[list[Sample]]:
         """The steps from a place on, epoch after epoch, as far as anyone knows now."""
         while True:
-            step = self.members(place)
+            step = self.get_samples(place)
             if step is None and not place.step:
                 return
             if step is None:
                 place = place.next_epoch
             else:
                 yield step
-                place = self.after(place)
+                place = self.get_next_state(place)
 
-    def _good(self, place: Place) -> list[tuple[int, int]]:
+    def _find_readable(self, place: SamplerState) -> list[tuple[int, int]]:
         """(position, image) of those of the next step; none where too few are left that can be read."""
         key = place.seed, place.epoch
         if self._made is None or self._made[0] != key:
-            self._made = key, in_order(self.total, *key)
+            self._made = key, shuffle_indices(self.total, *key)
         order, found = self._made[1], []
         for position in range(place.position, self.total):
             if order[position] not in place.skipped:

@@ -12,19 +12,19 @@ import torch
 from numpy.typing import NDArray
 
 from engines.errors import ImageError
-from engines.images.arrays import ArrayPicture, from_array, from_tensor
-from engines.images.files import beginning, reasons
+from engines.images.arrays import ArrayPicture, convert_array, convert_tensor
+from engines.images.files import read_head, translate_errors
 from engines.images.openslide import (
     OpenSlidePicture,
     SlideLike,
     SlideLikePicture,
     detect,
-    installed,
-    needs_openslide,
+    has_openslide,
+    make_openslide_error,
 )
 from engines.images.pillow import PillowPicture
 from engines.images.reader import Level, Pixels
-from engines.images.tiff import TiffPicture, check_segments, picture_page, vendor
+from engines.images.tiff import TiffPicture, check_segments, detect_vendor, find_whole_page
 from engines.images.zarr import ZarrPicture, is_zarr
 
 __all__ = ["Level", "Picture", "Pixels", "Source", "open_image"]
@@ -91,9 +91,9 @@ def open_image(source: Source) -> Picture:
     if isinstance(source, str | PathLike):
         return _open_file(Path(source))
     if isinstance(source, torch.Tensor):
-        return ArrayPicture("picture", from_tensor(source))
+        return ArrayPicture("picture", convert_tensor(source))
     if isinstance(source, np.ndarray):
-        return ArrayPicture("picture", from_array(source, "The array"))
+        return ArrayPicture("picture", convert_array(source, "The array"))
     if isinstance(source, Picture):
         return source
     if isinstance(source, SlideLike):
@@ -105,10 +105,10 @@ def open_image(source: Source) -> Picture:
 
 
 def _open_file(path: Path) -> Picture:
-    with reasons(path):
+    with translate_errors(path):
         if is_zarr(path):
             return ZarrPicture(path)
-    head, ending = beginning(path, 8), path.suffix.lower()
+    head, ending = read_head(path, 8), path.suffix.lower()
     if ending == ".mrxs":  # its slide lies in a folder beside it; the file itself is a small JPEG picture
         return _open_slide(path, head)
     if head.startswith(_TIFF):
@@ -119,18 +119,18 @@ def _open_file(path: Path) -> Picture:
 
 
 def _open_tiff(path: Path) -> Picture:
-    maker = vendor(path)
+    maker = detect_vendor(path)
     if maker == "svs":
         check_segments(path)  # before OpenSlide sees it, which makes room for whatever a damaged header asks
-    if maker and not (installed() and detect(path) in (None, "generic-tiff")):
+    if maker and not (has_openslide() and detect(path) in (None, "generic-tiff")):
         return OpenSlidePicture(path)
-    page = picture_page(path)
+    page = find_whole_page(path)
     return TiffPicture(path) if page is None else PillowPicture(path, page)
 
 
 def _open_slide(path: Path, head: bytes) -> Picture:
-    if path.suffix.lower() in _NO_TIFF and not installed():
-        raise needs_openslide(path)
+    if path.suffix.lower() in _NO_TIFF and not has_openslide():
+        raise make_openslide_error(path)
     if detect(path) is None:
         begins = f"it begins with {head!r}" if head else "it is empty"
         raise ImageError(f"{path} is not a PNG, JPEG or TIFF picture, nor a slide that OpenSlide knows: {begins}.")

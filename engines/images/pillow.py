@@ -17,16 +17,16 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
 from engines.errors import ImageError
-from engines.images.arrays import on_white
+from engines.images.arrays import composite_on_white
 from engines.images.budget import check_budget
-from engines.images.decoded import Decoded
-from engines.images.files import PIXELS_PER_BYTE, changed, check_size, reasons
-from engines.images.jpeg import MOST_SCANS, jpeg_scans
-from engines.images.reader import Level, Pixels, Reader, bands
+from engines.images.decoded import DecodeCache
+from engines.images.files import PIXELS_PER_BYTE, check_size, make_changed_error, translate_errors
+from engines.images.jpeg import MOST_SCANS, count_jpeg_scans
+from engines.images.reader import Level, PictureReader, Pixels, split_row_bands
 from engines.regular import open_regular
-from engines.working import absolute
+from engines.working import make_absolute
 
-__all__ = ["FORMATS", "PillowPicture", "check_decoding", "in_bands", "quiet_at_any_size", "whole_file"]
+__all__ = ["FORMATS", "PillowPicture", "allow_any_size", "check_decoding", "map_row_bands", "read_whole_file"]
 
 FORMATS = ("PNG", "JPEG", "TIFF")
 _GREY, _COLOUR = ("1", "L"), ("P", "RGB", "YCbCr")
@@ -37,7 +37,7 @@ TILED = "Save it as a TIFF file in tiles, which is read tile by tile (such as `v
 _HOLDS = {"CMYK": "printing inks", "F": "floating-point numbers", "I": "integers of more than 8 bits"}
 
 
-class PillowPicture(Reader):
+class PillowPicture(PictureReader):
     """A file that can only be decoded whole. Its pixels are kept, and shared with whoever opens it again.
 
     `page` is the number of the page of a TIFF file that is the picture. Raises ImageError, which names the file and
@@ -45,8 +45,8 @@ class PillowPicture(Reader):
     """
 
     def __init__(self, path: Path, page: int = 0) -> None:
-        self.path, self.page = absolute(path), page
-        self._pixels: Pixels | None = _DECODED.pixels(self.path, page)
+        self.path, self.page = make_absolute(path), page
+        self._pixels: Pixels | None = _DECODED.get_pixels(self.path, page)
         super().__init__(path.name, [Level(*self._pixels.shape[:2])])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -55,9 +55,9 @@ class PillowPicture(Reader):
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
         pixels = self._pixels
         if pixels is None:
-            pixels = self._pixels = _DECODED.pixels(self.path, self.page)
+            pixels = self._pixels = _DECODED.get_pixels(self.path, self.page)
         if pixels.shape[:2] != self.shape():
-            raise changed(self.path)
+            raise make_changed_error(self.path)
         out[:] = pixels[y0 : y0 + out.shape[0], x0 : x0 + out.shape[1]]
 
 
@@ -65,7 +65,7 @@ _SETTINGS = threading.Lock()  # Pillow's limit and Python's warnings are setting
 
 
 @contextmanager
-def quiet_at_any_size() -> Iterator[None]:
+def allow_any_size() -> Iterator[None]:
     """Pillow takes a picture of 180 million pixels for an attack; ours are meant to be large.
 
     What it warns of (an EXIF block that is damaged, a short read) either ends in an error or takes nothing away.
@@ -81,9 +81,9 @@ def quiet_at_any_size() -> Iterator[None]:
 
 def _decode(path: Path, page: int) -> Pixels:
     try:
-        with reasons(path):
-            data = whole_file(path)
-            with quiet_at_any_size():
+        with translate_errors(path):
+            data = read_whole_file(path)
+            with allow_any_size():
                 image = Image.open(BytesIO(data), formats=FORMATS)
                 if page:
                     image.seek(page)
@@ -92,7 +92,7 @@ def _decode(path: Path, page: int) -> Pixels:
                 image.getexif()
                 if image.format == "TIFF":
                     image.load()  # only now are its tags looked at, and warned of
-            return _from_pillow(image)  # not while other threads wait
+            return _to_pixels(image)  # not while other threads wait
     except ImageError as error:
         if isinstance(error.__cause__, UnidentifiedImageError):
             raise ImageError(
@@ -101,7 +101,7 @@ def _decode(path: Path, page: int) -> Pixels:
         raise
 
 
-def whole_file(path: Path) -> bytes:
+def read_whole_file(path: Path) -> bytes:
     """Its bytes: a decoder that is given these, unlike a file, makes no room for more than there is.
 
     Raises ImageError where they are more than may be read at once.
@@ -119,8 +119,8 @@ def check_decoding(path: Path, image: Image.Image, data: bytes, result_bytes: in
     other, and libtiff a strip or a tile, which may be everything.
     """
     rows, cols = image.height, image.width
-    check_size(path, rows, cols, _pixels_per_byte(image))
-    if image.format == "JPEG" and (scans := jpeg_scans(data)) > MOST_SCANS:
+    check_size(path, rows, cols, _get_pixels_per_byte(image))
+    if image.format == "JPEG" and (scans := count_jpeg_scans(data)) > MOST_SCANS:
         raise ImageError(f"{path} has more than {scans - 1} scans, where a JPEG picture has about 10. Save it again.")
     held = 1 if image.mode in ("1", "L", "P") else 4
     more = {"TIFF": held, "JPEG": 6 if image.info.get("progressive") else 0}.get(str(image.format), 0)
@@ -130,7 +130,7 @@ def check_decoding(path: Path, image: Image.Image, data: bytes, result_bytes: in
     check_budget(path, wanted, f"its {rows} x {cols} px can only be decoded all at once", TILED)
 
 
-def _pixels_per_byte(image: Image.Image) -> int:
+def _get_pixels_per_byte(image: Image.Image) -> int:
     """As many as a format can pack into a byte of its file, where that is less than what any can.
 
     JPEG has a bit or more for each block of 8 x 8 (T.81, F.1.2), and deflate packs 258 bytes into 2 bits (RFC 1951).
@@ -156,18 +156,18 @@ def _check_mode(path: Path, image: Image.Image) -> None:
         )
 
 
-def _from_pillow(image: Image.Image) -> Pixels:
+def _to_pixels(image: Image.Image) -> Pixels:
     alpha = _has_alpha(image)
     ImageOps.exif_transpose(image, in_place=True)
     if alpha:
-        return in_bands(image, lambda band: on_white(np.array(band.convert("RGBA"))))
-    return in_bands(image, lambda band: np.array(band.convert("RGB")))
+        return map_row_bands(image, lambda band: composite_on_white(np.array(band.convert("RGBA"))))
+    return map_row_bands(image, lambda band: np.array(band.convert("RGB")))
 
 
-def in_bands(image: Image.Image, read: Callable[[Image.Image], NDArray[Any]]) -> NDArray[Any]:
+def map_row_bands(image: Image.Image, read: Callable[[Image.Image], NDArray[Any]]) -> NDArray[Any]:
     """What `read` makes of an image, band by band: of a large one, a second copy is half of the memory."""
     found = None
-    for top, bottom in bands(0, image.height, 4 * image.width):
+    for top, bottom in split_row_bands(0, image.height, 4 * image.width):
         band = read(image.crop((0, top, image.width, bottom)))
         if found is None:
             found = np.empty((image.height, *band.shape[1:]), band.dtype)
@@ -184,4 +184,4 @@ def _has_alpha(image: Image.Image) -> bool:
     return image.mode in _WITH_ALPHA or "transparency" in image.info
 
 
-_DECODED = Decoded(_decode)
+_DECODED = DecodeCache(_decode)

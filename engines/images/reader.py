@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.errors import ImageError
-from engines.images.shown import picture_facts, picture_html
-from engines.images.thumbnails import shrunk
+from engines.images.shown import describe_picture, make_picture_html
+from engines.images.thumbnails import make_thumbnail
 
-__all__ = ["WHITE", "Level", "Pixels", "Reader", "Segment", "bands"]
+__all__ = ["WHITE", "DecodeBlock", "Level", "PictureReader", "Pixels", "split_row_bands"]
 
 Pixels = NDArray[np.uint8]
 """(H, W, 3), red, green, blue."""
@@ -40,7 +40,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Segment:
+class DecodeBlock:
     """What is decoded at once, and how long that takes: as long as decoding so many pixels."""
 
     rows: int = 1
@@ -48,7 +48,7 @@ class Segment:
     cost_px: int = 1
 
 
-class Tally:
+class ByteCounter:
     """Bytes counted by any number of threads. A copy of it in another process begins with 0."""
 
     def __init__(self) -> None:
@@ -60,11 +60,11 @@ class Tally:
         with self._lock:
             self.count += count
 
-    def __reduce__(self) -> tuple[type[Tally], tuple[()]]:
-        return Tally, ()
+    def __reduce__(self) -> tuple[type[ByteCounter], tuple[()]]:
+        return ByteCounter, ()
 
 
-class Reader(ABC):
+class PictureReader(ABC):
     """A picture that hands out rectangles; a subclass has to say only what lies in one that is wholly inside.
 
     Reads may come from several threads at once. Pickled, a reader of a file is its path: the file is opened again
@@ -73,7 +73,7 @@ class Reader(ABC):
 
     def __init__(self, name: str, levels: Sequence[Level], microns_per_px: float | None = None) -> None:
         self.name, self.levels, self.microns_per_px = name, tuple(levels), microns_per_px
-        self._tally = Tally()
+        self._tally = ByteCounter()
 
     @property
     def bytes_read(self) -> int:
@@ -94,30 +94,30 @@ class Reader(ABC):
 
         Raises ImageError where it has no pixels, or the file cannot be read.
         """
-        (rows, cols), box = self.shape(level), _whole_numbers(self.name, (y0, x0, height_px, width_px))
+        (rows, cols), box = self.shape(level), _normalise_box(self.name, (y0, x0, height_px, width_px))
         y0, x0, height_px, width_px = box
         top, bottom = (min(max(edge, 0), rows) for edge in (y0, y0 + height_px))
         left, right = (min(max(edge, 0), cols) for edge in (x0, x0 + width_px))
-        found = _paper(self.name, height_px, width_px)
+        found = _make_white(self.name, height_px, width_px)
         inside = found[top - y0 : bottom - y0, left - x0 : right - x0]
         if inside.size:
             self._fill(inside, top, left, level)
             self._tally.add(inside.nbytes)
         return found
 
-    def segment(self, level: int) -> Segment:
+    def get_decode_block(self, level: int) -> DecodeBlock:
         """What of a level is decoded at once, where that is more than the pixels that are asked for."""
-        return Segment()
+        return DecodeBlock()
 
     def thumbnail(self, longest_px: int) -> Pixels:
         """The whole picture, shrunk until neither side is longer than `longest_px`; see `thumbnails.shrunk`."""
-        return shrunk(self, longest_px)
+        return make_thumbnail(self, longest_px)
 
     def __repr__(self) -> str:
-        return f"<{self.name}: {'; '.join(picture_facts(self).values())}>"
+        return f"<{self.name}: {'; '.join(describe_picture(self).values())}>"
 
     def _repr_html_(self) -> str:
-        return picture_html(self)
+        return make_picture_html(self)
 
     @abstractmethod
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
@@ -127,10 +127,10 @@ class Reader(ABC):
         """
 
 
-def bands(start: int, stop: int, row_bytes: int, step: int = 1) -> Iterator[tuple[int, int]]:
+def split_row_bands(start: int, stop: int, row_bytes: int, step: int = 1) -> Iterator[tuple[int, int]]:
     """Rows `start` to `stop` in parts of about `BAND_BYTES`, cut at multiples of `step` (the rows of a tile).
 
-    >>> list(bands(5, 40, row_bytes=BAND_BYTES // 20, step=8))
+    >>> list(split_row_bands(5, 40, row_bytes=BAND_BYTES // 20, step=8))
     [(5, 16), (16, 32), (32, 40)]
     """
     step *= max(1, BAND_BYTES // (row_bytes * step))
@@ -138,14 +138,14 @@ def bands(start: int, stop: int, row_bytes: int, step: int = 1) -> Iterator[tupl
         yield max(first, start), min(first + step, stop)
 
 
-def _paper(name: str, height_px: int, width_px: int) -> Pixels:
+def _make_white(name: str, height_px: int, width_px: int) -> Pixels:
     try:
         return np.full((height_px, width_px, 3), WHITE, np.uint8)
     except (MemoryError, ValueError) as error:
         raise ImageError(f"{height_px} x {width_px} px of {name} do not fit into memory: {error}.") from error
 
 
-def _whole_numbers(name: str, box: Sequence[SupportsIndex]) -> tuple[int, int, int, int]:
+def _normalise_box(name: str, box: Sequence[SupportsIndex]) -> tuple[int, int, int, int]:
     try:
         y0, x0, height_px, width_px = map(operator.index, box)
     except TypeError as error:

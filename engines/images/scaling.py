@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from engines.images.picture import Pixels
 from engines.spatial.tiles import Span, Tile
 
-__all__ = ["middles", "scaled"]
+__all__ = ["find_nearest_pixels", "resize_tile"]
 
 _BITS = 22  # of a weight, after the point: with 8 of a pixel, a sum fits into 31
 
@@ -23,7 +23,7 @@ Size = tuple[int, int]
 Whole = NDArray[np.int64]
 
 
-def scaled(read: Callable[[Tile], Pixels], source: Size, target: Size, tile: Tile) -> Pixels:
+def resize_tile(read: Callable[[Tile], Pixels], source: Size, target: Size, tile: Tile) -> Pixels:
     """(h, w, 3): the pixels of `tile` of a picture of `source` = (height, width), brought to `target`.
 
     `read` gives the pixels of a tile of the source, (H, W, 3).
@@ -31,22 +31,23 @@ def scaled(read: Callable[[Tile], Pixels], source: Size, target: Size, tile: Til
     if source == target:
         return read(tile)
     rows, cols = (
-        _taps(size, wanted, span) for size, wanted, span in zip(source, target, (tile.rows, tile.cols), strict=True)
+        _compute_taps(size, wanted, span)
+        for size, wanted, span in zip(source, target, (tile.rows, tile.cols), strict=True)
     )
-    pixels = read(Tile(_span(rows[0]), _span(cols[0])))
-    return _summed(_summed(pixels, *cols, axis=1), *rows, axis=0)
+    pixels = read(Tile(_compute_span(rows[0]), _compute_span(cols[0])))
+    return _apply_taps(_apply_taps(pixels, *cols, axis=1), *rows, axis=0)
 
 
-def middles(source: int, target: int, span: Span) -> Whole:
+def find_nearest_pixels(source: int, target: int, span: Span) -> Whole:
     """The nearest of `source` pixels for each of `span` of `target` pixels, along one axis.
 
-    >>> middles(source=6, target=3, span=Span(1, 3)).tolist()
+    >>> find_nearest_pixels(source=6, target=3, span=Span(1, 3)).tolist()
     [3, 5]
     """
     return (2 * np.arange(span.start, span.stop) + 1) * source // (2 * target)
 
 
-def _taps(source: int, target: int, span: Span) -> tuple[Whole, NDArray[np.int32]]:
+def _compute_taps(source: int, target: int, span: Span) -> tuple[Whole, NDArray[np.int32]]:
     """For each pixel of `span`: of which source pixels it is the sum, and their weights; both (pixels, taps).
 
     The same operations in the same order as `precompute_coeffs` and `normalize_coeffs_8bpc` of Pillow's Resample.c.
@@ -63,11 +64,11 @@ def _taps(source: int, target: int, span: Span) -> tuple[Whole, NDArray[np.int32
     return np.minimum(place, stop - 1), (0.5 + weights * (1 << _BITS)).astype(np.int32)
 
 
-def _span(places: Whole) -> Span:
+def _compute_span(places: Whole) -> Span:
     return Span(int(places.min()), int(places.max()) + 1)
 
 
-def _summed(pixels: Pixels, places: Whole, weights: NDArray[np.int32], axis: int) -> Pixels:
+def _apply_taps(pixels: Pixels, places: Whole, weights: NDArray[np.int32], axis: int) -> Pixels:
     """The weighted sum of the pixels at these places along an axis, rounded to bytes."""
     shape = [-1 if each == axis else 1 for each in range(3)]
     total: NDArray[np.int32] = np.array(1 << (_BITS - 1), np.int32)

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from engines.facts import facts_table
+from engines.facts import format_html_table
 
 if TYPE_CHECKING:
     from engines.images.picture import Picture
 
-__all__ = ["picture_facts", "picture_html"]
+__all__ = ["describe_picture", "make_picture_html"]
 
 LONGEST_PX = 240
 
 
-def picture_facts(picture: Picture) -> dict[str, str]:
+def describe_picture(picture: Picture) -> dict[str, str]:
     """Its size, levels and resolution, in words."""
     sizes = [f"{level.height} rows × {level.width} columns" for level in picture.levels]
     facts = {"Size in px": sizes[0]}
@@ -30,10 +30,10 @@ def picture_facts(picture: Picture) -> dict[str, str]:
     return facts
 
 
-def picture_html(picture: Picture) -> str:
+def make_picture_html(picture: Picture) -> str:
     """Those facts as a table, and the picture itself, small. Raises ImageError where it cannot be read."""
     buffer = io.BytesIO()
     Image.fromarray(picture.thumbnail(LONGEST_PX)).save(buffer, "png")
     data = base64.b64encode(buffer.getvalue()).decode()
     image = f'<img alt="{escape(picture.name)}, all of it" src="data:image/png;base64,{data}">'
-    return f"{facts_table(picture.name, picture_facts(picture))}{image}"
+    return f"{format_html_table(picture.name, describe_picture(picture))}{image}"

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from engines.errors import ImageError
 from engines.images.labelled import LabelledImages
-from engines.images.split import split
+from engines.images.split import split_indices
 from engines.spatial.tiles import Tile
 
-__all__ = ["Some", "parted"]
+__all__ = ["Subset", "split_by_slide"]
 
 
-class Some:
+class Subset:
     """The images with these `numbers`, in that order: images like others.
 
     Raises ImageError where a number is not one of theirs.
@@ -59,18 +59,18 @@ class Some:
         return self.images.mask(self.numbers[index], tile, draw)
 
 
-def parted(images: LabelledImages, share: float, seed: int = 0) -> tuple[Some, Some]:
+def split_by_slide(images: LabelledImages, share: float, seed: int = 0) -> tuple[Subset, Subset]:
     """(those to train on, those held out): about `share` of all slides, drawn by the seed. See `split`.
 
     Raises ImageError where one of the two would be empty.
     """
     everyone = range(len(images))
-    slides, labels = [images.slide(index) for index in everyone], [_class(images, index) for index in everyone]
-    train, held = split(slides, labels, share, seed)
-    return Some(images, train), Some(images, held)
+    slides, labels = [images.slide(index) for index in everyone], [_get_label(images, index) for index in everyone]
+    train, held = split_indices(slides, labels, share, seed)
+    return Subset(images, train), Subset(images, held)
 
 
-def _class(images: LabelledImages, index: int) -> int | None:
+def _get_label(images: LabelledImages, index: int) -> int | None:
     """None where an image has a mask only."""
     try:
         return images.label(index)

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
 from engines.errors import ImageError
-from engines.images.labelled import in_order
+from engines.images.labelled import shuffle_indices
 
-__all__ = ["split"]
+__all__ = ["split_indices"]
 
 
-def split(
+def split_indices(
     slides: Sequence[str], labels: Sequence[Hashable] | None = None, held_out: float = 0.2, seed: int = 0
 ) -> tuple[list[int], list[int]]:
     """The numbers of the images to train on, and of those to judge by: about a `held_out` share of the slides.
@@ -20,7 +20,7 @@ def split(
     have the same classes the same share is held out, and at least one where there are two. The same slides, labels
     and seed give the same sides, in whichever order they come. Raises ImageError where a side would be empty.
 
-    >>> split(["a", "a", "b", "c"], held_out=0.3)
+    >>> split_indices(["a", "a", "b", "c"], held_out=0.3)
     ([0, 1, 2], [3])
     """
     if not 0 < held_out < 1:
@@ -34,7 +34,7 @@ def split(
     judged = {
         group[place]
         for number, (_, group) in enumerate(sorted(alike.items()))
-        for place in in_order(len(group), seed, number)[: _count(len(group), held_out)]
+        for place in shuffle_indices(len(group), seed, number)[: _count_held_out(len(group), held_out)]
     }
     if not judged:
         raise ImageError(
@@ -45,5 +45,5 @@ def split(
     return sides[0], sides[1]
 
 
-def _count(slides: int, held_out: float) -> int:
+def _count_held_out(slides: int, held_out: float) -> int:
     return min(max(round(held_out * slides), 1), slides - 1)

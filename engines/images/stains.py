@@ -10,7 +10,7 @@ from skimage.color import hed_from_rgb, rgb2hed, rgb_from_hed
 
 from engines.images.picture import Pixels
 
-__all__ = ["dab", "restained"]
+__all__ = ["compute_dab", "restain"]
 
 _DAB = 2
 _STEPS = 1 << 12  # per unit of optical density; a byte is never off by more than a thirtieth before it is rounded
@@ -20,7 +20,7 @@ _BYTE = np.rint(256 * np.exp(-np.arange(6 * _STEPS) / _STEPS) - 1).clip(0, 255).
 """And back."""
 
 
-def dab(image: Pixels) -> NDArray[np.float64]:
+def compute_dab(image: Pixels) -> NDArray[np.float64]:
     """(H, W, 3) -> (H, W): the optical density of DAB (brown), by colour deconvolution.
 
     0 is none. Ruifrok and Johnston's method and stain colours, as scikit-image has them.
@@ -29,7 +29,7 @@ def dab(image: Pixels) -> NDArray[np.float64]:
     return stains[..., _DAB]
 
 
-def restained(image: NDArray[np.uint8], factors: Sequence[float], added: Sequence[float]) -> NDArray[np.uint8]:
+def restain(image: NDArray[np.uint8], factors: Sequence[float], added: Sequence[float]) -> NDArray[np.uint8]:
     """(3, H, W) -> (3, H, W): with so many times as much haematoxylin, eosin and DAB, and so much density more of each.
 
     (Tellez et al., 2018, "Whole-slide mitosis detection in H&E breast histology using PHH3 as a reference to train

@@ -22,16 +22,16 @@ from tifffile import TiffFile, TiffPage
 
 from engines.errors import ImageError
 from engines.images.budget import check_budget
-from engines.images.decoded import Decoded
-from engines.images.files import beginning, changed, reasons
-from engines.images.pillow import check_decoding, in_bands, quiet_at_any_size, whole_file
+from engines.images.decoded import DecodeCache
+from engines.images.files import make_changed_error, read_head, translate_errors
+from engines.images.pillow import allow_any_size, check_decoding, map_row_bands, read_whole_file
 from engines.images.tiff_layout import find_picture
-from engines.images.tiff_page import DECODED, JPEG, Page, alpha_channel, check_segment_size
+from engines.images.tiff_page import DECODED, JPEG, TiffPageReader, check_segment_size, find_alpha_channel
 from engines.images.zarr import is_zarr
 from engines.spatial.tiles import Tile
-from engines.working import absolute
+from engines.working import make_absolute
 
-__all__ = ["Stored", "stored"]
+__all__ = ["RawImage", "open_raw_image"]
 
 Numbers = NDArray[Any]
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
@@ -43,7 +43,7 @@ _WHITE_IS_ZERO, _GREY, _RGB, _PALETTE, _MASK, _YCBCR = 0, 1, 2, 3, 4, 6
 _SAVE = "Save it as a grey PNG or TIFF file, or as an (H, W) array in a .npy file, whose numbers are the classes."
 
 
-class Stored(Protocol):
+class RawImage(Protocol):
     """A file of numbers, with one channel or more.
 
     `bits` says how many a number has; where they are fewer than 8, shades would be spread over 0 ... 255. `alpha` is
@@ -59,32 +59,32 @@ class Stored(Protocol):
         """(h, w, channels) of the file's own type. Raises ImageError, which names the file."""
 
 
-def stored(path: Path) -> Stored:
+def open_raw_image(path: Path) -> RawImage:
     """The numbers in a PNG, JPEG, TIFF or `.npy` file, known by what is in it.
 
     Only its header is read at first. Raises ImageError, which names the file, where its numbers cannot be had.
     """
-    with reasons(path):
+    with translate_errors(path):
         if is_zarr(path):
             raise ImageError(f"{path} is a Zarr store, and masks are not read from these. {_SAVE}")
-    head = beginning(path, 8)
+    head = read_head(path, 8)
     if path.suffix.lower() == ".npy" or head.startswith(_NPY):
-        return _InArray(path)
+        return _RawNpy(path)
     if head.startswith(_TIFF):
-        return _InTiff(path)
+        return _RawTiff(path)
     if head.startswith((_PNG, _JPEG)):
-        return _DecodedWhole(path)
+        return _RawPillow(path)
     raise ImageError(f"{path} is not a PNG, JPEG or TIFF file, nor a NumPy array, so it is no mask. {_SAVE}")
 
 
-class _InArray:
+class _RawNpy:
     """An (H, W) array in a `.npy` file, mapped into memory."""
 
     alpha: int | None = None
     is_indexed = False
 
     def __init__(self, path: Path) -> None:
-        with reasons(path):
+        with translate_errors(path):
             values = np.load(path, mmap_mode="r", allow_pickle=False)
             if values.ndim != 2 or not values.size or values.dtype.kind not in "biuf":
                 raise ImageError(f"{path} holds {values.dtype} of shape {values.shape}, but a mask is (H, W) numbers.")
@@ -95,46 +95,46 @@ class _InArray:
         return np.array(_cut(self._values, tile))[..., None]
 
 
-class _DecodedWhole:
+class _RawPillow:
     """A PNG or JPEG file. Pillow gives the stored numbers, but spreads 2 and 4 bits of grey over 0 ... 255."""
 
     def __init__(self, path: Path) -> None:
-        self.path = absolute(path)
-        data = whole_file(path)
-        with reasons(path), quiet_at_any_size(), _opened(data) as image:
+        self.path = make_absolute(path)
+        data = read_whole_file(path)
+        with translate_errors(path), allow_any_size(), _open_bytes(data) as image:
             _check_decoding(path, image, data)
             turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
             self.shape = image.size if turned else (image.height, image.width)
-            self.bits = _png_bits(path) if image.format == "PNG" else 8
+            self.bits = _read_png_bits(path) if image.format == "PNG" else 8
             _check_channels(path, image, self.bits)
             self.alpha = {"LA": 1, "RGBA": 3}.get(image.mode)
             self.is_indexed = image.mode == "P" and _has_colours(image)
 
     def read(self, tile: Tile) -> Numbers:
-        values = _WHOLE.pixels(self.path)
+        values = _WHOLE.get_pixels(self.path)
         if values.shape[:2] != self.shape:
-            raise changed(self.path)
+            raise make_changed_error(self.path)
         return _cut(values, tile)
 
 
-class _InTiff:
+class _RawTiff:
     """A TIFF file, of which the tiles or strips are decoded that a rectangle touches."""
 
     def __init__(self, path: Path) -> None:
-        self.path = absolute(path)
-        with reasons(path), TiffFile(path) as file:
+        self.path = make_absolute(path)
+        with translate_errors(path), TiffFile(path) as file:
             base = find_picture(path, file).base
             for page in base:
                 _check_page(path, page)
             first = base[0]
-            self._pages = [Page(path, page) for page in base]
+            self._pages = [TiffPageReader(path, page) for page in base]
             self._orientation = int(first.tags.valueof(_ORIENTATION, 1))
-            self.bits, self.alpha = int(first.bitspersample), alpha_channel(first)
+            self.bits, self.alpha = int(first.bitspersample), find_alpha_channel(first)
             self.is_indexed = first.photometric == _PALETTE and not _is_grey_ramp(np.asarray(first.colormap) >> 8)
         self._channels = sum(page.channels for page in self._pages)
         rows, cols = self._pages[0].shape
         self.shape = (cols, rows) if self._orientation in (5, 6, 7, 8) else (rows, cols)
-        with reasons(path):
+        with translate_errors(path):
             self._fd = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._fd)
 
@@ -142,11 +142,11 @@ class _InTiff:
         if self._orientation in range(2, 9):
             wanted = 2 * math.prod(self.shape) * self._channels * self._pages[0].dtype.itemsize
             check_budget(self.path, wanted, "it is turned, so that it is read all at once", "Save it upright.")
-            return _cut(_upright(self._read(Tile.whole(*self._pages[0].shape)), self._orientation), tile)
+            return _cut(_apply_orientation(self._read(Tile.whole(*self._pages[0].shape)), self._orientation), tile)
         return self._read(tile)
 
     def _read(self, tile: Tile) -> Numbers:
-        with reasons(self.path):
+        with translate_errors(self.path):
             found = np.zeros((*tile.shape, self._channels), self._pages[0].dtype)
             for number, page in enumerate(self._pages):
                 part = found[..., number : number + page.channels]
@@ -158,7 +158,7 @@ def _cut(values: Numbers, tile: Tile) -> Numbers:
     return values[tile.rows.start : tile.rows.stop, tile.cols.start : tile.cols.stop]
 
 
-def _upright(values: Numbers, orientation: int) -> Numbers:
+def _apply_orientation(values: Numbers, orientation: int) -> Numbers:
     """(H, W, ...) of a file whose first row and column are elsewhere (TIFF 6.0, p. 36, Orientation)."""
     turned = values.swapaxes(0, 1) if orientation in (5, 6, 7, 8) else values
     rows, cols = orientation in (3, 4, 7, 8), orientation in (2, 3, 6, 7)
@@ -168,11 +168,11 @@ def _upright(values: Numbers, orientation: int) -> Numbers:
 # ---- PNG and JPEG
 
 
-def _opened(data: bytes) -> Image.Image:
+def _open_bytes(data: bytes) -> Image.Image:
     return Image.open(BytesIO(data), formats=("PNG", "JPEG"))
 
 
-def _png_bits(path: Path) -> int:
+def _read_png_bits(path: Path) -> int:
     """Bits of a channel, by the first chunk of the file (PNG, 11.2.2)."""
     with path.open("rb") as file:
         (bits,) = struct.unpack(">B", file.read(25)[24:])
@@ -201,16 +201,16 @@ def _is_grey_ramp(palette: NDArray[np.integer[Any]]) -> bool:
 
 def _decode(path: Path, _page: int) -> Numbers:
     """(H, W, channels) of a PNG or JPEG file, upright."""
-    with reasons(path):
-        data = whole_file(path)
-        with quiet_at_any_size():
-            image = _opened(data)
+    with translate_errors(path):
+        data = read_whole_file(path)
+        with allow_any_size():
+            image = _open_bytes(data)
             _check_decoding(path, image, data)
             orientation = int(image.getexif().get(_ORIENTATION, 1))
-        bits = _png_bits(path) if image.format == "PNG" else 8
+        bits = _read_png_bits(path) if image.format == "PNG" else 8
         factor = 255 // ((1 << bits) - 1) if image.mode == "L" and bits in (2, 4) else 1
-        values = in_bands(image, lambda band: np.array(band) // factor if factor > 1 else np.array(band))
-        return _upright(np.atleast_3d(values), orientation)
+        values = map_row_bands(image, lambda band: np.array(band) // factor if factor > 1 else np.array(band))
+        return _apply_orientation(np.atleast_3d(values), orientation)
 
 
 def _check_decoding(path: Path, image: Image.Image, data: bytes) -> None:
@@ -219,7 +219,7 @@ def _check_decoding(path: Path, image: Image.Image, data: bytes) -> None:
     check_decoding(path, image, data, bytes_per_pixel)
 
 
-_WHOLE = Decoded(_decode)
+_WHOLE = DecodeCache(_decode)
 
 
 # ---- TIFF

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from engines.images.labelled import OneClass
-from engines.spatial.draws import uniform
+from engines.images.labelled import SingleLabelImages
+from engines.spatial.draws import sample_uniform
 from engines.spatial.tiles import Tile
 
 __all__ = ["SyntheticImages"]
@@ -16,12 +16,12 @@ __all__ = ["SyntheticImages"]
 _CPU = torch.device("cpu")
 
 
-class SyntheticImages(OneClass):
+class SyntheticImages(SingleLabelImages):
     """`count` images of `size` = (height, width) pixels, uniformly random, with random classes of images and of pixels.
 
     >>> from engines.spatial.tiles import Span
     >>> images = SyntheticImages(count=2, size=(4, 6), classes=10)
-    >>> whole = images.part(1, Tile.whole(4, 6))
+    >>> whole = images.part(1, Tile.render_whole(4, 6))
     >>> torch.equal(images.part(1, Tile(Span(1, 3), Span(2, 6))), whole[:, 1:3, 2:6])
     True
     """
@@ -42,18 +42,18 @@ class SyntheticImages(OneClass):
 
     def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
         """(3, h, w), float32 from -1 to 1; only these pixels are drawn."""
-        return self._drawn(3 * index, 3, tile).mul_(2).sub_(1).float()
+        return self._sample_uniform(3 * index, 3, tile).mul_(2).sub_(1).float()
 
     def label(self, index: int) -> int:
         """Its class."""
-        return math.floor(uniform(self.seed, 3 * index + 1, [], _CPU).item() * self.classes)
+        return math.floor(sample_uniform(self.seed, 3 * index + 1, [], _CPU).item() * self.classes)
 
     def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
         """(h, w), int64; only these pixels are drawn."""
-        return self._drawn(3 * index + 2, 1, tile)[0].mul_(self.classes).long()
+        return self._sample_uniform(3 * index + 2, 1, tile)[0].mul_(self.classes).long()
 
-    def _drawn(self, number: int, channels: int, tile: Tile) -> Tensor:
+    def _sample_uniform(self, number: int, channels: int, tile: Tile) -> Tensor:
         """(channels, h, w), float64 of [0, 1)."""
         spans = zip(self.size, (tile.rows, tile.cols), strict=True)
         place = [(channels, 0, channels), *((size, span.start, span.stop) for size, span in spans)]
-        return uniform(self.seed, number, place, _CPU)
+        return sample_uniform(self.seed, number, place, _CPU)

@@ -16,7 +16,7 @@ from engines.images.examples import ExampleImages
 from engines.images.masks import Ignore
 from engines.regular import is_within, read_bounded
 from engines.spatial.tiles import Span, Tile
-from engines.working import working_folder
+from engines.working import describe_working_folder
 
 __all__ = ["COLUMNS", "table_images", "write_table"]
 
@@ -66,7 +66,7 @@ def table_images(
     >>> from PIL import Image
     >>> from mpi4dl_nb import table_images
     >>> folder = Path(tempfile.mkdtemp())
-    >>> Image.new("RGB", (40, 30)).save(folder / "a.png")
+    >>> Image.read_new("RGB", (40, 30)).save(folder / "a.png")
     >>> lines = "path,label,region", "a.png,tumour,0 8 24 32"
     >>> size_bytes = (folder / "regions.csv").write_text("\\n".join(lines))
     >>> images = table_images(folder / "regions.csv", size=(24, 32), names=("benign", "tumour"))
@@ -74,13 +74,13 @@ def table_images(
     1
     """
     table = Path(table)
-    rows = list(_rows(table))
-    troubles = _Troubles(table)
-    place = _Place(table.parent, Path(os.path.realpath(table.parent if within is None else within)))
-    drafts = [draft for row in rows if (draft := _draft(row, place, troubles))]
-    troubles.end()
-    names = names or _names(table, {draft.label for draft in drafts} - {""})
-    masks = _mask_classes(table, drafts, classes, threshold)
+    rows = list(_read_rows(table))
+    troubles = _TableErrors(table)
+    place = _FileScope(table.parent, Path(os.path.realpath(table.parent if within is None else within)))
+    drafts = [draft for row in rows if (draft := _parse_row(row, place, troubles))]
+    troubles.raise_if_any()
+    names = names or _make_class_names(table, {draft.label for draft in drafts} - {""})
+    masks = _resolve_mask_classes(table, drafts, classes, threshold)
     labels = {name: number for number, name in enumerate(names)}
     for draft in drafts:
         if draft.label and draft.label not in labels:
@@ -91,7 +91,7 @@ def table_images(
             )
         if check:
             _check(draft, troubles)
-    troubles.end()
+    troubles.raise_if_any()
     examples = [replace(draft.example, label=labels.get(draft.label)) for draft in drafts]
     return ExampleImages(examples, names, size, fit, masks, threshold, ignore if masks else None)
 
@@ -104,7 +104,7 @@ def write_table(
     Raises ImageError where it cannot be written.
     """
     table = Path(table)
-    lines = [[_cell(value, table.parent) for value in row] for row in rows]
+    lines = [[_format_cell(value, table.parent) for value in row] for row in rows]
     try:
         with table.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([columns, *lines])
@@ -113,12 +113,12 @@ def write_table(
     return len(lines)
 
 
-def _cell(value: object, folder: Path) -> object:
+def _format_cell(value: object, folder: Path) -> object:
     return os.path.relpath(value, folder) if isinstance(value, Path) else value
 
 
 @dataclass
-class _Troubles:
+class _TableErrors:
     """What is wrong with the lines of a table: told together, so that it is mended at once."""
 
     table: Path
@@ -128,7 +128,7 @@ class _Troubles:
         """One more."""
         self.told.append(f"line {line}: {text.rstrip('.')}")
 
-    def end(self) -> None:
+    def raise_if_any(self) -> None:
         """Raises ImageError where there are any."""
         if self.told:
             more = f"; and {len(self.told) - _TOLD} more lines" if len(self.told) > _TOLD else ""
@@ -136,7 +136,7 @@ class _Troubles:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _TableRow:
     line: int
     cells: dict[str, str]
 
@@ -146,7 +146,7 @@ class _Row:
 
 
 @dataclass(frozen=True)
-class _Draft:
+class _ParsedRow:
     """An example whose label is still a text."""
 
     line: int
@@ -154,7 +154,7 @@ class _Draft:
     label: str
 
 
-def _rows(table: Path) -> Iterator[_Row]:
+def _read_rows(table: Path) -> Iterator[_TableRow]:
     """Raises ImageError where there is no table, or its first line is no header."""
     try:
         with StringIO(read_bounded(table).decode("utf-8-sig"), newline="") as file:
@@ -171,9 +171,9 @@ def _rows(table: Path) -> Iterator[_Row]:
                         f"{len(header)}. Put quotation marks around a cell that has a comma in it."
                     )
                 count += 1
-                yield _Row(reader.line_num, dict(zip(header, map(str.strip, cells), strict=True)))
+                yield _TableRow(reader.line_num, dict(zip(header, map(str.strip, cells), strict=True)))
     except FileNotFoundError:
-        raise ImageError(f"The table {table} does not exist (looked for in {working_folder()}).") from None
+        raise ImageError(f"The table {table} does not exist (looked for in {describe_working_folder()}).") from None
     except OSError as error:
         raise ImageError(f"The table {table} cannot be read: {error.strerror}.") from None
     except (UnicodeDecodeError, csv.Error) as error:
@@ -194,13 +194,13 @@ def _check_header(table: Path, header: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _FileScope:
     """Where paths of a table begin, and the real folder that their files may not lie outside of."""
 
     folder: Path
     within: Path
 
-    def file(self, name: str, what: str) -> Path:
+    def resolve_file(self, name: str, what: str) -> Path:
         """Raises ValueError where there is none, or none that the table may name."""
         if not name:
             raise ValueError("it has no path")
@@ -214,38 +214,40 @@ class _Place:
         return path
 
 
-def _draft(row: _Row, place: _Place, troubles: _Troubles) -> _Draft | None:
+def _parse_row(row: _TableRow, place: _FileScope, troubles: _TableErrors) -> _ParsedRow | None:
     """None where something is wrong, which is added to the troubles."""
     try:
         label = row.get("label")
         if not label and ("label" in row.cells or not row.get("mask")):
             raise ValueError("it has no label" if "label" in row.cells else "it has no mask")
-        path = place.file(row.get("path"), "file")
-        mask = place.file(row.get("mask"), "mask") if row.get("mask") else None
-        level = _numbers(row.get("level") or "0", "level", 1)[0]
-        return _Draft(row.line, Example(path, None, mask, _region(row.get("region")), level, row.get("slide")), label)
+        path = place.resolve_file(row.get("path"), "file")
+        mask = place.resolve_file(row.get("mask"), "mask") if row.get("mask") else None
+        level = _parse_numbers(row.get("level") or "0", "level", 1)[0]
+        return _ParsedRow(
+            row.line, Example(path, None, mask, _parse_region(row.get("region")), level, row.get("slide")), label
+        )
     except ValueError as trouble:
         troubles.add(row.line, str(trouble))
         return None
 
 
-def _region(text: str) -> Tile | None:
+def _parse_region(text: str) -> Tile | None:
     if not text:
         return None
-    y0, x0, height, width = _numbers(text, "region", 4)
+    y0, x0, height, width = _parse_numbers(text, "region", 4)
     if min(height, width) < 1:
         raise ValueError(f"the region {text!r} has no pixels: it is y0 x0 height width")
     return Tile(Span(y0, y0 + height), Span(x0, x0 + width))
 
 
-def _check(draft: _Draft, troubles: _Troubles) -> None:
+def _check(draft: _ParsedRow, troubles: _TableErrors) -> None:
     try:
         draft.example.check()
     except ImageError as error:
         troubles.add(draft.line, str(error))
 
 
-def _numbers(text: str, what: str, count: int) -> list[int]:
+def _parse_numbers(text: str, what: str, count: int) -> list[int]:
     try:
         numbers = [int(word) for word in text.split()]
     except ValueError:
@@ -257,7 +259,7 @@ def _numbers(text: str, what: str, count: int) -> list[int]:
     return numbers
 
 
-def _names(table: Path, labels: set[str]) -> list[str]:
+def _make_class_names(table: Path, labels: set[str]) -> list[str]:
     """Of the classes, in order."""
     if not all(label.isascii() and label.isdigit() for label in labels):
         return sorted(labels)
@@ -266,7 +268,9 @@ def _names(table: Path, labels: set[str]) -> list[str]:
     return [str(number) for number in range(1 + max(map(int, labels), default=-1))]
 
 
-def _mask_classes(table: Path, drafts: Sequence[_Draft], classes: int | None, threshold: int | None) -> int | None:
+def _resolve_mask_classes(
+    table: Path, drafts: Sequence[_ParsedRow], classes: int | None, threshold: int | None
+) -> int | None:
     if not any(draft.example.mask for draft in drafts):
         return None
     if classes is None and threshold is None:

@@ -12,9 +12,9 @@ from engines.errors import ImageError
 
 if TYPE_CHECKING:
     from engines.images.picture import Picture
-    from engines.images.reader import Pixels, Segment
+    from engines.images.reader import DecodeBlock, Pixels
 
-__all__ = ["shrunk"]
+__all__ = ["make_thumbnail"]
 
 BAND_PX = 1 << 24  # in memory at a time
 MOST_PX = 1 << 29  # of a level: a larger one is sampled, since reading all of it takes minutes
@@ -26,7 +26,7 @@ Box = tuple[int, int, int, int]
 """First row, first column, height and width."""
 
 
-def shrunk(picture: Picture, longest_px: int, box: Box | None = None, level: int = 0) -> Pixels:
+def make_thumbnail(picture: Picture, longest_px: int, box: Box | None = None, level: int = 0) -> Pixels:
     """A rectangle of one level (all of it: None), shrunk by averaging until no side is longer than `longest_px`.
 
     It is read from the coarsest level that has as many pixels as are asked for. Where even that level is larger
@@ -38,18 +38,18 @@ def shrunk(picture: Picture, longest_px: int, box: Box | None = None, level: int
     y0, x0, rows, cols = box or (0, 0, *picture.shape(level))
     scale = min(1.0, longest_px / max(rows, cols))
     size = max(1, round(rows * scale)), max(1, round(cols * scale))
-    source = _fitting(picture, (rows, cols), level, size)
+    source = _choose_level(picture, (rows, cols), level, size)
     ratios = [there / here for there, here in zip(picture.shape(source), picture.shape(level), strict=True)]
     top, left, bottom, right = (
         side * ratio for side, ratio in zip((y0, x0, y0 + rows, x0 + cols), ratios * 2, strict=True)
     )
     sides = bottom - top, right - left
-    if sides[0] * sides[1] > MOST_PX or _decoded_px(picture, source, sides) > MOST_DECODED_PX:
-        return _sampled(picture, (top, left, bottom, right), source, size)
-    return _banded(picture, (top, left, bottom, right), source, size)
+    if sides[0] * sides[1] > MOST_PX or _estimate_decoded_px(picture, source, sides) > MOST_DECODED_PX:
+        return _shrink_by_sampling(picture, (top, left, bottom, right), source, size)
+    return _shrink_in_bands(picture, (top, left, bottom, right), source, size)
 
 
-def _fitting(picture: Picture, sides: tuple[int, int], level: int, size: tuple[int, int]) -> int:
+def _choose_level(picture: Picture, sides: tuple[int, int], level: int, size: tuple[int, int]) -> int:
     """The coarsest level on which the rectangle has at least `size` pixels."""
     fits = level
     for number, other in enumerate(picture.levels):
@@ -60,28 +60,28 @@ def _fitting(picture: Picture, sides: tuple[int, int], level: int, size: tuple[i
     return fits
 
 
-def _segment(picture: Picture, level: int) -> Segment:
+def _get_decode_block(picture: Picture, level: int) -> DecodeBlock:
     """What is decoded at once; of somebody's own picture that is not known."""
-    from engines.images.reader import Reader, Segment  # which imports this file
+    from engines.images.reader import DecodeBlock, PictureReader  # which imports this file
 
-    return picture.segment(level) if isinstance(picture, Reader) else Segment()
+    return picture.get_decode_block(level) if isinstance(picture, PictureReader) else DecodeBlock()
 
 
-def _decoded_px(picture: Picture, level: int, sides: tuple[float, float]) -> float:
+def _estimate_decoded_px(picture: Picture, level: int, sides: tuple[float, float]) -> float:
     """How much is decoded to read a rectangle in bands, which cut through tiles."""
-    segment, (height, width) = _segment(picture, level), sides
+    segment, (height, width) = _get_decode_block(picture, level), sides
     bands = max(1.0, height * width / BAND_PX)
     return bands * (height / bands / segment.rows + 1) * (width / segment.cols + 1) * segment.cost_px
 
 
-def _samples(picture: Picture, level: int) -> int:
+def _choose_sample_count(picture: Picture, level: int) -> int:
     """How many squares along the longer side are worth what is decoded for them."""
-    segment = _segment(picture, level)
+    segment = _get_decode_block(picture, level)
     each = math.ceil(SAMPLE_PX / segment.rows) * math.ceil(SAMPLE_PX / segment.cols) * segment.cost_px
     return min(SAMPLES, max(FEWEST, math.isqrt(MOST_DECODED_PX // each)))
 
 
-def _banded(picture: Picture, edges: tuple[float, ...], level: int, size: tuple[int, int]) -> Pixels:
+def _shrink_in_bands(picture: Picture, edges: tuple[float, ...], level: int, size: tuple[int, int]) -> Pixels:
     """The rectangle between four edges, which need not be whole numbers, averaged to `size`."""
     top, left, bottom, right = edges
     x0, x1 = math.floor(left), math.ceil(right)
@@ -98,10 +98,10 @@ def _banded(picture: Picture, edges: tuple[float, ...], level: int, size: tuple[
     return np.concatenate(bands)
 
 
-def _sampled(picture: Picture, edges: tuple[float, ...], level: int, size: tuple[int, int]) -> Pixels:
+def _shrink_by_sampling(picture: Picture, edges: tuple[float, ...], level: int, size: tuple[int, int]) -> Pixels:
     """The mean colours of squares in a grid, each drawn as large as its cell."""
     top, left, bottom, right = edges
-    cell = max(bottom - top, right - left) / min(_samples(picture, level), *size)
+    cell = max(bottom - top, right - left) / min(_choose_sample_count(picture, level), *size)
     rows, cols = max(1, round((bottom - top) / cell)), max(1, round((right - left) / cell))
     grid = np.empty((rows, cols, 3), np.uint8)
     for row, col in np.ndindex(rows, cols):

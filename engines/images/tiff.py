@@ -12,46 +12,46 @@ import numpy as np
 from tifffile import TiffFile, TiffPage
 
 from engines.errors import ImageError
-from engines.images.files import FileReader, changed, reasons
-from engines.images.reader import WHITE, Level, Pixels, Segment, bands
-from engines.images.tiff_layout import check_picture, find_picture, list_pages, sub_pages
-from engines.images.tiff_page import Page, check_segment_size, in_colours, is_plain
+from engines.images.files import FileReader, make_changed_error, translate_errors
+from engines.images.reader import WHITE, DecodeBlock, Level, Pixels, split_row_bands
+from engines.images.tiff_layout import check_picture, find_picture, list_pages, list_sub_pages
+from engines.images.tiff_page import TiffPageReader, check_segment_size, is_plain, to_rgb
 
-__all__ = ["TiffPicture", "check_segments", "picture_page", "vendor"]
+__all__ = ["TiffPicture", "check_segments", "detect_vendor", "find_whole_page"]
 
 _VENDORS = ("svs", "ndpi", "scn", "bif", "philips")
 
-_Planes = tuple[Page, ...]
+_Planes = tuple[TiffPageReader, ...]
 """One page with all channels, or one for each."""
 
 
 @dataclass
-class _Handle:
+class _TiffHandle:
     fd: int
     levels: tuple[_Planes, ...]
     microns: float | None
 
 
-def vendor(path: Path) -> str | None:
+def detect_vendor(path: Path) -> str | None:
     """The maker of a slide in a TIFF file, which OpenSlide knows best; None for files of no maker's own kind."""
-    with reasons(path), TiffFile(path) as file:
+    with translate_errors(path), TiffFile(path) as file:
         return next((name for name in _VENDORS if getattr(file, f"is_{name}")), None)
 
 
 def check_segments(path: Path) -> None:
     """Raises ImageError where tiles that a TIFF file lists do not lie in it: it was cut off, or is damaged."""
-    with reasons(path), TiffFile(path) as file:
+    with translate_errors(path), TiffFile(path) as file:
         for page in list_pages(path, file):
             if page.is_tiled:
-                Page(path, page)
+                TiffPageReader(path, page)
 
 
-def picture_page(path: Path) -> int | None:
+def find_whole_page(path: Path) -> int | None:
     """The number of the page that has to be decoded whole; None where `TiffPicture` reads the file.
 
     Raises ImageError where it is no TIFF, or damaged, or holds something else than one 8-bit picture.
     """
-    with reasons(path), TiffFile(path) as file:
+    with translate_errors(path), TiffFile(path) as file:
         layout = find_picture(path, file)
         check_picture(path, layout)
         for page in layout.base:
@@ -67,66 +67,66 @@ def picture_page(path: Path) -> int | None:
         return layout.number
 
 
-class TiffPicture(FileReader[_Handle]):
+class TiffPicture(FileReader[_TiffHandle]):
     """The picture of a TIFF file (see `find_picture`), with its levels, from SubIFDs or from other pages.
 
     A read decodes the tiles or strips that it touches; of what is not compressed it reads the bytes that it wants.
     Raises ImageError where a file holds a stack of several pictures.
     """
 
-    def _open(self) -> _Handle:
-        with reasons(self.path), TiffFile(self.path) as file:
-            levels, microns = _levels(self.path, file)
-        with reasons(self.path):
+    def _open(self) -> _TiffHandle:
+        with translate_errors(self.path), TiffFile(self.path) as file:
+            levels, microns = _read_levels(self.path, file)
+        with translate_errors(self.path):
             fd = os.open(self.path, os.O_RDONLY)
-        handle = _Handle(fd, levels, microns)
+        handle = _TiffHandle(fd, levels, microns)
         weakref.finalize(handle, os.close, fd)
         return handle
 
-    def _levels(self, handle: _Handle) -> Sequence[Level]:
+    def _get_levels(self, handle: _TiffHandle) -> Sequence[Level]:
         finest = handle.levels[0][0].shape
         shapes = [planes[0].shape for planes in handle.levels]
         return [Level(*shape, (finest[0] / shape[0] + finest[1] / shape[1]) / 2) for shape in shapes]
 
-    def _microns(self, handle: _Handle) -> float | None:
+    def _get_microns(self, handle: _TiffHandle) -> float | None:
         return handle.microns
 
-    def segment(self, level: int) -> Segment:
+    def get_decode_block(self, level: int) -> DecodeBlock:
         """A tile or a strip, of what is compressed."""
-        return self.handle.levels[level][0].decoded
+        return self.handle.levels[level][0].decode_block
 
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
         handle = self.handle
         planes, (height_px, width_px) = handle.levels[level], out.shape[:2]
-        with reasons(self.path):
+        with translate_errors(self.path):
             if [page.channels for page in planes] == [3]:
                 planes[0].fill(handle.fd, out, y0, x0)
                 return
             channels = sum(page.channels for page in planes)
-            for top, bottom in bands(y0, y0 + height_px, width_px * channels, planes[0].segment_rows):
+            for top, bottom in split_row_bands(y0, y0 + height_px, width_px * channels, planes[0].segment_rows):
                 band = np.full((bottom - top, width_px, channels), WHITE, np.uint8)
                 for number, page in enumerate(planes):
                     page.fill(handle.fd, band[..., number : number + page.channels], top, x0)
-                out[top - y0 : bottom - y0] = in_colours(band, planes[0].alpha)
+                out[top - y0 : bottom - y0] = to_rgb(band, planes[0].alpha)
 
 
-def _levels(path: Path, file: TiffFile) -> tuple[tuple[_Planes, ...], float | None]:
+def _read_levels(path: Path, file: TiffFile) -> tuple[tuple[_Planes, ...], float | None]:
     """The pages of each level, finest first, and the size of a pixel in micrometres."""
     layout = find_picture(path, file)
     check_picture(path, layout)
     base = layout.base
     if not all(map(is_plain, base)):
-        raise changed(path)
-    named = [sub_pages(path, page) for page in base]  # level by level, those that each channel's page has
+        raise make_changed_error(path)
+    named = [list_sub_pages(path, page) for page in base]  # level by level, those that each channel's page has
     coarser = [group for group in zip(*named, strict=False) if group] or [(page,) for page in layout.others]
-    chosen = [tuple(Page(path, page) for page in base)]
+    chosen = [tuple(TiffPageReader(path, page) for page in base)]
     for group in sorted(coarser, key=lambda group: -group[0].imagewidth):
-        if all(map(_continues, group, base)) and group[0].imagewidth < chosen[-1][0].shape[1]:
-            chosen.append(tuple(Page(path, page) for page in group))
+        if all(map(_is_reduced_copy, group, base)) and group[0].imagewidth < chosen[-1][0].shape[1]:
+            chosen.append(tuple(TiffPageReader(path, page) for page in group))
     return tuple(chosen), layout.microns_per_px
 
 
-def _continues(page: TiffPage, base: TiffPage) -> bool:
+def _is_reduced_copy(page: TiffPage, base: TiffPage) -> bool:
     """Whether a page is the base made smaller: the same colours, and sides in the same ratio but for rounding.
 
     Labels and photographs of the whole glass, which slides carry along, have other sides.

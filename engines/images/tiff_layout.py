@@ -16,11 +16,11 @@ from pathlib import Path
 from tifffile import COMPRESSION, PHOTOMETRIC, TiffFile, TiffPage
 
 from engines.errors import ImageError
-from engines.images.files import damaged
+from engines.images.files import make_damaged_error
 from engines.images.ome import OmeImage
-from engines.images.tiff_page import DECODED, alpha_channel
+from engines.images.tiff_page import DECODED, find_alpha_channel
 
-__all__ = ["Layout", "check_picture", "find_picture", "list_pages", "sub_pages"]
+__all__ = ["TiffLayout", "check_picture", "find_picture", "list_pages", "list_sub_pages"]
 
 MOST_PAGES = 64  # that are looked at: a pyramid has ten, and a time series thousands
 MOST_SUB_PAGES = 16  # of each: one for each halving
@@ -43,7 +43,7 @@ _OTHER_NUMBERS = {2: "signed integers", 3: "floating-point numbers", 5: "complex
 
 
 @dataclass(frozen=True)
-class Layout:
+class TiffLayout:
     """The picture's pages at full size (`base`: one, or one for each channel), and pages that may be smaller copies.
 
     `number` is the place of the first among the pages of the file; None where it is a SubIFD, a page within a page.
@@ -56,7 +56,7 @@ class Layout:
     microns_per_px: float | None
 
 
-def find_picture(path: Path, file: TiffFile) -> Layout:
+def find_picture(path: Path, file: TiffFile) -> TiffLayout:
     """Raises ImageError where the file is damaged, or holds several pictures or a stack."""
     pages = list_pages(path, file)
     if file.is_ome:
@@ -64,18 +64,20 @@ def find_picture(path: Path, file: TiffFile) -> Layout:
         start, stop = ome.first_page, ome.first_page + ome.planes
         base = tuple(pages[start:stop])
         if len(base) < ome.planes:
-            raise damaged(path, f"its OME-XML speaks of pages {start} to {stop - 1}, but there are {len(pages)}")
+            raise make_damaged_error(
+                path, f"its OME-XML speaks of pages {start} to {stop - 1}, but there are {len(pages)}"
+            )
         if len({page.shape for page in base}) > 1:
-            raise damaged(path, f"pages {start} to {stop - 1} are not the channels of one picture")
-        return Layout(base, start, (), True, ome.microns_per_px)
-    full = _full_size(path, pages)
+            raise make_damaged_error(path, f"pages {start} to {stop - 1} are not the channels of one picture")
+        return TiffLayout(base, start, (), True, ome.microns_per_px)
+    full = _find_full_size(path, pages)
     others = tuple(page for page in pages if page is not full[0] and not page.is_mask)
     _check_single(path, file, full, others)
     number = next((number for number, page in enumerate(pages) if page is full[0]), None)
-    return Layout((full[0],), number, others, False, _resolution(full[0]))
+    return TiffLayout((full[0],), number, others, False, _read_resolution(full[0]))
 
 
-def check_picture(path: Path, layout: Layout) -> None:
+def check_picture(path: Path, layout: TiffLayout) -> None:
     """Raises ImageError where the pages hold something else than 8-bit grey or colours, or cannot be decoded."""
     page = layout.base[0]
     _check_depth(path, page)
@@ -83,7 +85,7 @@ def check_picture(path: Path, layout: Layout) -> None:
         raise ImageError(f"{path} holds a stack of {page.imagedepth} planes in one page. Save one plane by itself.")
     if page.compression not in (*DECODED, *_BY_PILLOW):
         raise ImageError(
-            f"{path} is compressed by {_name(COMPRESSION, page.compression)}, which is not read here. Save it "
+            f"{path} is compressed by {_get_name(COMPRESSION, page.compression)}, which is not read here. Save it "
             "without compression, or with LZW, deflate, JPEG, JPEG 2000 or Zstandard."
         )
     _check_channels(path, layout)
@@ -93,19 +95,19 @@ def list_pages(path: Path, file: TiffFile) -> list[TiffPage]:
     """The first pages, if all are there: one that was cut off is left out by the parser without a word."""
     file.filehandle.seek(file.pages.next_page_offset or 0)
     if any(file.filehandle.read(file.tiff.offsetsize)):
-        raise damaged(path, f"its list of pages breaks off after page {len(file.pages)}")
-    pages = _checked(path, file.pages, MOST_PAGES)
+        raise make_damaged_error(path, f"its list of pages breaks off after page {len(file.pages)}")
+    pages = _collect_pages(path, file.pages, MOST_PAGES)
     if not pages:
-        raise damaged(path, "it has no pages")
+        raise make_damaged_error(path, "it has no pages")
     return pages
 
 
-def sub_pages(path: Path, page: TiffPage) -> list[TiffPage]:
+def list_sub_pages(path: Path, page: TiffPage) -> list[TiffPage]:
     """The pages that a page names as its own (SubIFDs)."""
-    return _checked(path, page.pages, MOST_SUB_PAGES) if page.subifds else []
+    return _collect_pages(path, page.pages, MOST_SUB_PAGES) if page.subifds else []
 
 
-def _checked(path: Path, pages: Iterable[object], most: int) -> list[TiffPage]:
+def _collect_pages(path: Path, pages: Iterable[object], most: int) -> list[TiffPage]:
     """Each is looked at before the next one is parsed: thousands of them may be one, with all the tags there can be."""
     found = []
     for page in islice(pages, most):
@@ -115,23 +117,23 @@ def _checked(path: Path, pages: Iterable[object], most: int) -> list[TiffPage]:
     return found
 
 
-def _full_size(path: Path, pages: Sequence[TiffPage]) -> list[TiffPage]:
+def _find_full_size(path: Path, pages: Sequence[TiffPage]) -> list[TiffPage]:
     """The pages that are neither a smaller copy nor a mask; if all of them are, the largest copy, or else the first."""
-    inner = (each for page in pages for each in sub_pages(path, page))
+    inner = (each for page in pages for each in list_sub_pages(path, page))
     for group in (pages, inner):  # camera files have the preview as their page, and the picture within it
         if found := [page for page in group if not page.is_reduced and not page.is_mask]:
             return found
     copies = [page for page in pages if not page.is_mask]
-    return sorted(copies, key=_pixels, reverse=True)[:1] or list(pages[:1])
+    return sorted(copies, key=_count_pixels, reverse=True)[:1] or list(pages[:1])
 
 
 def _check_single(path: Path, file: TiffFile, full: Sequence[TiffPage], others: Sequence[TiffPage]) -> None:
-    base, sides = full[0], _sides(full[0])
-    alike = any(_sides(page) == sides for page in full[1:])
-    if alike or (base is file.pages.first and _declares_more(file, base)):
+    base, sides = full[0], _get_sides(full[0])
+    alike = any(_get_sides(page) == sides for page in full[1:])
+    if alike or (base is file.pages.first and _has_more_planes(file, base)):
         raise ImageError(f"{path} holds several pictures of one size, a stack. Save the one you want by itself.")
     for page in others:
-        if _pixels(page) > _pixels(base):
+        if _count_pixels(page) > _count_pixels(base):
             raise ImageError(
                 f"{path} holds several pictures: one of {sides[0]} x {sides[1]} px comes first, and a larger one of "
                 f"{page.imagelength} x {page.imagewidth} px later, and it does not say that the first is its preview. "
@@ -139,15 +141,15 @@ def _check_single(path: Path, file: TiffFile, full: Sequence[TiffPage], others: 
             )
 
 
-def _sides(page: TiffPage) -> tuple[int, int]:
+def _get_sides(page: TiffPage) -> tuple[int, int]:
     return int(page.imagelength), int(page.imagewidth)
 
 
-def _pixels(page: TiffPage) -> int:
-    return math.prod(_sides(page))
+def _count_pixels(page: TiffPage) -> int:
+    return math.prod(_get_sides(page))
 
 
-def _declares_more(file: TiffFile, first: TiffPage) -> bool:
+def _has_more_planes(file: TiffFile, first: TiffPage) -> bool:
     """Whether ImageJ or tifffile says that more planes follow the first page's pixels, without pages of their own."""
     shaped = file.shaped_metadata or ()
     values = max((math.prod(each.get("shape", ())) for each in shaped[:1]), default=0)
@@ -160,14 +162,14 @@ def _check_tags(path: Path, page: TiffPage) -> None:
     handle.seek(page.offset)
     (count,) = struct.unpack(form.tagnoformat, handle.read(form.tagnosize))
     if count > MOST_TAGS:
-        raise damaged(path, f"page {page.index} says that it has {count} tags, where {MOST_TAGS} are many")
+        raise make_damaged_error(path, f"page {page.index} says that it has {count} tags, where {MOST_TAGS} are many")
     entries = handle.read(count * form.tagsize)
     entry = struct.Struct(form.byteorder + ("HHQ8x" if form.is_bigtiff else "HHI4x"))
     for code, _, values in entry.iter_unpack(entries) if form.tagsize == entry.size else ():
         if values > handle.size:
-            raise damaged(path, f"tag {code} of page {page.index} says that it has {values} values")
+            raise make_damaged_error(path, f"tag {code} of page {page.index} says that it has {values} values")
         if code in _TEXTS and values > TEXT_BYTES:
-            raise damaged(path, f"the text in tag {code} of page {page.index} has {values} bytes")
+            raise make_damaged_error(path, f"the text in tag {code} of page {page.index} has {values} bytes")
 
 
 def _check_depth(path: Path, page: TiffPage) -> None:
@@ -184,31 +186,31 @@ def _check_depth(path: Path, page: TiffPage) -> None:
         raise ImageError(f"{path} has {bits} bits per channel, and pictures here have 8 bits. {scale}")
 
 
-def _check_channels(path: Path, layout: Layout) -> None:
+def _check_channels(path: Path, layout: TiffLayout) -> None:
     page = layout.base[0]
     samples, photometric = int(page.samplesperpixel), int(page.photometric)
     if photometric not in (_WHITE_IS_ZERO, _GREY, _RGB, _PALETTE, _YCBCR):
-        kind = _NO_COLOURS.get(photometric, f"values of the kind {_name(PHOTOMETRIC, photometric)}")
+        kind = _NO_COLOURS.get(photometric, f"values of the kind {_get_name(PHOTOMETRIC, photometric)}")
         raise ImageError(f"{path} holds {kind}. Convert it to 8-bit RGB or grey and save it again.")
     colours = 3 if photometric in (_RGB, _YCBCR) else 1
     extra = samples - colours
     # Of an RGB page the first three are the colours, whatever else was measured. In OME all channels are equals.
     ignorable = photometric == _RGB and not layout.is_ome
-    if extra < 0 or (extra > 0 and not ignorable and not (extra == 1 and alpha_channel(page) == colours)):
+    if extra < 0 or (extra > 0 and not ignorable and not (extra == 1 and find_alpha_channel(page) == colours)):
         raise ImageError(
             f"{path} has {samples} channels, and the file does not say that one of them is transparency. "
             "A picture is grey, or red, green and blue: save the channels you want by themselves."
         )
 
 
-def _name(names: type, number: int) -> str:
+def _get_name(names: type, number: int) -> str:
     try:
         return str(names(number).name)
     except ValueError:
         return f"number {number}"
 
 
-def _resolution(page: TiffPage) -> float | None:
+def _read_resolution(page: TiffPage) -> float | None:
     """Micrometres per pixel, where a microscope rather than a printer wrote it."""
     unit, (pixels, units) = page.tags.valueof(296, 2), page.tags.valueof(282, (0, 1))
     if unit not in _MICRONS or not pixels or not units:

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tifffile import TiffPage
 
-from engines.images.arrays import on_white
+from engines.images.arrays import composite_on_white
 from engines.images.budget import check_budget
-from engines.images.files import check_size, damaged
-from engines.images.jpeg import jpeg_2000_size, jpeg_size
-from engines.images.reader import WHITE, Pixels, Segment
+from engines.images.files import check_size, make_damaged_error
+from engines.images.jpeg import read_jpeg_2000_size, read_jpeg_size
+from engines.images.reader import WHITE, DecodeBlock, Pixels
 
-__all__ = ["DECODED", "Page", "alpha_channel", "check_segment_size", "in_colours", "is_plain"]
+__all__ = ["DECODED", "TiffPageReader", "check_segment_size", "find_alpha_channel", "is_plain", "to_rgb"]
 
 PLAIN, JPEG = 1, 7
 JPEG_2000 = (33005, 34712)
@@ -42,11 +42,11 @@ def is_plain(page: TiffPage) -> bool:
         and page.samplesperpixel in ((1, 2) if grey else (3, 4))
         and (page.bitspersample, page.sampleformat, page.imagedepth, page.fillorder) == (8, 1, 1, 1)
         and page.tags.valueof(274, 1) == 1
-        and (page.compression == PLAIN or _segment_bytes(page) <= MOST_BYTES)
+        and (page.compression == PLAIN or _count_segment_bytes(page) <= MOST_BYTES)
     )
 
 
-def alpha_channel(page: TiffPage) -> int | None:
+def find_alpha_channel(page: TiffPage) -> int | None:
     """The channel that the file calls transparency (ExtraSamples 1 or 2: TIFF 6.0, p. 31); None where there is none."""
     extras = [int(each) for each in page.extrasamples]
     first = int(page.samplesperpixel) - len(extras)
@@ -55,24 +55,24 @@ def alpha_channel(page: TiffPage) -> int | None:
 
 def check_segment_size(path: Path, page: TiffPage) -> None:
     """Raises ImageError where a tile is far larger than the picture: nobody writes such, but a decoder obeys."""
-    (rows, cols), (height, width) = _segment_shape(page), (int(page.imagelength), int(page.imagewidth))
+    (rows, cols), (height, width) = _get_segment_shape(page), (int(page.imagelength), int(page.imagewidth))
     if rows * cols > max(LARGE_TILE_PX, 4 * height * width):
-        raise damaged(path, f"its tiles have {rows} x {cols} px, and all of it has {height} x {width}")
+        raise make_damaged_error(path, f"its tiles have {rows} x {cols} px, and all of it has {height} x {width}")
 
 
-def _segment_bytes(page: TiffPage) -> int:
-    rows, cols = _segment_shape(page)
+def _count_segment_bytes(page: TiffPage) -> int:
+    rows, cols = _get_segment_shape(page)
     return rows * cols * int(page.samplesperpixel)
 
 
-def _segment_shape(page: TiffPage) -> tuple[int, int]:
+def _get_segment_shape(page: TiffPage) -> tuple[int, int]:
     """Rows and columns of a tile, or of a strip."""
     if page.is_tiled:
         return int(page.tilelength), int(page.tilewidth)
     return min(int(page.rowsperstrip), int(page.imagelength)), int(page.imagewidth)
 
 
-def in_colours(pixels: NDArray[np.uint8], alpha: int) -> Pixels:
+def to_rgb(pixels: NDArray[np.uint8], alpha: int) -> Pixels:
     """(H, W, 1 to 4) -> (H, W, 3): grey or colours, with a last channel more where it says what is transparent.
 
     `alpha` is what TIFF's ExtraSamples says of it: 1 where colours were multiplied by it already.
@@ -85,10 +85,10 @@ def in_colours(pixels: NDArray[np.uint8], alpha: int) -> Pixels:
     if alpha == _MULTIPLIED:
         paper = WHITE - pixels[..., 3:]
         return np.minimum(pixels[..., :3], WHITE - paper) + paper
-    return on_white(pixels) if alpha == _ALPHA else np.ascontiguousarray(pixels[..., :3])
+    return composite_on_white(pixels) if alpha == _ALPHA else np.ascontiguousarray(pixels[..., :3])
 
 
-class Page:
+class TiffPageReader:
     """Where each segment of a page lies in the file, and how to decode it. Read by any number of threads.
 
     It reads the stored numbers, of the type `dtype`; whether they are shades, colours or classes is for others to say.
@@ -103,9 +103,11 @@ class Page:
         self._stored = self.dtype.newbyteorder(page.parent.byteorder)
         whole = page.bitspersample == 8 * self.dtype.itemsize and page.fillorder == 1
         self._stored_plainly = page.compression == PLAIN and page.predictor == 1 and whole
-        self._segment, self._compression = _segment_shape(page), int(page.compression)
+        self._segment, self._compression = _get_segment_shape(page), int(page.compression)
         if min(*self.shape, *self._segment) < 1:
-            raise damaged(path, f"it has {self.shape[0]} x {self.shape[1]} px in segments of {self._segment}")
+            raise make_damaged_error(
+                path, f"it has {self.shape[0]} x {self.shape[1]} px in segments of {self._segment}"
+            )
         check_size(path, *self.shape)
         check_segment_size(path, page)
         self._offsets = np.asarray(page.dataoffsets, np.int64)
@@ -123,11 +125,11 @@ class Page:
         return self._segment[0]
 
     @property
-    def decoded(self) -> Segment:
+    def decode_block(self) -> DecodeBlock:
         """What is decoded at once."""
         if self._stored_plainly:
-            return Segment()
-        return Segment(*self._segment, max(TILE_PX, self._segment[0] * self._segment[1]))
+            return DecodeBlock()
+        return DecodeBlock(*self._segment, max(TILE_PX, self._segment[0] * self._segment[1]))
 
     @property
     def _segment_bytes(self) -> int:
@@ -144,18 +146,18 @@ class Page:
         expected = self._grid[0] * self._grid[1] * self._planes
         if not len(self._offsets) == len(self._counts) == expected:
             told = f"{expected} segments are needed, but it lists {len(self._offsets)} of {len(self._counts)} lengths"
-            raise damaged(self.path, told)
+            raise make_damaged_error(self.path, told)
         beyond = (self._offsets < 0) | (self._counts < 0) | (self._offsets + self._counts > file_bytes)
         if beyond.any():
-            raise damaged(self.path, f"{beyond.sum()} of its {expected} segments lie beyond its end")
+            raise make_damaged_error(self.path, f"{beyond.sum()} of its {expected} segments lie beyond its end")
         size = self._segment_bytes
         if self._compression == PLAIN and self._counts.max() > size:
-            raise damaged(self.path, f"a segment of {self._counts.max()} bytes cannot lie in {size}")
+            raise make_damaged_error(self.path, f"a segment of {self._counts.max()} bytes cannot lie in {size}")
 
     def fill(self, fd: int, out: NDArray[Any], y0: int, x0: int) -> None:
         """Put a rectangle that lies inside into `out`, (h, w, channels), except where segments were left out."""
         height_px, width_px = out.shape[:2]
-        for plane, row, col in self._touched(y0, x0, height_px, width_px):
+        for plane, row, col in self._find_segments(y0, x0, height_px, width_px):
             index = (plane * self._grid[0] + row) * self._grid[1] + col
             if not self._counts[index]:
                 continue
@@ -163,30 +165,32 @@ class Page:
             part = max(y0, top), max(x0, left)
             bottom, right = min(y0 + height_px, top + self._segment[0]), min(x0 + width_px, left + self._segment[1])
             inner = slice(part[0] - top, bottom - top), slice(part[1] - left, right - left)
-            pixels = self._rows(fd, index, *inner) if self._stored_plainly else self._decoded(fd, index)[inner]
+            pixels = (
+                self._read_rows(fd, index, *inner) if self._stored_plainly else self._decode_segment(fd, index)[inner]
+            )
             channels = slice(None) if self._planes == 1 else slice(plane, plane + 1)
             out[part[0] - y0 : bottom - y0, part[1] - x0 : right - x0, channels] = pixels
 
-    def _touched(self, y0: int, x0: int, height_px: int, width_px: int) -> Iterator[tuple[int, int, int]]:
+    def _find_segments(self, y0: int, x0: int, height_px: int, width_px: int) -> Iterator[tuple[int, int, int]]:
         (rows, cols), (height, width) = self._segment, (height_px, width_px)
         for plane in range(self._planes):
             for row in range(y0 // rows, -(-(y0 + height) // rows)):
                 for col in range(x0 // cols, -(-(x0 + width) // cols)):
                     yield plane, row, col
 
-    def _rows(self, fd: int, index: int, rows: slice, cols: slice) -> NDArray[Any]:
+    def _read_rows(self, fd: int, index: int, rows: slice, cols: slice) -> NDArray[Any]:
         """Of a segment that is not compressed, only the bytes that are wanted."""
         deep, wide = self.channels // self._planes, self._segment[1]
         found = np.empty((rows.stop - rows.start, cols.stop - cols.start, deep), self.dtype)
         for number, row in enumerate(range(rows.start, rows.stop)):
             start = (row * wide + cols.start) * deep * self.dtype.itemsize
             if start + found[number].nbytes > self._counts[index]:
-                raise damaged(self.path, f"segment {index} ends in row {row}")
+                raise make_damaged_error(self.path, f"segment {index} ends in row {row}")
             line = os.pread(fd, found[number].nbytes, int(self._offsets[index]) + start)
             found[number] = np.frombuffer(line, self._stored).reshape(found[number].shape)
         return found
 
-    def _decoded(self, fd: int, index: int) -> NDArray[Any]:
+    def _decode_segment(self, fd: int, index: int) -> NDArray[Any]:
         data = os.pread(fd, int(self._counts[index]), int(self._offsets[index]))
         self._check_inner_size(data, index)
         pixels, *_ = self._decode(data, index, **self._tables)
@@ -196,11 +200,11 @@ class Page:
         """JPEG data have a size of their own, which the decoder would believe: up to 65535 x 65535."""
         size = None
         if self._compression == JPEG:
-            size = jpeg_size(data)
+            size = read_jpeg_size(data)
         elif self._compression in JPEG_2000:
-            size = jpeg_2000_size(data)
+            size = read_jpeg_2000_size(data)
         if size is None:
             return
         if size[0] * size[1] > 2 * self._segment[0] * self._segment[1]:
             told = f"segment {index} says that it holds {size[0]} x {size[1]} px, where there is room for"
-            raise damaged(self.path, f"{told} {self._segment[0]} x {self._segment[1]}")
+            raise make_damaged_error(self.path, f"{told} {self._segment[0]} x {self._segment[1]}")

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from engines.errors import ImageError
-from engines.images.arrays import from_array
-from engines.images.files import FileReader, damaged, reasons
-from engines.images.reader import Level, Pixels, Segment, bands
+from engines.images.arrays import convert_array
+from engines.images.files import FileReader, make_damaged_error, translate_errors
+from engines.images.reader import DecodeBlock, Level, Pixels, split_row_bands
 from engines.images.zarr_chunks import check_array, check_metadata, check_stored
 
 __all__ = ["ZarrPicture", "is_zarr"]
@@ -31,46 +31,46 @@ def is_zarr(folder: Path) -> bool:
 
 
 @dataclass
-class _Handle:
+class _ZarrHandle:
     arrays: list[Any]
     axes: str
     microns: float | None
 
 
-class ZarrPicture(FileReader[_Handle]):
+class ZarrPicture(FileReader[_ZarrHandle]):
     """A Zarr array (H, W), (H, W, C) or (C, H, W) of bytes, or an OME-Zarr group of them; read chunk by chunk.
 
     Axes of a group are known by their names: those of time and depth are left out where they have one entry.
     Raises ImageError where it is none of these, or the extra is not installed.
     """
 
-    def _open(self) -> _Handle:
+    def _open(self) -> _ZarrHandle:
         if find_spec("zarr") is None:
             raise ImageError(f"{self.path} is a Zarr store: pip install 'mpi4dl_nb[zarr]'.")
         import zarr
 
-        with reasons(self.path):
+        with translate_errors(self.path):
             check_metadata(self.path)
             found = zarr.open(self.path, mode="r")
             if isinstance(found, zarr.Array):
-                arrays, axes, microns = [found], _named(found), None
+                arrays, axes, microns = [found], _read_axes(found), None
             else:
-                arrays, axes, microns = _multiscale(self.path, found)
-            return _Handle(arrays, _checked(self.path, arrays, axes), microns)
+                arrays, axes, microns = _read_multiscale(self.path, found)
+            return _ZarrHandle(arrays, _resolve_axes(self.path, arrays, axes), microns)
 
-    def _levels(self, handle: _Handle) -> Sequence[Level]:
+    def _get_levels(self, handle: _ZarrHandle) -> Sequence[Level]:
         sizes = [tuple(array.shape[handle.axes.index(axis)] for axis in "yx") for array in handle.arrays]
         rows, cols = sizes[0]
         return [Level(height, width, (rows / height + cols / width) / 2) for height, width in sizes]
 
-    def _microns(self, handle: _Handle) -> float | None:
+    def _get_microns(self, handle: _ZarrHandle) -> float | None:
         return handle.microns
 
-    def segment(self, level: int) -> Segment:
+    def get_decode_block(self, level: int) -> DecodeBlock:
         """A chunk."""
         handle = self.handle
         sides = [handle.arrays[level].chunks[handle.axes.index(axis)] for axis in "yx"]
-        return Segment(*sides, max(_CHUNK_PX, sides[0] * sides[1]))
+        return DecodeBlock(*sides, max(_CHUNK_PX, sides[0] * sides[1]))
 
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
         handle = self.handle
@@ -78,50 +78,50 @@ class ZarrPicture(FileReader[_Handle]):
         kept = [axis for axis in handle.axes if axis in "yxc"]  # the others have one entry, which is taken
         order = [kept.index(axis) for axis in "yxc" if axis in kept]
         chunk_rows = array.chunks[handle.axes.index("y")]
-        for top, bottom in bands(y0, y0 + height_px, 3 * width_px, chunk_rows):
+        for top, bottom in split_row_bands(y0, y0 + height_px, 3 * width_px, chunk_rows):
             wanted = {"y": slice(top, bottom), "x": slice(x0, x0 + width_px), "c": slice(None)}
-            with reasons(self.path):
+            with translate_errors(self.path):
                 part_of = tuple(wanted.get(axis, 0) for axis in handle.axes)
                 if not check_stored(self.path, array, part_of):
                     out[top - y0 : bottom - y0] = array.fill_value or 0
                     continue
                 part = np.asarray(array[part_of])
-                out[top - y0 : bottom - y0] = from_array(part.transpose(order), str(self.path))
+                out[top - y0 : bottom - y0] = convert_array(part.transpose(order), str(self.path))
 
 
-def _multiscale(path: Path, group: Any) -> tuple[list[Any], str, float | None]:
+def _read_multiscale(path: Path, group: Any) -> tuple[list[Any], str, float | None]:
     """Levels, axes and micrometres per pixel, by the OME-NGFF metadata of versions 0.4 and 0.5."""
     attributes: Mapping[str, Any] = group.attrs
     scales = attributes.get("ome", attributes).get("multiscales")
     if not scales:
         raise ImageError(
-            f"{path} is a Zarr group of {', '.join(_names(path)) or 'nothing'}, and no OME-Zarr picture. "
+            f"{path} is a Zarr group of {', '.join(_list_names(path)) or 'nothing'}, and no OME-Zarr picture. "
             "Give the path of one array, or of one picture, in it."
         )
     count = len(scales[0]["datasets"])
     if count > _MOST_LEVELS:
-        raise damaged(path, f"it says that it has {count:,} levels, where {_MOST_LEVELS} are many")
+        raise make_damaged_error(path, f"it says that it has {count:,} levels, where {_MOST_LEVELS} are many")
     for each in scales[0]["datasets"]:
         _check_path(path, each["path"])
     arrays = [group[each["path"]] for each in scales[0]["datasets"]]
     axes = scales[0].get("axes") or _IMPLIED[-len(arrays[0].shape) :]
-    return arrays, _letters(axes), _microns_of(scales[0]["datasets"][0], axes)
+    return arrays, _parse_axes(axes), _read_microns(scales[0]["datasets"][0], axes)
 
 
 def _check_path(path: Path, name: object) -> None:
     """Every group on the way to a level is of this store."""
     parts = str(name).strip("/").split("/")
     if len(parts) > _MOST_LEVELS:
-        raise damaged(path, f"a level lies {len(parts):,} folders deep")
+        raise make_damaged_error(path, f"a level lies {len(parts):,} folders deep")
     for count in range(1, len(parts) + 1):
         check_metadata(path, "/".join(parts[:count]))
 
 
-def _names(path: Path) -> list[str]:
+def _list_names(path: Path) -> list[str]:
     return sorted(each.name for each in path.iterdir() if not each.name.startswith(".") and each.name != "zarr.json")
 
 
-def _microns_of(dataset: Mapping[str, Any], axes: Sequence[Any]) -> float | None:
+def _read_microns(dataset: Mapping[str, Any], axes: Sequence[Any]) -> float | None:
     """The mean of a pixel's two sides."""
     scale = next((each["scale"] for each in dataset.get("coordinateTransformations", ()) if "scale" in each), None)
     if scale is None or not all(isinstance(axis, dict) for axis in axes):
@@ -134,7 +134,7 @@ def _microns_of(dataset: Mapping[str, Any], axes: Sequence[Any]) -> float | None
     return sum(sides) / 2 if len(sides) == 2 and min(sides) > 0 else None
 
 
-def _letters(axes: Sequence[Any]) -> str:
+def _parse_axes(axes: Sequence[Any]) -> str:
     """One letter for each axis: t, c, z, y or x by its type and name, and "?" for what is none of these."""
     known = {"time": "t", "channel": "c"}
     plain = [axis if isinstance(axis, Mapping) else {"name": axis} for axis in axes]
@@ -142,23 +142,23 @@ def _letters(axes: Sequence[Any]) -> str:
     return "".join(name if name in tuple("tczyx") else "?" for name in names)
 
 
-def _named(array: Any) -> str | None:
+def _read_axes(array: Any) -> str | None:
     """The axes that an array alone names, by Zarr 3 or by xarray; None where it does not, or not as we know them."""
     names = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS") or ()
-    letters = _letters(names)
+    letters = _parse_axes(names)
     return letters if letters and "?" not in letters else None
 
 
-def _checked(path: Path, arrays: Sequence[Any], axes: str | None) -> str:
+def _resolve_axes(path: Path, arrays: Sequence[Any], axes: str | None) -> str:
     """The axes of all levels, one letter each. Raises ImageError where they are no picture's."""
     shape = arrays[0].shape
-    letters = axes or _guessed(shape)
+    letters = axes or _guess_axes(shape)
     if letters is None or any(letters.count(axis) != 1 for axis in "yx") or letters.count("c") > 1:
         told = f" and axes {letters}" if letters else ""
         raise ImageError(f"{path} has shape {shape}{told}, but a picture is (H, W), (H, W, C) or (C, H, W).")
     for array in arrays:
         if len(array.shape) != len(letters) or not all(array.shape):
-            raise damaged(path, f"a level has shape {array.shape}, where axes are {letters}")
+            raise make_damaged_error(path, f"a level has shape {array.shape}, where axes are {letters}")
         sizes = list(zip(letters, array.shape, strict=True))
         if any(size != 1 for axis, size in sizes if axis not in "cyx"):
             told = ", ".join(f"{axis}: {size}" for axis, size in sizes)
@@ -175,7 +175,7 @@ def _checked(path: Path, arrays: Sequence[Any], axes: str | None) -> str:
     return letters
 
 
-def _guessed(shape: Sequence[int]) -> str | None:
+def _guess_axes(shape: Sequence[int]) -> str | None:
     """The axes of an array that does not name them."""
     if len(shape) == 2:
         return "yx"

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from engines.errors import ImageError
-from engines.images.files import damaged
-from engines.images.zarr_codecs import check_codecs, packer, unpacked_bytes
+from engines.images.files import make_damaged_error
+from engines.images.zarr_codecs import check_codecs, estimate_unpacked_bytes, find_compressor
 from engines.regular import is_within, open_regular
 
 __all__ = ["check_array", "check_metadata", "check_stored"]
@@ -30,26 +30,26 @@ _SLACK_BYTES = 1 << 16
 _NO_CHUNK = (1 << 64) - 1
 
 Wanted = Sequence[slice | int]
-Place = tuple[int, ...]
+ChunkIndex = tuple[int, ...]
 
 
 def check_metadata(path: Path, within: str = "") -> None:
     """Raises ImageError where what describes a store, or a group or array `within`, is no file of its own, or huge."""
     for name in METADATA:
         file = Path(path, within, name)
-        if os.path.lexists(file) and (size := _own_bytes(path, file)) > METADATA_BYTES:
+        if os.path.lexists(file) and (size := _get_file_size(path, file)) > METADATA_BYTES:
             told = f"its {Path(within, name)} has {size:,} bytes, and {METADATA_BYTES:,} are the most that are parsed"
-            raise damaged(path, told)
+            raise make_damaged_error(path, told)
 
 
-def _own_bytes(path: Path, file: Path) -> int:
+def _get_file_size(path: Path, file: Path) -> int:
     """The size of a store's file. Raises ImageError where a link leads out of the store, or to a pipe or a device."""
     name = os.path.relpath(file, path)
     if not is_within(file, path):
         raise ImageError(f"{path} is no store of its own: a link leads out of it, at {name}. Copy the store whole.")
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):
-        raise damaged(path, f"its {name} is no regular file")
+        raise make_damaged_error(path, f"its {name} is no regular file")
     return found.st_size
 
 
@@ -68,10 +68,10 @@ def check_array(path: Path, array: Any) -> None:
             f"{path} has {count:,} chunks of {sides}, each of them a file or a search: a look at the picture would "
             "never end. Save it in larger chunks, such as 512 x 512."
         )
-    if array.shards and math.prod(_per_shard(array)) > _MOST_IN_SHARD:
+    if array.shards and math.prod(_get_shard_grid(array)) > _MOST_IN_SHARD:
         raise ImageError(
-            f"{path} has shards of {' x '.join(map(str, array.shards))}, with {math.prod(_per_shard(array)):,} chunks "
-            f"in each: {_MOST_IN_SHARD:,} are the most. Save it in larger chunks, such as 512 x 512."
+            f"{path} has shards of {' x '.join(map(str, array.shards))}, with {math.prod(_get_shard_grid(array)):,} "
+            f"chunks in each: {_MOST_IN_SHARD:,} are the most. Save it in larger chunks, such as 512 x 512."
         )
     check_codecs(path, array)
 
@@ -88,16 +88,16 @@ def check_stored(path: Path, array: Any, wanted: Wanted) -> bool:
     found = False
     sides = array.shards or array.chunks
     most = math.prod(sides) * array.dtype.itemsize
-    for place in product(*map(_chunks, wanted, array.shape, sides)):
+    for place in product(*map(_find_chunks, wanted, array.shape, sides)):
         file = Path(root, array.store_path.path, array.metadata.encode_chunk_key(place))
         if not os.path.lexists(file):  # it is blank
             continue
         found = True
-        size = _own_bytes(path, file)
+        size = _get_file_size(path, file)
         if size > most + _SLACK_BYTES:
-            raise _bomb(path, file, size - _SLACK_BYTES, most)
+            raise _make_bomb_error(path, file, size - _SLACK_BYTES, most)
         with open_regular(file) as stored:
-            for start, length in _packed(path, array, file, stored, size, place, wanted):
+            for start, length in _locate_chunks(path, array, file, stored, size, place, wanted):
                 _check_unpacked(path, array, file, stored, start, length)
     return found
 
@@ -110,16 +110,16 @@ def _check_unpacked(path: Path, array: Any, file: Path, stored: BinaryIO, start:
         stored.seek(start + offset)
         return stored.read(min(count, length - offset))
 
-    holds = max(length - _SLACK_BYTES, unpacked_bytes(packer(array), length, read, most))
-    if holds > most + (0 if packer(array) else _SLACK_BYTES):
-        raise _bomb(path, file, holds, most)
+    holds = max(length - _SLACK_BYTES, estimate_unpacked_bytes(find_compressor(array), length, read, most))
+    if holds > most + (0 if find_compressor(array) else _SLACK_BYTES):
+        raise _make_bomb_error(path, file, holds, most)
 
 
-def _bomb(path: Path, file: Path, holds: int, most: int) -> ImageError:
-    return damaged(path, f"its chunk {file.name} unpacks to {holds} bytes or more, where {most} are due")
+def _make_bomb_error(path: Path, file: Path, holds: int, most: int) -> ImageError:
+    return make_damaged_error(path, f"its chunk {file.name} unpacks to {holds} bytes or more, where {most} are due")
 
 
-def _chunks(part: slice | int, size: int, side: int) -> range:
+def _find_chunks(part: slice | int, size: int, side: int) -> range:
     """Which chunks along an axis a part of it lies in."""
     start, stop = (part, part + 1) if isinstance(part, int) else part.indices(size)[:2]
     return range(start // side, -(-stop // side))
@@ -128,42 +128,42 @@ def _chunks(part: slice | int, size: int, side: int) -> range:
 # ---- shards: files with several chunks, and an index of where each of them lies
 
 
-def _per_shard(array: Any) -> Place:
+def _get_shard_grid(array: Any) -> ChunkIndex:
     return tuple(-(-shard // chunk) for shard, chunk in zip(array.shards, array.chunks, strict=True))
 
 
-def _packed(
-    path: Path, array: Any, file: Path, stored: BinaryIO, size: int, place: Place, wanted: Wanted
+def _locate_chunks(
+    path: Path, array: Any, file: Path, stored: BinaryIO, size: int, place: ChunkIndex, wanted: Wanted
 ) -> Iterator[tuple[int, int]]:
     """Where the wanted chunks of a file begin, and how long they are."""
     if not array.shards:
         yield 0, size
         return
-    index = _index(path, array, file, stored, size)
-    for inner in product(*map(_inner, wanted, array.shape, array.shards, array.chunks, place)):
+    index = _read_shard_index(path, array, file, stored, size)
+    for inner in product(*map(_find_inner_chunks, wanted, array.shape, array.shards, array.chunks, place)):
         start, length = (int(number) for number in index[inner])
         if start == length == _NO_CHUNK:
             continue
         if start + length > size:
-            raise damaged(path, f"its chunk {file.name} has a part that lies beyond its end")
+            raise make_damaged_error(path, f"its chunk {file.name} has a part that lies beyond its end")
         yield start, length
 
 
-def _index(path: Path, array: Any, file: Path, stored: BinaryIO, size: int) -> Any:
+def _read_shard_index(path: Path, array: Any, file: Path, stored: BinaryIO, size: int) -> Any:
     """(..., 2): the first byte of each chunk in a shard, and how many there are (Zarr 3, sharding codec)."""
     codec = next(each for each in array.metadata.to_dict()["codecs"] if each["name"] == "sharding_indexed")
-    told, count = codec["configuration"], math.prod(_per_shard(array))
+    told, count = codec["configuration"], math.prod(_get_shard_grid(array))
     names = [each["name"] for each in told["index_codecs"]]
     if names not in (["bytes"], ["bytes", "crc32c"]):
         raise ImageError(f"{path} has shards whose index is packed ({', '.join(names)}). Save it without.")
     length = 16 * count + (4 if len(names) > 1 else 0)
     if size < length:
-        raise damaged(path, f"its chunk {file.name} has {size} bytes, and an index of {length}")
+        raise make_damaged_error(path, f"its chunk {file.name} has {size} bytes, and an index of {length}")
     stored.seek(0 if str(told.get("index_location", "end")) == "start" else size - length)
-    return np.frombuffer(stored.read(16 * count), "<u8").reshape(*_per_shard(array), 2)
+    return np.frombuffer(stored.read(16 * count), "<u8").reshape(*_get_shard_grid(array), 2)
 
 
-def _inner(part: slice | int, size: int, shard: int, chunk: int, place: int) -> range:
+def _find_inner_chunks(part: slice | int, size: int, shard: int, chunk: int, place: int) -> range:
     """Which chunks of one shard a part lies in."""
     start, stop = (part, part + 1) if isinstance(part, int) else part.indices(size)[:2]
     first, last = max(start, place * shard), min(stop, (place + 1) * shard)

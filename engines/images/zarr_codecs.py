@@ -15,7 +15,7 @@ import imagecodecs
 
 from engines.errors import ImageError
 
-__all__ = ["check_codecs", "packer", "unpacked_bytes"]
+__all__ = ["check_codecs", "estimate_unpacked_bytes", "find_compressor"]
 
 _PACKERS = ("zstd", "blosc", "lz4", "gzip", "zlib")
 _OTHERS = ("bytes", "endian", "transpose", "shuffle", "crc32", "crc32c", "adler32", "fletcher32", "sharding_indexed")
@@ -30,7 +30,7 @@ Read = Callable[[int, int], bytes]
 
 def check_codecs(path: Path, array: Any) -> None:
     """Raises ImageError where an array is packed in a way that is not taken."""
-    names = list(_names(array))
+    names = list(_list_codec_names(array))
     if unknown := sorted({name for name in names if name not in (*_PACKERS, *_OTHERS)}):
         raise ImageError(
             f"{path} is packed by {', '.join(unknown)}, which is not read here. Save it with Zstandard, Blosc or gzip."
@@ -39,47 +39,47 @@ def check_codecs(path: Path, array: Any) -> None:
         raise ImageError(f"{path} is packed several times, by {' and '.join(twice)}. Save it with one of them.")
 
 
-def packer(array: Any) -> str | None:
+def find_compressor(array: Any) -> str | None:
     """The codec that makes an array's chunks smaller; None where none does."""
-    return next((name for name in _names(array) if name in _PACKERS), None)
+    return next((name for name in _list_codec_names(array) if name in _PACKERS), None)
 
 
-def _names(array: Any) -> Iterator[str]:
+def _list_codec_names(array: Any) -> Iterator[str]:
     """Of all codecs of its chunks, those within shards too, but not of the index of a shard."""
     told = array.metadata.to_dict()
-    yield from _listed((*(told.get("filters") or ()), *(told.get("codecs") or ()), told.get("compressor")))
+    yield from _flatten_codec_names((*(told.get("filters") or ()), *(told.get("codecs") or ()), told.get("compressor")))
 
 
-def _listed(codecs: Iterable[object]) -> Iterator[str]:
+def _flatten_codec_names(codecs: Iterable[object]) -> Iterator[str]:
     for codec in codecs:
         if codec is None:
             continue
         fields: Mapping[str, Any] = codec if isinstance(codec, Mapping) else codec.get_config()  # type: ignore[attr-defined]
         yield str(fields.get("name", fields.get("id"))).removeprefix("numcodecs.")
-        yield from _listed((fields.get("configuration") or {}).get("codecs") or ())
+        yield from _flatten_codec_names((fields.get("configuration") or {}).get("codecs") or ())
 
 
-def unpacked_bytes(codec: str | None, size: int, read: Read, most: int) -> int:
+def estimate_unpacked_bytes(codec: str | None, size: int, read: Read, most: int) -> int:
     """How many bytes a chunk of `size` unpacks to, as far as that need be known: whether there are more than `most`."""
     if codec is None:
         return size
     head = read(0, 18)
     if codec == "zstd":
-        told = _announced(head)
-        return _unpacked_zstd(read(0, size), most) if told is None else told
+        told = _read_zstd_size(head)
+        return _measure_zstd(read(0, size), most) if told is None else told
     if codec == "blosc":
         return int.from_bytes(head[4:8], "little")
     if codec == "lz4":
         return int.from_bytes(head[:4], "little")
     if size * _DEFLATED <= max(most, _LARGE_BYTES):
         return 0
-    return _inflated_bytes(read(0, size), most)
+    return _measure_inflated(read(0, size), most)
 
 
-def _announced(head: bytes) -> int | None:
+def _read_zstd_size(head: bytes) -> int | None:
     """How many bytes a Zstandard frame says that it holds (RFC 8878, 3.1.1); None if it doesn't say, 0 for others.
 
-    >>> _announced(b"(\\xb5/\\xfd" + bytes([0b1110_0000]) + (1 << 40).to_bytes(8, "little")) == 1 << 40
+    >>> _read_zstd_size(b"(\\xb5/\\xfd" + bytes([0b1110_0000]) + (1 << 40).to_bytes(8, "little")) == 1 << 40
     True
     """
     if not head.startswith(_ZSTD) or len(head) < 6:
@@ -94,7 +94,7 @@ def _announced(head: bytes) -> int | None:
     return size + 256 if width == 2 else size
 
 
-def _unpacked_zstd(data: bytes, most: int) -> int:
+def _measure_zstd(data: bytes, most: int) -> int:
     """Of a frame that was written before its size was known: it is unpacked into so much room and no more."""
     try:
         return len(imagecodecs.zstd_decode(data, out=most))
@@ -102,7 +102,7 @@ def _unpacked_zstd(data: bytes, most: int) -> int:
         return most + 1 if "too small" in str(error) else 0  # others are for the reader to tell
 
 
-def _inflated_bytes(data: bytes, most: int) -> int:
+def _measure_inflated(data: bytes, most: int) -> int:
     """By unpacking it piece by piece, none of which is kept."""
     count, left = 0, data
     for _ in range(_PARTS):

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from engines.errors import PlanError
 
-__all__ = ["KINDS", "channels_of", "check_kind", "kept", "probabilities", "told", "type_of"]
+__all__ = [
+    "KINDS",
+    "check_kind",
+    "compute_probabilities",
+    "convert_image_scores",
+    "convert_pixel_scores",
+    "get_output_channels",
+    "get_output_dtype",
+]
 
 KINDS = ("classes", "probabilities", "scores")
 
@@ -21,25 +29,25 @@ def check_kind(kind: str) -> None:
         raise PlanError(f"kind={kind!r} is unknown. Choose one of {', '.join(KINDS)}.")
 
 
-def type_of(kind: str, channels: int, computed: str = "float32") -> np.dtype[Any]:
+def get_output_dtype(kind: str, channels: int, computed: str = "float32") -> np.dtype[Any]:
     """What is kept in: bytes, but for scores (as they are `computed`, float32 for half) and more than 256 classes."""
     if kind == "scores":
         return np.dtype(np.float64 if computed == "float64" else np.float32)
     return np.dtype(np.uint16 if kind == "classes" and channels > 256 else np.uint8)
 
 
-def channels_of(kind: str, channels: int) -> int:
+def get_output_channels(kind: str, channels: int) -> int:
     """How many numbers are kept for each pixel, of a model that answers with so many."""
     return 1 if kind == "classes" else channels
 
 
-def probabilities(scores: Tensor) -> Tensor:
+def compute_probabilities(scores: Tensor) -> Tensor:
     """(N, K, ...) by softmax over the classes; one score is that of a yes, by the logistic function."""
     scores = scores.float() if scores.element_size() < 4 else scores
     return scores.sigmoid() if scores.shape[1] == 1 else scores.softmax(1)
 
 
-def kept(scores: Tensor, kind: str) -> NDArray[Any]:
+def convert_pixel_scores(scores: Tensor, kind: str) -> NDArray[Any]:
     """(1, K, h, w) -> (h, w, C) on the host.
 
     `classes`: C is 1, the class with the highest score (of one score: 1 where it is above 0). `probabilities`: C is K,
@@ -49,16 +57,18 @@ def kept(scores: Tensor, kind: str) -> NDArray[Any]:
     if kind == "classes":
         found = (scores > 0) if channels == 1 else scores.argmax(1, keepdim=True)
     elif kind == "probabilities":
-        found = probabilities(scores).mul(255).round_()
+        found = compute_probabilities(scores).mul(255).round_()
     else:
         found = scores
     made = found[0].permute(1, 2, 0).cpu()
     made = made.float() if made.is_floating_point() and made.element_size() < 4 else made
-    return np.ascontiguousarray(made.numpy(), type_of(kind, channels, str(scores.dtype).removeprefix("torch.")))
+    return np.ascontiguousarray(
+        made.numpy(), get_output_dtype(kind, channels, str(scores.dtype).removeprefix("torch."))
+    )
 
 
-def told(scores: Tensor, kind: str) -> Any:
+def convert_image_scores(scores: Tensor, kind: str) -> Any:
     """Of one image, (K,): its class, or the probabilities or scores of all."""
     if kind == "classes":
         return int(scores > 0) if scores.shape[0] == 1 else int(scores.argmax(0))
-    return probabilities(scores[None])[0] if kind == "probabilities" else scores
+    return compute_probabilities(scores[None])[0] if kind == "probabilities" else scores

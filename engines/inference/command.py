@@ -20,21 +20,21 @@ from engines.errors import CheckpointError, ImageError, PlanError
 from engines.images.picture import open_image
 from engines.inference.answers import KINDS
 from engines.inference.prepare import prepare_region
-from engines.inference.pyramid import pyramid_of
-from engines.inference.region import Region, region_of
-from engines.inference.sink import Shape, Sink
-from engines.inference.sweep import Ask, Sweep, Swept
+from engines.inference.pyramid import make_pyramid
+from engines.inference.region import PaddedRegion, make_padded_region
+from engines.inference.sink import Shape, TileSink
+from engines.inference.sweep import PredictionRequest, TiledPrediction, TiledPredictor
 from engines.inference.weights import load_weights
 from engines.plan import PRECISIONS
 
-__all__ = ["line_of", "predict", "predict_parser"]
+__all__ = ["make_line", "make_predict_parser", "predict"]
 
 _NUMBER = re.compile(r"-?\d{1,15}", re.ASCII)
 
 
-def predict_parser() -> argparse.ArgumentParser:
+def make_predict_parser() -> argparse.ArgumentParser:
     """The flags of `predict`."""
-    flags = options.Parser(
+    flags = options.FlagParser(
         description="Classify or segment a region of a picture of any size, tile after tile, in bounded memory.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -45,11 +45,13 @@ def predict_parser() -> argparse.ArgumentParser:
     flags.add_argument("--level", type=int, default=0, help="0 is the finest")
     flags.add_argument("--to", default=None, help="the pyramidal TIFF to write; needed where each pixel has an answer")
     flags.add_argument("--kind", choices=KINDS, default="classes", help="what is kept of the model's scores")
-    flags.add_argument("--memory-mb", type=options.positive, default=1000, help="the most that any rank may take")
-    flags.add_argument("--tile-px", type=options.positive, default=None, help="side of the tiles, whatever they take")
+    flags.add_argument("--memory-mb", type=options.parse_positive, default=1000, help="the most that any rank may take")
+    flags.add_argument(
+        "--tile-px", type=options.parse_positive, default=None, help="side of the tiles, whatever they take"
+    )
     flags.add_argument("--precision", "--dtype", choices=PRECISIONS, default="float32")
     flags.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
-    flags.add_argument("--seed", type=options.seed, default=0, help="of weights that are not given")
+    flags.add_argument("--seed", type=options.parse_seed, default=0, help="of weights that are not given")
     return flags
 
 
@@ -58,20 +60,20 @@ def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
 
     Raises ImageError, PlanError, TraceError or CheckpointError.
     """
-    chosen = predict_parser().parse_args(arguments)
+    chosen = make_predict_parser().parse_args(arguments)
     model = options.build_model(chosen)
     if chosen.weights is not None:
         run_on_all(world, lambda: load_weights(model, Path(chosen.weights)), CheckpointError)
-    box = _box(chosen.region)
-    region = run_on_all(world, lambda: region_of(open_image(chosen.image), box, chosen.level))
+    box = _parse_box(chosen.region)
+    region = run_on_all(world, lambda: make_padded_region(open_image(chosen.image), box, chosen.level))
     recipe, region = prepare_region(model, region, chosen.precision, chosen.device)
-    ask = Ask(region, chosen.kind, chosen.memory_mb * 10**6, chosen.tile_px)
-    sweep = Sweep(world, recipe, ask, partial(_pyramid, chosen.to, region, chosen.kind))
+    ask = PredictionRequest(region, chosen.kind, chosen.memory_mb * 10**6, chosen.tile_px)
+    sweep = TiledPredictor(world, recipe, ask, partial(_make_sink, chosen.to, region, chosen.kind))
     with tqdm(total=sweep.rounds, unit="round", disable=world.rank > 0 or not os.isatty(2)) as bar:
-        return line_of(sweep.run(bar.update), ask)
+        return make_line(sweep.run(bar.update), ask)
 
 
-def _box(text: str | None) -> tuple[int, ...] | None:
+def _parse_box(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     parts = text.split(",")
@@ -80,19 +82,19 @@ def _box(text: str | None) -> tuple[int, ...] | None:
     return tuple(map(int, parts))
 
 
-def _pyramid(path: str | None, region: Region, kind: str, shape: Shape, dtype: np.dtype[Any]) -> Sink:
+def _make_sink(path: str | None, region: PaddedRegion, kind: str, shape: Shape, dtype: np.dtype[Any]) -> TileSink:
     """The file that a prediction for each pixel goes to. Raises ImageError where none is named."""
     if path is None:
         raise ImageError(
             f"The model answers for each of {shape[0]} x {shape[1]} px. Say which file that is to go to, "
             "such as --to prediction.tif."
         )
-    return pyramid_of(Path(path), region, kind, shape, dtype)
+    return make_pyramid(Path(path), region, kind, shape, dtype)
 
 
-def line_of(swept: Swept, ask: Ask) -> dict[str, object]:
+def make_line(swept: TiledPrediction, ask: PredictionRequest) -> dict[str, object]:
     """A prediction as one line."""
-    height, width = ask.region.asked_px
+    height, width = ask.region.picture_px
     answer = swept.answer.tolist() if hasattr(swept.answer, "tolist") else swept.answer
     return {
         "answer": answer,

@@ -8,21 +8,27 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from engines.comm.device import autocast_type, choose_device, memory_format, threads_of, use_threads
+from engines.comm.device import (
+    choose_autocast_type,
+    choose_device,
+    choose_memory_format,
+    choose_thread_count,
+    use_threads,
+)
 from engines.comm.world import World
 from engines.errors import PlanError
 from engines.layer.graph import TensorSpec
-from engines.layer.trace import trace_alone
+from engines.layer.trace import trace_inference
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
-from engines.program.places import said
-from engines.program.program import Feed, Program
+from engines.program.places import describe_steps
+from engines.program.program import Program, ShardSpec
 from engines.program.worker import Inputs, Worker
-from engines.spatial.additions import Additions
-from engines.traces import micro_batch, shared
-from engines.training import Recipe, cut_inputs, own_copy, sgd, state_of
+from engines.spatial.additions import UserOps
+from engines.traces import get_micro_batch_spec, get_shard_spec
+from engines.training import Recipe, collect_state, copy_state_tensor, cut_inputs, sgd
 
-__all__ = ["Prediction", "RankPrediction", "fetched", "joined", "prepare_prediction"]
+__all__ = ["Prediction", "RankPredictor", "fetch_tensors", "join_predictions", "prepare_prediction"]
 
 Prediction = Mapping[int, Tensor]
 """A rank's parts of the predictions, by micro-batch, on the host."""
@@ -33,16 +39,16 @@ def prepare_prediction(model: nn.Module, plan: Plan, image_shape: Sequence[int],
 
     The model is only read. Raises TraceError or PlanError where it cannot be run so.
     """
-    images = micro_batch("images", TensorSpec(tuple(image_shape), plan.held_in), plan)
-    graph = trace_alone(model, images, plan.precision, autocast_type(device))
+    images = get_micro_batch_spec("images", TensorSpec(tuple(image_shape), plan.held_in), plan)
+    graph = trace_inference(model, images, plan.precision, choose_autocast_type(device))
     if plan.local_dp > 1:
-        part = trace_alone(model, shared(images, plan), plan.precision, autocast_type(device))
+        part = trace_inference(model, get_shard_spec(images, plan), plan.precision, choose_autocast_type(device))
         graph = replace(graph, share=part)
     compile_plan(graph, plan)
-    return Recipe(graph, plan, sgd, state_of(model, None, graph), device, additions=Additions.now())
+    return Recipe(graph, plan, sgd, collect_state(model, None, graph), device, additions=UserOps.snapshot())
 
 
-class RankPrediction:
+class RankPredictor:
     """One rank's weights and worker, going forward only; collective.
 
     Weights are those `held` by the ranks of a training (by the graph's names); what a rank lacks of them it gets from
@@ -50,25 +56,25 @@ class RankPrediction:
     """
 
     def __init__(self, world: World, recipe: Recipe, held: Mapping[str, Tensor] | None = None) -> None:
-        recipe.additions.adopt()
+        recipe.additions.register()
         self.world, self.recipe, self.held = world, recipe, held
-        self.program = Compiler(recipe.graph, recipe.plan).program(world.rank)
+        self.program = Compiler(recipe.graph, recipe.plan).compile_rank(world.rank)
         self.device = choose_device(recipe.device, world.rank)
-        self.threads = threads_of(recipe.plan, world.rank)
+        self.threads = choose_thread_count(recipe.plan, world.rank)
         wanted = (*self.program.weights, *self.program.buffers)
-        tensors = self._tensors(wanted)
+        tensors = self._collect_tensors(wanted)
         weights, buffers = (
             {name: tensors[name] for name in names} for names in (self.program.weights, self.program.buffers)
         )
         self.worker = Worker(self.program, world, weights, buffers, device=self.device, seed=recipe.seed)
-        self.worker.words = said(recipe.graph, recipe.plan, self.program)
+        self.worker.words = describe_steps(recipe.graph, recipe.plan, self.program)
 
-    def _tensors(self, wanted: Sequence[str]) -> Mapping[str, Tensor]:
+    def _collect_tensors(self, wanted: Sequence[str]) -> Mapping[str, Tensor]:
         graph, state = self.recipe.graph, self.recipe.state
         if self.held is not None:
             learnt = [name for name in wanted if name not in graph.constants]
-            state = {**fetched(self.world, self.held, learnt), **graph.constants}
-        own = {n: own_copy(state[n], graph.specs[n], self.device) for n in wanted if n in state}
+            state = {**fetch_tensors(self.world, self.held, learnt), **graph.constants}
+        own = {n: copy_state_tensor(state[n], graph.specs[n], self.device) for n in wanted if n in state}
         return {**(self.held or {}), **own}
 
     def cut(self, inputs: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
@@ -79,7 +85,9 @@ class RankPrediction:
         """This rank's parts of the predictions for its parts of the images; what all tiles have is told by one."""
         use_threads(self.threads)
         placed = {
-            number: {name: part.to(self.device, memory_format=memory_format(part.dim())) for name, part in own.items()}
+            number: {
+                name: part.to(self.device, memory_format=choose_memory_format(part.dim())) for name, part in own.items()
+            }
             for number, own in inputs.items()
         }
         with torch.no_grad():
@@ -87,13 +95,13 @@ class RankPrediction:
         found = {
             number: self.worker.lanes[number].values[way.prediction].cpu().contiguous()
             for number in self.program.directions
-            if (way := self.program.way(number)).predicts is not None
+            if (way := self.program.get_direction_program(number)).predicts is not None
         }
         self.worker.restart({})
         return found
 
 
-def fetched(world: World, held: Mapping[str, Tensor], wanted: Iterable[str]) -> dict[str, Tensor]:
+def fetch_tensors(world: World, held: Mapping[str, Tensor], wanted: Iterable[str]) -> dict[str, Tensor]:
     """What a rank wants of tensors that it does not hold, from the first rank that does; collective.
 
     Raises PlanError, on every rank, where no rank holds it.
@@ -107,7 +115,7 @@ def fetched(world: World, held: Mapping[str, Tensor], wanted: Iterable[str]) -> 
     return {name: offers[owner[name]][name] for name in told[world.rank][0]}
 
 
-def joined(programs: Sequence[Program], parts: Sequence[Prediction], spec: TensorSpec) -> Tensor:
+def join_predictions(programs: Sequence[Program], parts: Sequence[Prediction], spec: TensorSpec) -> Tensor:
     """The whole prediction for a step's images, of what all ranks have told; `spec` is that of one micro-batch."""
     count = programs[0].micro_batches
     shape = (count * spec.shape[0], *spec.shape[1:])
@@ -115,11 +123,11 @@ def joined(programs: Sequence[Program], parts: Sequence[Prediction], spec: Tenso
     for program, own in zip(programs, parts, strict=True):
         for number, tensor in own.items():
             chunk = whole.chunk(count)[number]
-            _place(chunk, program.way(number).predicts).copy_(tensor)
+            _get_view(chunk, program.get_direction_program(number).predicts).copy_(tensor)
     return whole
 
 
-def _place(chunk: Tensor, feed: Feed | None) -> Tensor:
+def _get_view(chunk: Tensor, feed: ShardSpec | None) -> Tensor:
     """The part of a micro-batch's prediction that a rank has."""
     if feed is not None and feed.tile is not None and feed.tile.images is not None:
         chunk = chunk.narrow(0, feed.tile.images.start, len(feed.tile.images))

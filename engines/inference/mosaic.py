@@ -12,26 +12,33 @@ from numpy.typing import NDArray
 from engines.comm.together import run_on_all
 from engines.comm.world import Message, World
 from engines.errors import TraceError
-from engines.inference.answers import channels_of, type_of
-from engines.inference.region import Region
+from engines.inference.answers import get_output_channels, get_output_dtype
+from engines.inference.region import PaddedRegion
 from engines.inference.sink import MakeSink
 from engines.layer.graph import TensorSpec
-from engines.program.program import Feed
+from engines.program.program import ShardSpec
 from engines.spatial.tiles import Grid, Tile
 
-__all__ = ["Mosaic"]
+__all__ = ["TileStitcher"]
 
 _TAG = 2
 
 
-class Mosaic:
+class TileStitcher:
     """Takes one tile of each rank at a time; collective. `spec` is the whole prediction, `feed` a tile's part of it.
 
     Raises TraceError where it is not a score for each class and pixel, ImageError where the sink cannot be made.
     """
 
     def __init__(
-        self, world: World, grid: Grid, spec: TensorSpec, feed: Feed, region: Region, kind: str, sink: MakeSink
+        self,
+        world: World,
+        grid: Grid,
+        spec: TensorSpec,
+        feed: ShardSpec,
+        region: PaddedRegion,
+        kind: str,
+        sink: MakeSink,
     ) -> None:
         if feed.axes != (-2, -1) or len(spec.shape) != 4:
             raise TraceError(
@@ -39,10 +46,10 @@ class Mosaic:
                 "together from tiles."
             )
         self.world, self.grid, self.size_px = world, grid, spec.shape[-2:]
-        sides = zip(region.asked_px, self.size_px, region.size_px, strict=True)
+        sides = zip(region.picture_px, self.size_px, region.size_px, strict=True)
         self.out_px = tuple(-(-asked * out // padded) for asked, out, padded in sides)  # what was padded is left out
-        self.channels = channels_of(kind, spec.shape[1])
-        self.dtype = type_of(kind, spec.shape[1], spec.dtype)
+        self.channels = get_output_channels(kind, spec.shape[1])
+        self.dtype = get_output_dtype(kind, spec.shape[1], spec.dtype)
         self.late = ""  # what went wrong with tiles while other ranks were at work again: told with the next
         height, width = self.out_px
         shape = height, width, self.channels
@@ -61,10 +68,10 @@ class Mosaic:
                 self.world.exchange([Message(0, _TAG, sent)], []).wait()
             return
         for rank in range(min(self.world.size, self.grid.tiles - first)):
-            tile = self.grid.tile(first + rank, *self.size_px)
-            self._put(tile, self._received(rank, tile) if rank or own is None else own)
+            tile = self.grid.get_tile(first + rank, *self.size_px)
+            self._put(tile, self._receive(rank, tile) if rank or own is None else own)
 
-    def _received(self, rank: int, tile: Tile) -> NDArray[Any]:
+    def _receive(self, rank: int, tile: Tile) -> NDArray[Any]:
         shape = (*tile.shape, self.channels)
         buffer = torch.empty(math.prod(shape) * self.dtype.itemsize, dtype=torch.uint8)
         self.world.exchange([], [Message(rank, _TAG, buffer)]).wait()
@@ -74,7 +81,7 @@ class Mosaic:
         inside = tile & Tile.whole(*self.out_px)
         if inside and not self.late and self.sink is not None:
             try:
-                self.sink.put(inside, pixels[inside.within(tile)])
+                self.sink.put(inside, pixels[inside.to_slices(tile)])
             except OSError as error:
                 self.late = str(error)
 

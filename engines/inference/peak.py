@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engines.comm.device import memory_format
-from engines.comm.loopback import loopback
+from engines.comm.device import choose_memory_format
+from engines.comm.loopback import make_loopback_worlds
 from engines.layer.graph import ModelGraph, TensorSpec
-from engines.program.turns import Turn
+from engines.program.turns import TilePass
 from engines.program.worker import Worker
 
-__all__ = ["turn_bytes"]
+__all__ = ["estimate_pass_bytes"]
 
 
-class _Live(TorchDispatchMode):
+class _MetaMemoryMode(TorchDispatchMode):
     """Counts the bytes of the tensors that are alive, and the most that there ever were."""
 
     def __init__(self) -> None:
@@ -37,10 +37,10 @@ class _Live(TorchDispatchMode):
             self.now += size
             self.most = max(self.most, self.now)
         self.holders[memory] = self.holders.get(memory, 0) + 1
-        weakref.finalize(tensor, self._gone, memory, size)
+        weakref.finalize(tensor, self._release, memory, size)
         return tensor
 
-    def _gone(self, memory: int, size: int) -> None:
+    def _release(self, memory: int, size: int) -> None:
         self.holders[memory] -= 1
         if not self.holders[memory]:
             del self.holders[memory]
@@ -54,11 +54,11 @@ class _Live(TorchDispatchMode):
         for tensor in tensors:
             self.count(tensor)
         if "convolution" in func._schema.name:
-            self.most = max(self.most, self.now + _workspace(args[0], args[1], *tensors))
+            self.most = max(self.most, self.now + _estimate_workspace(args[0], args[1], *tensors))
         return made
 
 
-def _workspace(x: Tensor, weight: Tensor, *made: Tensor) -> int:
+def _estimate_workspace(x: Tensor, weight: Tensor, *made: Tensor) -> int:
     """What a convolution takes beside its tensors. In float64 ATen unfolds every window of one image (`im2col`)."""
     if x.dtype is torch.float64:
         unfolded = made[0] if made and made[0].shape[-1] <= x.shape[-1] else x
@@ -66,29 +66,29 @@ def _workspace(x: Tensor, weight: Tensor, *made: Tensor) -> int:
     return 0
 
 
-def turn_bytes(turn: Turn, graph: ModelGraph, sums: Mapping[str, TensorSpec]) -> int:
+def estimate_pass_bytes(turn: TilePass, graph: ModelGraph, sums: Mapping[str, TensorSpec]) -> int:
     """The most bytes of tensors that one turn holds at once, weights and the image's pixels as bytes not counted.
 
     `sums` are those that are known by then. Raises NotImplementedError where a kernel has no meta function.
     """
     device = torch.device("meta")
-    weights = {name: _empty(graph.weights[name]) for name in turn.program.weights}
-    buffers = {name: _empty(graph.buffers[name]) for name in turn.program.buffers}
-    worker = Worker(turn.program, loopback(1)[0], weights, buffers, device=device)
-    live = _Live()
+    weights = {name: _make_empty(graph.weights[name]) for name in turn.program.weights}
+    buffers = {name: _make_empty(graph.buffers[name]) for name in turn.program.buffers}
+    worker = Worker(turn.program, make_loopback_worlds(1)[0], weights, buffers, device=device)
+    live = _MetaMemoryMode()
     with torch.no_grad(), live:
-        inputs = {name: live.count(_empty(spec)) for name, spec in sums.items()}
+        inputs = {name: live.count(_make_empty(spec)) for name, spec in sums.items()}
         if turn.window is not None:
-            inputs["images"] = live.count(_empty(_part(graph.inputs["images"], turn)))
+            inputs["images"] = live.count(_make_empty(_get_window_spec(graph.inputs["images"], turn)))
         worker.run({0: inputs})
     return live.most
 
 
-def _part(images: TensorSpec, turn: Turn) -> TensorSpec:
+def _get_window_spec(images: TensorSpec, turn: TilePass) -> TensorSpec:
     tile = turn.window.tile if turn.window else None
     return images if tile is None else TensorSpec((*images.shape[:2], *tile.shape), images.dtype)
 
 
-def _empty(spec: TensorSpec) -> Tensor:
+def _make_empty(spec: TensorSpec) -> Tensor:
     made = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
-    return made.to(memory_format=memory_format(made.dim()))
+    return made.to(memory_format=choose_memory_format(made.dim()))

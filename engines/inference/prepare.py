@@ -10,7 +10,7 @@ from torch import nn
 
 from engines.errors import TraceError
 from engines.inference.forward import prepare_prediction
-from engines.inference.region import Region
+from engines.inference.region import PaddedRegion
 from engines.plan import Plan
 from engines.training import Recipe
 
@@ -20,8 +20,8 @@ _MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def prepare_region(
-    model: nn.Module, region: Region, precision: str = "float32", device: str = "auto"
-) -> tuple[Recipe, Region]:
+    model: nn.Module, region: PaddedRegion, precision: str = "float32", device: str = "auto"
+) -> tuple[Recipe, PaddedRegion]:
     """The model at the region's size; the region is padded where the model takes only multiples of some power of two.
 
     Raises TraceError where it takes none of them.
@@ -29,11 +29,11 @@ def prepare_region(
     plan = Plan(split_size=1, spatial_size=0, precision=precision)
     refusals: list[TraceError] = []
     for px in _MULTIPLES:
-        padded = region.to_multiple_of(px)
+        padded = region.pad_to_multiple(px)
         if refusals and padded.size_px == region.size_px:
             continue
         try:
-            with _quiet():
+            with _hide_trace_log():
                 return prepare_prediction(model, plan, (1, 3, *padded.size_px), device), padded
         except TraceError as error:
             refusals.append(error)
@@ -41,7 +41,7 @@ def prepare_region(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _hide_trace_log() -> Iterator[None]:
     """torch writes what it cannot trace to stderr, beside raising it."""
     told = logging.getLogger("torch._subclasses.fake_tensor")
     before, told.disabled = told.disabled, True

@@ -18,12 +18,12 @@ import numpy as np
 import tifffile
 from numpy.typing import NDArray
 
-from engines.inference.region import Region
+from engines.inference.region import PaddedRegion
 from engines.inference.sink import Shape
 from engines.spatial.tiles import Span, Tile
-from engines.whereabouts import here
+from engines.whereabouts import get_status_board
 
-__all__ = ["PyramidSink", "pyramid_of"]
+__all__ = ["PyramidSink", "make_pyramid"]
 
 Halve = Callable[[NDArray[Any]], NDArray[Any]]
 
@@ -31,7 +31,7 @@ TILE_PX, GROUP_PX = 256, 4096  # a tile of the file, and how much of a row of ti
 SMALLEST_PX = 512  # the coarsest level has no longer side
 
 
-class _Raw:
+class _ScratchArray:
     """An (H, W, C) array in a file without a name."""
 
     def __init__(self, folder: Path, shape: Shape, dtype: np.dtype[Any]) -> None:
@@ -48,17 +48,17 @@ class _Raw:
                 "Free some, or write to another folder."
             ) from error
 
-    def _place(self, row: int, tile: Tile) -> int:
+    def _compute_offset(self, row: int, tile: Tile) -> int:
         return (row * self.shape[1] + tile.cols.start) * self.pixel_bytes
 
     def write(self, tile: Tile, pixels: NDArray[Any]) -> None:
         for row, line in zip(range(tile.rows.start, tile.rows.stop), pixels, strict=True):
-            _write_all(self.file.fileno(), np.ascontiguousarray(line).tobytes(), self._place(row, tile))
+            _write_all(self.file.fileno(), np.ascontiguousarray(line).tobytes(), self._compute_offset(row, tile))
 
     def read(self, tile: Tile) -> NDArray[Any]:
         found = np.empty((*tile.shape, self.shape[2]), self.dtype)
         for row, line in zip(range(tile.rows.start, tile.rows.stop), found, strict=True):
-            os.preadv(self.file.fileno(), [line], self._place(row, tile))
+            os.preadv(self.file.fileno(), [line], self._compute_offset(row, tile))
         return found
 
 
@@ -81,10 +81,10 @@ class PyramidSink:
         self, path: Path, shape: Shape, dtype: np.dtype[Any], microns_per_px: float | None = None, mixes: bool = False
     ) -> None:
         self.path, self.dtype, self.microns_per_px = path, dtype, microns_per_px
-        self.halve = _mean if mixes else _nearest
+        self.halve = _compute_mean if mixes else _pick_nearest
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder. Give the path of a file.")
-        self.raw = _Raw(path.parent, shape, dtype)
+        self.raw = _ScratchArray(path.parent, shape, dtype)
 
     def put(self, tile: Tile, pixels: NDArray[Any]) -> None:
         """At its place in the scratch file."""
@@ -95,8 +95,8 @@ class PyramidSink:
         handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.", suffix=".part")
         os.close(handle)
         try:
-            self._write(name)
-            _keep_usual_rights(name)
+            self._write_file(name)
+            _set_default_mode(name)
             Path(name).replace(self.path)
         finally:
             with contextlib.suppress(FileNotFoundError):
@@ -108,44 +108,53 @@ class PyramidSink:
         """Give the scratch file's room back."""
         self.raw.file.close()
 
-    def _write(self, name: str) -> None:
-        levels = _levels_below(*self.raw.shape[:2])
+    def _write_file(self, name: str) -> None:
+        levels = _count_halvings(*self.raw.shape[:2])
         with tifffile.TiffWriter(name, bigtiff=True) as writer:
             for level in range(levels + 1):
                 if level:
-                    coarser = _halved(self.raw, self.path.parent, self.halve)
+                    coarser = _write_halved(self.raw, self.path.parent, self.halve)
                     self.raw.file.close()
                     self.raw = coarser
                 writer.write(
-                    _tiles(self.raw), shape=_spoken(self.raw.shape), dtype=self.dtype, tile=(TILE_PX, TILE_PX),
-                    compression="zlib", photometric="minisblack", planarconfig="contig", metadata=None, maxworkers=1,
-                    subifds=levels if not level else None, subfiletype=int(level > 0), **self._scale(level),
-                )  # fmt: skip
+                    _read_tiles(self.raw),
+                    shape=_drop_single_channel(self.raw.shape),
+                    dtype=self.dtype,
+                    tile=(TILE_PX, TILE_PX),
+                    compression="zlib",
+                    photometric="minisblack",
+                    planarconfig="contig",
+                    metadata=None,
+                    maxworkers=1,
+                    subifds=levels if not level else None,
+                    subfiletype=int(level > 0),
+                    **self._make_resolution(level),
+                )
             writer.filehandle.flush()
             os.fsync(writer.filehandle.fileno())
 
-    def _scale(self, level: int) -> dict[str, Any]:
+    def _make_resolution(self, level: int) -> dict[str, Any]:
         if self.microns_per_px is None:
             return {}
         per_cm = 1e4 / (self.microns_per_px * 2**level)
         return {"resolution": (per_cm, per_cm), "resolutionunit": "CENTIMETER"}
 
 
-def pyramid_of(path: Path, region: Region, kind: str, shape: Shape, dtype: np.dtype[Any]) -> PyramidSink:
+def make_pyramid(path: Path, region: PaddedRegion, kind: str, shape: Shape, dtype: np.dtype[Any]) -> PyramidSink:
     """The file at `path` for a prediction of a region."""
     known = region.picture.microns_per_px
-    scaled = None if known is None else known * region.asked_px[0] / shape[0]
+    scaled = None if known is None else known * region.picture_px[0] / shape[0]
     return PyramidSink(path, shape, dtype, scaled, mixes=kind != "classes")
 
 
-def _spoken(shape: Shape) -> tuple[int, ...]:
+def _drop_single_channel(shape: Shape) -> tuple[int, ...]:
     return shape[:2] if shape[2] == 1 else shape
 
 
-def _levels_below(height: int, width: int) -> int:
+def _count_halvings(height: int, width: int) -> int:
     """How often an image is halved.
 
-    >>> _levels_below(1024, 4000), _levels_below(512, 512)
+    >>> _count_halvings(1024, 4000), _count_halvings(512, 512)
     (3, 0)
     """
     count = 0
@@ -154,15 +163,15 @@ def _levels_below(height: int, width: int) -> int:
     return count
 
 
-def _blocks(shape: Shape, rows_px: int, cols_px: int) -> Iterator[Tile]:
+def _split_blocks(shape: Shape, rows_px: int, cols_px: int) -> Iterator[Tile]:
     for y0, x0 in product(range(0, shape[0], rows_px), range(0, shape[1], cols_px)):
-        here().at(b"writes a pyramid")  # one rank does, the others wait for it
+        get_status_board().report(b"writes a pyramid")  # one rank does, the others wait for it
         yield Tile(Span(y0, min(y0 + rows_px, shape[0])), Span(x0, min(x0 + cols_px, shape[1])))
 
 
-def _tiles(raw: _Raw) -> Iterator[NDArray[Any]]:
+def _read_tiles(raw: _ScratchArray) -> Iterator[NDArray[Any]]:
     """The tiles of the file in its order; those at the edges are filled up with zeros."""
-    for block in _blocks(raw.shape, TILE_PX, GROUP_PX):
+    for block in _split_blocks(raw.shape, TILE_PX, GROUP_PX):
         pixels = raw.read(block)
         for x0 in range(0, pixels.shape[1], TILE_PX):
             part = pixels[:, x0 : x0 + TILE_PX]
@@ -171,10 +180,10 @@ def _tiles(raw: _Raw) -> Iterator[NDArray[Any]]:
             yield tile[..., 0] if raw.shape[2] == 1 else tile
 
 
-def _halved(raw: _Raw, folder: Path, halve: Halve) -> _Raw:
+def _write_halved(raw: _ScratchArray, folder: Path, halve: Halve) -> _ScratchArray:
     height, width = (-(-px // 2) for px in raw.shape[:2])
-    coarser = _Raw(folder, (height, width, raw.shape[2]), raw.dtype)
-    for block in _blocks(coarser.shape, TILE_PX, GROUP_PX):
+    coarser = _ScratchArray(folder, (height, width, raw.shape[2]), raw.dtype)
+    for block in _split_blocks(coarser.shape, TILE_PX, GROUP_PX):
         rows, cols = (
             Span(2 * span.start, min(2 * span.stop, px))
             for span, px in zip((block.rows, block.cols), raw.shape[:2], strict=True)
@@ -183,12 +192,12 @@ def _halved(raw: _Raw, folder: Path, halve: Halve) -> _Raw:
     return coarser
 
 
-def _nearest(pixels: NDArray[Any]) -> NDArray[Any]:
+def _pick_nearest(pixels: NDArray[Any]) -> NDArray[Any]:
     """Every other pixel: between class 1 and class 3 lies no class 2."""
     return pixels[::2, ::2]
 
 
-def _mean(pixels: NDArray[Any]) -> NDArray[Any]:
+def _compute_mean(pixels: NDArray[Any]) -> NDArray[Any]:
     """Means of 2 x 2; a last odd row or column counts twice."""
     height, width = pixels.shape[:2]
     even = np.pad(pixels, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge").astype(np.float32)
@@ -196,7 +205,7 @@ def _mean(pixels: NDArray[Any]) -> NDArray[Any]:
     return (mean if np.issubdtype(pixels.dtype, np.floating) else np.rint(mean)).astype(pixels.dtype)
 
 
-def _keep_usual_rights(name: str) -> None:
+def _set_default_mode(name: str) -> None:
     """A temporary file is private; its successor has the rights that any new file has."""
     mask = os.umask(0)
     os.umask(mask)

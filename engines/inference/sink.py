@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from engines.spatial.tiles import Tile
 
-__all__ = ["ArraySink", "MakeSink", "Shape", "Sink"]
+__all__ = ["ArraySink", "MakeSink", "Shape", "TileSink"]
 
 Shape = tuple[int, int, int]
 """Height, width and numbers for each pixel."""
 
 
-class Sink(Protocol):
+class TileSink(Protocol):
     """Takes every tile once. Raises OSError where it cannot."""
 
     def put(self, tile: Tile, pixels: NDArray[Any]) -> None:
@@ -29,7 +29,7 @@ class Sink(Protocol):
         """Leave nothing unfinished behind; after `finish` there is nothing to do."""
 
 
-MakeSink = Callable[[Shape, np.dtype[Any]], Sink]
+MakeSink = Callable[[Shape, np.dtype[Any]], TileSink]
 
 
 class ArraySink:

@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from engines.checkpoint.stored import Checkpoint, tensors_of
+from engines.checkpoint.stored import Checkpoint, get_tensor_file
 from engines.errors import CheckpointError
 
 __all__ = ["load_weights"]
@@ -23,9 +23,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """
     file = path
     if path.is_dir():
-        checkpoint = Checkpoint.open(path, only=[tensors_of("model")])
+        checkpoint = Checkpoint.open(path, only=[get_tensor_file("model")])
         checkpoint.warn_of_passed_over(stacklevel=2)
-        file = checkpoint.path / tensors_of("model")
+        file = checkpoint.path / get_tensor_file("model")
     try:
         found = load_file(file)
     except (OSError, SafetensorError) as error:

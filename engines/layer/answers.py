@@ -14,43 +14,43 @@ from torch import Tensor
 
 from engines.errors import TraceError
 
-__all__ = ["joined_answers", "prediction_of", "tensors_of"]
+__all__ = ["collect_tensors", "get_prediction", "merge_outputs"]
 
 
-def prediction_of(answer: Any) -> Any:
+def get_prediction(answer: Any) -> Any:
     """What the loss is given of a model's answer: its `logits` if it names any, or else its only tensor.
 
     An answer of several tensors without such a name is given as it is, to a loss that takes it so.
     """
-    named = answer if isinstance(answer, Mapping) else vars(answer) if is_dataclass(answer) else _fields(answer)
+    named = answer if isinstance(answer, Mapping) else vars(answer) if is_dataclass(answer) else _get_fields(answer)
     if named.get("logits") is not None:
         return named["logits"]
-    found = list(tensors_of(answer).values())
+    found = list(collect_tensors(answer).values())
     return found[0] if len(found) == 1 else answer
 
 
-def _fields(answer: Any) -> Mapping[str, Any]:
+def _get_fields(answer: Any) -> Mapping[str, Any]:
     """Of a named tuple."""
     return answer._asdict() if hasattr(answer, "_asdict") else {}
 
 
-def tensors_of(answer: Any) -> dict[str, Tensor]:
+def collect_tensors(answer: Any) -> dict[str, Tensor]:
     """The tensors in a model's answer by their place in it, in its order. Raises TraceError where it hides any."""
-    return dict(_walk(answer, ()))
+    return dict(_iterate_tensors(answer, ()))
 
 
-def _walk(value: Any, place: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+def _iterate_tensors(value: Any, place: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield ".".join(place), value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _walk(item, (*place, str(key)))
+            yield from _iterate_tensors(item, (*place, str(key)))
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from _walk(item, (*place, str(index)))
+            yield from _iterate_tensors(item, (*place, str(index)))
     elif is_dataclass(value):
         for field in fields(value):
-            yield from _walk(getattr(value, field.name), (*place, field.name))
+            yield from _iterate_tensors(getattr(value, field.name), (*place, field.name))
     elif value is not None and not isinstance(value, bool | int | float | str):
         raise TraceError(
             f"The model answers with a {type(value).__name__}, in which no tensor can be found. "
@@ -58,18 +58,18 @@ def _walk(value: Any, place: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
         )
 
 
-def joined_answers(answers: Sequence[Any]) -> Any:
+def merge_outputs(answers: Sequence[Any]) -> Any:
     """One answer out of those to several micro-batches: each of its tensors has the images of all of them."""
     first = answers[0]
     if isinstance(first, Tensor):
         return torch.cat(list(answers))
     if isinstance(first, Mapping):
-        found = {key: joined_answers([answer[key] for answer in answers]) for key in first}
+        found = {key: merge_outputs([answer[key] for answer in answers]) for key in first}
         return found if type(first) is dict else type(first)(**found)
     if is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in fields(first)]
-        return replace(first, **{name: joined_answers([getattr(answer, name) for answer in answers]) for name in names})
+        return replace(first, **{name: merge_outputs([getattr(answer, name) for answer in answers]) for name in names})
     if isinstance(first, list | tuple):
-        items = [joined_answers(parts) for parts in zip(*answers, strict=True)]
+        items = [merge_outputs(parts) for parts in zip(*answers, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     return first

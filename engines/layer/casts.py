@@ -15,12 +15,12 @@ from engines.layer.functional import WRITTEN
 from engines.layer.inline import AUTOCAST, MARKS
 from engines.layer.reader import is_check
 
-__all__ = ["with_casts"]
+__all__ = ["insert_casts"]
 
 _TO = torch.ops.aten._to_copy.default
 
 
-class _Seen(TorchDispatchMode):
+class _CastRecorder(TorchDispatchMode):
     """The casts among floating types while an operator runs: tensor -> the type that it is cast to."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class _Seen(TorchDispatchMode):
 
 
 @dataclass(frozen=True)
-class _Run:
+class _OperatorRun:
     """One operator run once on tensors without memory."""
 
     made: Any
@@ -44,10 +44,10 @@ class _Run:
     @property
     def types(self) -> list[torch.dtype]:
         """Of what it made."""
-        return [tensor.dtype for tensor in _tensors(self.made)]
+        return [tensor.dtype for tensor in _iterate_tensors(self.made)]
 
 
-def with_casts(module: fx.GraphModule, precision: torch.dtype | None, device: str) -> fx.GraphModule:
+def insert_casts(module: fx.GraphModule, precision: torch.dtype | None, device: str) -> fx.GraphModule:
     """An exported graph, changed so that without autocast it computes as with it: casts are nodes.
 
     `precision` is that of `torch.autocast` around the whole graph, None where there is none. Regions of the model's own
@@ -57,7 +57,7 @@ def with_casts(module: fx.GraphModule, precision: torch.dtype | None, device: st
     that `device` type, and what it casts is written down. `val` of every node is as it then is. A model that asks
     for the type of a tensor while it is traced is told float32.
     """
-    if precision is None and not any(_casts_itself(node, device) for node in module.graph.nodes):
+    if precision is None and not any(_has_own_autocast(node, device) for node in module.graph.nodes):
         return module
     with FakeTensorMode() as mode, torch.no_grad():
         caster = _Caster(module, precision, device, mode)
@@ -77,12 +77,12 @@ class _Caster:
     def visit(self, node: fx.Node) -> None:
         """Find the node's value, and put casts before it where it needs them."""
         if node.op in ("placeholder", "get_attr"):
-            self.values[node] = self._twin(self._given(node))
+            self.values[node] = self._make_fake_like(self._get_tensor(node))
         elif node.op == "call_function" and not is_check(node):
             self._call(node)
             node.meta["val"] = self.values[node]
 
-    def _given(self, node: fx.Node) -> Tensor:
+    def _get_tensor(self, node: fx.Node) -> Tensor:
         if node.op == "placeholder":
             return node.meta["val"]  # type: ignore[no-any-return]
         found: Any = self.module
@@ -90,16 +90,16 @@ class _Caster:
             found = getattr(found, name)
         return found  # type: ignore[no-any-return]
 
-    def _twin(self, tensor: Tensor) -> Tensor:
+    def _make_fake_like(self, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
 
     def _call(self, node: fx.Node) -> None:
-        casts = self._casts(node)
+        casts = self._find_casts(node)
         for argument, dtype in casts.items():
-            node.replace_input_with(argument, self._cast(node, argument, dtype))
+            node.replace_input_with(argument, self._insert_cast(node, argument, dtype))
         self.values[node] = self._run(node).made
 
-    def _casts(self, node: fx.Node) -> dict[fx.Node, torch.dtype]:
+    def _find_casts(self, node: fx.Node) -> dict[fx.Node, torch.dtype]:
         """Which arguments are cast to which type.
 
         Those that autocast casts; where it casts inside the operator, or asks for another type of result, all
@@ -109,11 +109,11 @@ class _Caster:
         if (written := node.meta.get(WRITTEN)) is not None:
             kind = self.values[written].dtype
             return {item: kind for item in floating if self.values[item].dtype != kind}
-        if (precision := self._precision(node)) is None:
+        if (precision := self._get_precision(node)) is None:
             return {}
         with torch.autocast(self.device, precision, cache_enabled=False):
             automatic = self._run(node)
-        plain = self._run_if_it_can(node)
+        plain = self._try_run(node)
         if plain and (plain.types, plain.casts) == (automatic.types, automatic.casts):
             return {}
         known = {item: dtype for item in floating if (dtype := automatic.casts.get(id(self.values[item])))}
@@ -122,32 +122,32 @@ class _Caster:
         widest = max([*automatic.casts.values(), *automatic.types], key=lambda dtype: dtype.itemsize)
         return {item: widest for item in floating if self.values[item].dtype != widest}
 
-    def _precision(self, node: fx.Node) -> torch.dtype | None:
+    def _get_precision(self, node: fx.Node) -> torch.dtype | None:
         """What the operator is cast to, where it may be."""
         if AUTOCAST in node.meta and node.meta[AUTOCAST][0] == self.device:
             _, precision, casts = node.meta[AUTOCAST]
             return precision if casts else None
         return self.precision
 
-    def _run(self, node: fx.Node) -> _Run:
-        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self._live)
-        with _Seen() as seen:
+    def _run(self, node: fx.Node) -> _OperatorRun:
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self._resolve_argument)
+        with _CastRecorder() as seen:
             made = node.target(*args, **kwargs)  # type: ignore[operator]
-        return _Run(made, seen.casts)
+        return _OperatorRun(made, seen.casts)
 
-    def _run_if_it_can(self, node: fx.Node) -> _Run | None:
+    def _try_run(self, node: fx.Node) -> _OperatorRun | None:
         """None where the operator refuses arguments of several types."""
         try:
             return self._run(node)
         except (RuntimeError, ValueError):
             return None
 
-    def _live(self, item: Any) -> Any:
+    def _resolve_argument(self, item: Any) -> Any:
         if isinstance(item, torch.device):
             return torch.device(self.device)
         return self.values[item] if isinstance(item, fx.Node) else item
 
-    def _cast(self, node: fx.Node, argument: fx.Node, dtype: torch.dtype) -> fx.Node:
+    def _insert_cast(self, node: fx.Node, argument: fx.Node, dtype: torch.dtype) -> fx.Node:
         """A cast right before `node`, as the same line of the same module."""
         with self.module.graph.inserting_before(node):
             cast = self.module.graph.call_function(_TO, (argument,), {"dtype": dtype})
@@ -160,13 +160,13 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _casts_itself(node: fx.Node, device: str) -> bool:
+def _has_own_autocast(node: fx.Node, device: str) -> bool:
     """Whether a node stands in the model's own region of autocast."""
     kind, _, casts = node.meta.get(AUTOCAST, ("", None, False))
     return bool(casts) and kind == device
 
 
-def _tensors(made: Any) -> Iterator[Tensor]:
+def _iterate_tensors(made: Any) -> Iterator[Tensor]:
     for item in made if isinstance(made, list | tuple) else (made,):
         if isinstance(item, Tensor):
             yield item

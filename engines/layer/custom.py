@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from engines.errors import TraceError
-from engines.layer.known import really
-from engines.layer.origin import line_now
+from engines.layer.known import disable_tracing
+from engines.layer.origin import find_current_line
 
-__all__ = ["functions_checked"]
+__all__ = ["check_custom_functions"]
 
 _LIMIT = 1 << 18
 """Numbers of a tensor that a function is tried with; of larger ones rows and columns are left out."""
@@ -27,7 +27,7 @@ _LIMIT = 1 << 18
 _FEW_PX = 8
 
 
-class _Context:
+class _NullContext:
     """Stands for the context of a function whose backward is not asked: it forgets all that it is told."""
 
     def __getattr__(self, name: str) -> Any:
@@ -35,7 +35,7 @@ class _Context:
 
 
 @contextmanager
-def functions_checked() -> Iterator[None]:
+def check_custom_functions() -> Iterator[None]:
     """While it lasts this thread calls no function whose backward is not that of its forward. Raises TraceError."""
     own, thread = torch.autograd.Function.__dict__.get("apply"), threading.get_ident()
     tried: list[Any] = []
@@ -61,36 +61,36 @@ def functions_checked() -> Iterator[None]:
 
 def _check(cls: Any, arguments: tuple[Any, ...]) -> None:
     try:
-        agrees = _agrees(cls, arguments)
+        agrees = _has_same_gradients(cls, arguments)
     except Exception as error:
-        raise TraceError(_told(cls, f"it could not be tried ({type(error).__name__}: {error})")) from error
+        raise TraceError(_format_error(cls, f"it could not be tried ({type(error).__name__}: {error})")) from error
     if not agrees:
-        raise TraceError(_told(cls, "it is another one"))
+        raise TraceError(_format_error(cls, "it is another one"))
 
 
-def _told(cls: Any, why: str) -> str:
+def _format_error(cls: Any, why: str) -> str:
     return (
-        f"{line_now()} calls {cls.__name__}, a torch.autograd.Function. A trace has what its forward computes, and the "
-        f"gradient of that in place of its backward: {why}. Write what you mean in forward, such as "
+        f"{find_current_line()} calls {cls.__name__}, a torch.autograd.Function. A trace has what its forward "
+        f"computes, and the gradient of that in place of its backward: {why}. Write what you mean in forward, such as "
         "x + (f(x) - x).detach() for a gradient that passes straight through."
     )
 
 
-def _agrees(cls: Any, arguments: tuple[Any, ...]) -> bool:
+def _has_same_gradients(cls: Any, arguments: tuple[Any, ...]) -> bool:
     """Whether backward finds the gradients of forward, for random numbers of about the same shapes."""
-    with really(), torch.enable_grad():
+    with disable_tracing(), torch.enable_grad():
         random = torch.Generator().manual_seed(0)
-        given = [_tried(each, random) for each in arguments]
-        theirs = _gradients(cls.apply, given)
+        given = [_make_trial_argument(each, random) for each in arguments]
+        theirs = _compute_gradients(cls.apply, given)
         has_context = cls.setup_context is torch.autograd.Function.setup_context
-        ours = _gradients(lambda *these: cls.forward(*([_Context()] if has_context else []), *these), given)
+        ours = _compute_gradients(lambda *these: cls.forward(*([_NullContext()] if has_context else []), *these), given)
     return len(theirs) == len(ours) and all(
         (one is None) == (other is None) and (one is None or torch.allclose(one, other, rtol=1e-8, atol=1e-10))
         for one, other in zip(theirs, ours, strict=True)
     )
 
 
-def _tried(argument: Any, random: torch.Generator) -> Any:
+def _make_trial_argument(argument: Any, random: torch.Generator) -> Any:
     if not isinstance(argument, Tensor):
         return argument
     shape = list(argument.shape)
@@ -101,7 +101,7 @@ def _tried(argument: Any, random: torch.Generator) -> Any:
     return torch.randn(shape, generator=random, dtype=torch.float64)
 
 
-def _gradients(run: Callable[..., Any], given: list[Any]) -> list[Tensor | None]:
+def _compute_gradients(run: Callable[..., Any], given: list[Any]) -> list[Tensor | None]:
     """Of what a function makes, weighted at random, by its arguments; behind them what it makes."""
     leaves = [
         each.clone().requires_grad_(each.is_floating_point()) if isinstance(each, Tensor) else each for each in given

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["FlopCount", "flops", "flops_or_elements"]
+__all__ = ["FlopCount", "count_flops", "resolve_flops"]
 
 _KNOWN: dict[str, int] = {}
 
@@ -47,24 +47,24 @@ class FlopCount(TorchDispatchMode):
         return made
 
 
-def flops(node: fx.Node) -> int:
+def count_flops(node: fx.Node) -> int:
     """Forward FLOPs of a traced operator, from the shapes alone: one per output element where there is no formula."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return 0
-    arguments = tree_map(_look_of, (list(node.args), dict(node.kwargs)))
+    arguments = tree_map(_to_meta_argument, (list(node.args), dict(node.kwargs)))
     key = f"{node.target}{arguments}"
     if key not in _KNOWN:
-        _KNOWN[key] = flops_or_elements(str(node.target), _counted(node.target, *arguments), value.shape)
+        _KNOWN[key] = resolve_flops(str(node.target), _count_operator(node.target, *arguments), value.shape)
     return _KNOWN[key]
 
 
-def flops_or_elements(operator: str, counted: int, out: Sequence[int]) -> int:
+def resolve_flops(operator: str, counted: int, out: Sequence[int]) -> int:
     """What was `counted` of an operator or kernel; where nothing was, one for each output element, and 0 for a cast."""
     return counted or (0 if "_to_copy" in operator else math.prod(out))
 
 
-class _Look:
+class _TensorMeta:
     """The shape and type of a tensor, told by its text."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -73,23 +73,23 @@ class _Look:
     def __repr__(self) -> str:
         return f"{self.dtype}{self.shape}"
 
-    def twin(self) -> Tensor:
+    def to_meta(self) -> Tensor:
         """Such a tensor without memory."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
-def _look_of(item: Any) -> Any:
+def _to_meta_argument(item: Any) -> Any:
     """The arguments of a node with what tensors look like in their place; nothing is made but on the meta device."""
     if isinstance(item, fx.Node):
-        return tree_map(lambda part: _Look(part) if isinstance(part, Tensor) else part, item.meta.get("val"))
+        return tree_map(lambda part: _TensorMeta(part) if isinstance(part, Tensor) else part, item.meta.get("val"))
     return torch.device("meta") if isinstance(item, torch.device) else item
 
 
-def _counted(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def _count_operator(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """0 for what reads no tensor, and for what cannot run without memory."""
-    if not any(isinstance(item, _Look) for item in tree_leaves((args, kwargs))):
+    if not any(isinstance(item, _TensorMeta) for item in tree_leaves((args, kwargs))):
         return 0
-    args, kwargs = tree_map(lambda item: item.twin() if isinstance(item, _Look) else item, (args, kwargs))
+    args, kwargs = tree_map(lambda item: item.to_meta() if isinstance(item, _TensorMeta) else item, (args, kwargs))
     try:
         with torch.no_grad(), FlopCount() as count:
             target(*args, **kwargs)
@@ -98,15 +98,15 @@ def _counted(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int
     return count.total
 
 
-def _matrix_by_vector(matrix: Tensor, vector: Tensor) -> int:
+def _count_matvec(matrix: Tensor, vector: Tensor) -> int:
     return 2 * matrix.numel()
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
+def _count_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
     return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
-def _trilinear(one: Tensor, two: Tensor, three: Tensor, *expanded_and_summed: Sequence[int]) -> int:
+def _count_trilinear(one: Tensor, two: Tensor, three: Tensor, *expanded_and_summed: Sequence[int]) -> int:
     """Two products and a sum for each element of the three, laid over each other."""
     shapes = []
     for tensor, new_axes in zip((one, two, three), expanded_and_summed, strict=False):
@@ -117,12 +117,12 @@ def _trilinear(one: Tensor, two: Tensor, three: Tensor, *expanded_and_summed: Se
 
 
 _OURS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten.mv: _matrix_by_vector,
-    torch.ops.aten.dot: _matrix_by_vector,
-    torch.ops.aten.vdot: _matrix_by_vector,
-    torch.ops.aten.addmv: lambda added, matrix, vector: _matrix_by_vector(matrix, vector),
+    torch.ops.aten.mv: _count_matvec,
+    torch.ops.aten.dot: _count_matvec,
+    torch.ops.aten.vdot: _count_matvec,
+    torch.ops.aten.addmv: lambda added, matrix, vector: _count_matvec(matrix, vector),
     torch.ops.aten.addbmm: lambda added, one, other: 2 * one.numel() * other.shape[-1],
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._trilinear: _trilinear,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
+    torch.ops.aten._trilinear: _count_trilinear,
 }
 """Products of which PyTorch's registry knows nothing."""

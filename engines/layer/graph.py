@@ -12,15 +12,15 @@ __all__ = [
     "LOSS",
     "MODEL",
     "WITHOUT_GRADIENT",
+    "BatchLoss",
+    "BatchTotal",
     "ModelGraph",
     "Node",
     "Ref",
     "TensorSpec",
-    "Total",
-    "WholeLoss",
-    "behind",
-    "plain_name",
-    "references",
+    "find_gradient_targets",
+    "find_ref_names",
+    "to_user_name",
 ]
 
 MODEL, LOSS = "model.", "loss."
@@ -98,7 +98,7 @@ class Node:
     @cached_property
     def reads(self) -> tuple[str, ...]:
         """Names of the values that it reads, in order."""
-        return tuple(references(self.arguments))
+        return tuple(find_ref_names(self.arguments))
 
     @property
     def where(self) -> str:
@@ -107,7 +107,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Total:
+class BatchTotal:
     """A number (or a few) that follows from the labels of all micro-batches of a step, known before the first one.
 
     The micro-batches' values of `source` are added, and divided by the number of micro-batches `degree` times: 0 for
@@ -121,7 +121,7 @@ class Total:
 
 
 @dataclass(frozen=True)
-class WholeLoss:
+class BatchLoss:
     """How the losses of micro-batches, averaged, become the loss of the whole batch.
 
     `nodes` compute the sources of `totals` from the labels of one micro-batch. `scaled`: sums over the batch were
@@ -131,7 +131,7 @@ class WholeLoss:
     """
 
     nodes: tuple[Node, ...] = ()
-    totals: tuple[Total, ...] = ()
+    totals: tuple[BatchTotal, ...] = ()
     scaled: bool = False
     unknown: str = ""
     weighed_by: str | None = None
@@ -168,11 +168,11 @@ class ModelGraph:
     loss: str | None
     chains: frozenset[str] = frozenset()
     share: ModelGraph | None = None
-    whole: WholeLoss | None = None
+    whole: BatchLoss | None = None
     constants: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
-    def totals(self) -> tuple[Total, ...]:
+    def totals(self) -> tuple[BatchTotal, ...]:
         """What the loss reads of the labels of all micro-batches."""
         return self.whole.totals if self.whole else ()
 
@@ -209,16 +209,16 @@ class ModelGraph:
         return sum(node.spec.bytes for node in self.nodes if node.spec is not None)
 
 
-def plain_name(name: str) -> str:
+def to_user_name(name: str) -> str:
     """The name that a weight or buffer has in the user's model; of the loss, what no module's name looks like.
 
-    >>> plain_name("model.stem.weight"), plain_name("loss.weight")
+    >>> to_user_name("model.stem.weight"), to_user_name("loss.weight")
     ('stem.weight', 'loss: weight')
     """
     return f"loss: {name.removeprefix(LOSS)}" if name.startswith(LOSS) else name.removeprefix(MODEL)
 
 
-def behind(loss: str, nodes: Sequence[Node]) -> set[str]:
+def find_gradient_targets(loss: str, nodes: Sequence[Node]) -> set[str]:
     """The names of all values that a gradient of `loss` reaches, backwards through `nodes`."""
     reached = {loss}
     for node in reversed(nodes):
@@ -228,17 +228,17 @@ def behind(loss: str, nodes: Sequence[Node]) -> set[str]:
     return reached
 
 
-def references(value: Any) -> Iterator[str]:
+def find_ref_names(value: Any) -> Iterator[str]:
     """The names of all `Ref`s in nested arguments.
 
-    >>> list(references(([Ref("x"), 3], {"bias": Ref("b")})))
+    >>> list(find_ref_names(([Ref("x"), 3], {"bias": Ref("b")})))
     ['x', 'b']
     """
     if isinstance(value, Ref):
         yield value.name
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from references(item)
+            yield from find_ref_names(item)
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from references(item)
+            yield from find_ref_names(item)

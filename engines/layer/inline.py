@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx
 
 from engines.errors import TraceError
-from engines.layer.origin import where
+from engines.layer.origin import describe_location
 
-__all__ = ["AUTOCAST", "MARKS", "UNGRADED", "detached", "inlined", "is_ungraded"]
+__all__ = ["AUTOCAST", "MARKS", "UNGRADED", "inline_subgraphs", "insert_detaches", "is_no_grad"]
 
 UNGRADED, AUTOCAST = "without_gradient", "autocast"
 """Marks: the operator records no gradient; the (device type, precision, whether it casts) of a region of autocast."""
@@ -28,25 +28,25 @@ _CAST = torch.ops.higher_order.wrap_with_autocast
 _DETACH = torch.ops.aten.detach.default
 
 
-def is_ungraded(node: fx.Node) -> bool:
+def is_no_grad(node: fx.Node) -> bool:
     """Whether an operator stands under `torch.no_grad()`."""
     return bool(node.meta.get(UNGRADED))
 
 
-def inlined(module: fx.GraphModule) -> fx.GraphModule:
+def inline_subgraphs(module: fx.GraphModule) -> fx.GraphModule:
     """The same module without nested graphs. Raises TraceError for a kind of nested graph that has no meaning here."""
     for node in list(module.graph.nodes):
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            _hand_over(node, _inline(module, module, node, {}))
+            _replace_outputs(node, _inline_subgraph(module, module, node, {}))
     for node in list(module.graph.nodes):
         if node.op == "get_attr" and not node.users and _is_graph(module, node):
             module.graph.erase_node(node)
     return module
 
 
-def _inline(top: fx.GraphModule, owner: torch.nn.Module, node: fx.Node, around: dict[str, Any]) -> list[Any]:
+def _inline_subgraph(top: fx.GraphModule, owner: torch.nn.Module, node: fx.Node, around: dict[str, Any]) -> list[Any]:
     """Put the operators of a nested graph, which `owner` has, before `node`; its results."""
-    inner, arguments, marks = _opened(owner, node)
+    inner, arguments, marks = _unpack_subgraph(owner, node)
     made: dict[fx.Node, Any] = {}
     given = iter(arguments)
     for each in inner.graph.nodes:
@@ -61,15 +61,15 @@ def _inline(top: fx.GraphModule, owner: torch.nn.Module, node: fx.Node, around: 
         else:
             with top.graph.inserting_before(node):
                 made[each] = copied = top.graph.node_copy(each, lambda item: made[item])
-            _own(top, inner, each, copied)
+            _copy_attribute(top, inner, each, copied)
             copied.meta = {**each.meta, **around, **marks}
             if isinstance(each.target, torch._ops.HigherOrderOperator):
-                made[each] = _inline(top, inner, copied, {**around, **marks})
+                made[each] = _inline_subgraph(top, inner, copied, {**around, **marks})
                 top.graph.erase_node(copied)
     return []
 
 
-def _opened(owner: torch.nn.Module, node: fx.Node) -> tuple[fx.GraphModule, Sequence[Any], dict[str, Any]]:
+def _unpack_subgraph(owner: torch.nn.Module, node: fx.Node) -> tuple[fx.GraphModule, Sequence[Any], dict[str, Any]]:
     """A nested graph, what it is given, and the marks of what is in it."""
     if node.target is _GRAD:
         graded, inner, *arguments = node.args
@@ -79,13 +79,13 @@ def _opened(owner: torch.nn.Module, node: fx.Node) -> tuple[fx.GraphModule, Sequ
         marks = {AUTOCAST: (kind, precision, casts)}
     else:
         raise TraceError(
-            f"{node.target} in {where(node)} takes functions as arguments, for which there is no rule. "
+            f"{node.target} in {describe_location(node)} takes functions as arguments, for which there is no rule. "
             "Call what it calls directly."
         )
-    return _attribute(owner, inner), arguments, marks  # type: ignore[arg-type]
+    return _get_attribute(owner, inner), arguments, marks  # type: ignore[arg-type]
 
 
-def _attribute(owner: torch.nn.Module, node: fx.Node) -> Any:
+def _get_attribute(owner: torch.nn.Module, node: fx.Node) -> Any:
     if node.op != "get_attr":
         return None
     found: Any = owner
@@ -95,17 +95,17 @@ def _attribute(owner: torch.nn.Module, node: fx.Node) -> Any:
 
 
 def _is_graph(owner: torch.nn.Module, node: fx.Node) -> bool:
-    return isinstance(_attribute(owner, node), fx.GraphModule)
+    return isinstance(_get_attribute(owner, node), fx.GraphModule)
 
 
-def _own(top: fx.GraphModule, inner: fx.GraphModule, each: fx.Node, copied: fx.Node) -> None:
+def _copy_attribute(top: fx.GraphModule, inner: fx.GraphModule, each: fx.Node, copied: fx.Node) -> None:
     """What a nested graph has of its own, the whole module has from now on."""
     if each.op == "get_attr":
         copied.target = f"of_{copied.name}"
-        setattr(top, copied.target, _attribute(inner, each))
+        setattr(top, copied.target, _get_attribute(inner, each))
 
 
-def _hand_over(node: fx.Node, results: Sequence[Any]) -> None:
+def _replace_outputs(node: fx.Node, results: Sequence[Any]) -> None:
     """Whoever picks a result of the nested graph gets the result itself."""
     for pick in list(node.users):
         pick.replace_all_uses_with(results[pick.args[1]])
@@ -113,17 +113,17 @@ def _hand_over(node: fx.Node, results: Sequence[Any]) -> None:
     node.graph.erase_node(node)
 
 
-def detached(module: fx.GraphModule) -> fx.GraphModule:
+def insert_detaches(module: fx.GraphModule) -> fx.GraphModule:
     """The same, with a `detach` of each value that comes into a region without gradients: no gradient leads back there.
 
     Weights are read as they are, and their operators record nothing.
     """
     away: dict[fx.Node, fx.Node] = {}
     for node in list(module.graph.nodes):
-        if not is_ungraded(node) or node.op != "call_function":
+        if not is_no_grad(node) or node.op != "call_function":
             continue
         for value in node.all_input_nodes:
-            if value.op == "get_attr" or is_ungraded(value) or not _is_floating(value):
+            if value.op == "get_attr" or is_no_grad(value) or not _is_floating(value):
                 continue
             if value not in away:
                 with module.graph.inserting_before(node):

@@ -5,26 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engines.errors import PlanError, TraceError
-from engines.layer.graph import ModelGraph, Node, Ref, plain_name
+from engines.layer.graph import ModelGraph, Node, Ref, to_user_name
 
-__all__ = ["changed", "check_reads", "mixes_images"]
+__all__ = ["check_buffer_reads", "find_updated_buffers", "is_batch_dependent"]
 
 _MOVING = {"aten.batch_norm.default": "training", "aten.instance_norm.default": "use_input_stats"}
 
 
-def check_reads(graph: ModelGraph, micro_batches: int) -> None:
+def check_buffer_reads(graph: ModelGraph, micro_batches: int) -> None:
     """Raises an error where something reads a buffer that the model changes, other than to change it.
 
     What reads it behind the change would have the value before (TraceError); what reads it before the change has it
     right, but where a step has several micro-batches: from the second on it would be that of the first (PlanError).
     """
-    changers = {name: node for node in graph.nodes for name in changed(graph, node)}
+    changers = {name: node for node in graph.nodes for name in find_updated_buffers(graph, node)}
     behind: set[str] = set()
     for node in graph.nodes:
-        own = set(changed(graph, node))
+        own = set(find_updated_buffers(graph, node))
         for name in sorted({*node.reads} & changers.keys() - own):
             changer = changers[name]
-            both = f"{node.operator} in {node.where} reads the buffer {plain_name(name)}, which {changer.operator} in "
+            both = (
+                f"{node.operator} in {node.where} reads the buffer {to_user_name(name)}, which {changer.operator} in "
+            )
             if name in behind:
                 raise TraceError(
                     f"{both}{changer.where} has changed before. Ranks change buffers at the end of a step: read it "
@@ -39,12 +41,12 @@ def check_reads(graph: ModelGraph, micro_batches: int) -> None:
         behind |= own
 
 
-def mixes_images(graph: ModelGraph) -> bool:
+def is_batch_dependent(graph: ModelGraph) -> bool:
     """Whether what the model says of an image depends on those beside it: a batch norm without running statistics."""
     return any(node.operator == "aten.batch_norm.default" and node.arguments["training"] for node in graph.nodes)
 
 
-def changed(graph: ModelGraph, node: Node) -> Iterator[str]:
+def find_updated_buffers(graph: ModelGraph, node: Node) -> Iterator[str]:
     """The buffers that a node changes."""
     arguments = node.arguments
     if node.operator == "aten.add_.Tensor" and arguments["self"].name in graph.buffers:

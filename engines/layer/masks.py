@@ -7,18 +7,18 @@ from torch import Tensor, fx
 
 from engines.layer.views import Make
 
-__all__ = ["chosen"]
+__all__ = ["make_masked_where"]
 
 _ATEN = torch.ops.aten
 
 
-def chosen(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | None:
+def make_masked_where(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | None:
     """What `value` becomes by an `index_put_` with one boolean mask; None where that is no choice place by place.
 
     It is one where all masked places get the same number, the same vector along the axes behind the mask, or the
     values of another tensor at the same places (`y[mask] = z[mask]`).
     """
-    if node.target is not _ATEN.index_put_.default or _accumulates(node):
+    if node.target is not _ATEN.index_put_.default or _is_accumulating(node):
         return None
     indices, new = node.args[1], node.args[2]
     given = [(place, index) for place, index in enumerate(indices) if index is not None]  # type: ignore[arg-type]
@@ -26,7 +26,7 @@ def chosen(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | None:
         return None
     place, mask = given[0]
     behind = value.meta["val"].dim() - place - mask.meta["val"].dim()
-    picked = _same_places(new, indices, value) or _everywhere(make, new, behind)  # type: ignore[arg-type]
+    picked = _find_masked_source(new, indices, value) or _make_broadcastable(make, new, behind)  # type: ignore[arg-type]
     if picked is None:
         return None
     if behind:
@@ -34,31 +34,31 @@ def chosen(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | None:
     return make(_ATEN.where.self, mask, picked, value)
 
 
-def _accumulates(node: fx.Node) -> bool:
+def _is_accumulating(node: fx.Node) -> bool:
     return bool(node.kwargs.get("accumulate", node.args[3] if len(node.args) > 3 else False))
 
 
-def _same_places(new: fx.Node, indices: object, value: fx.Node) -> fx.Node | None:
+def _find_masked_source(new: fx.Node, indices: object, value: fx.Node) -> fx.Node | None:
     """The tensor of which `new` is the masked part, if the mask is the same."""
-    if new.target is not _ATEN.index.Tensor or not _are_same(new.args[1], indices):
+    if new.target is not _ATEN.index.Tensor or not _is_same(new.args[1], indices):
         return None
     source = new.args[0]
     alike = isinstance(source, fx.Node) and source.meta["val"].shape == value.meta["val"].shape
     return source if alike else None  # type: ignore[return-value]
 
 
-def _are_same(one: object, other: object) -> bool:
+def _is_same(one: object, other: object) -> bool:
     """Whether two arguments are equal whatever the images are: `y < 0` may be computed once for each side."""
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_are_same, one, other))
+        return len(one) == len(other) and all(map(_is_same, one, other))
     if not (isinstance(one, fx.Node) and isinstance(other, fx.Node)) or one is other:
         return type(one) is type(other) and one == other
     is_computed = one.op == other.op == "call_function" and one.target is other.target
-    is_drawn = torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ())
-    return is_computed and not is_drawn and _are_same(one.args, other.args) and one.kwargs == other.kwargs
+    is_drawn = torch.Tag.nondeterministic_seeded in getattr(one.target, "draw_tile_labels", ())
+    return is_computed and not is_drawn and _is_same(one.args, other.args) and one.kwargs == other.kwargs
 
 
-def _everywhere(make: Make, new: fx.Node, behind: int) -> fx.Node | None:
+def _make_broadcastable(make: Make, new: fx.Node, behind: int) -> fx.Node | None:
     """`new`, where it is the same for all places that the mask has."""
     found = new.meta["val"]
     if not isinstance(found, Tensor) or any(not isinstance(size, int) for size in found.shape):

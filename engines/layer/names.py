@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from engines.layer.graph import MODEL
-from engines.layer.trace import LOSS, first_names
+from engines.layer.trace import LOSS, find_first_names
 
-__all__ = ["OWNERS", "StateNames", "state_names"]
+__all__ = ["OWNERS", "StateNames", "collect_state_names"]
 
 OWNERS = {"model": MODEL, "loss": LOSS}
 """Whose tensors there are, and what their names begin with on the ranks."""
@@ -29,22 +29,22 @@ class StateNames:
     held: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def without_kept(self) -> StateNames:
+    def drop_unused_tensors(self) -> StateNames:
         """The same, to be sent to ranks that have no need of them."""
         return replace(self, kept={})
 
 
-def state_names(model: nn.Module, loss: object, used: Collection[str]) -> dict[str, StateNames]:
+def collect_state_names(model: nn.Module, loss: object, used: Collection[str]) -> dict[str, StateNames]:
     """Of the model and, if it is a module, of the loss; `used` are the names that the graph's nodes read."""
-    first = first_names(model, loss)
+    first = find_first_names(model, loss)
     return {
-        owner: _names_of(module, OWNERS[owner], first, used)
+        owner: _collect_names(module, OWNERS[owner], first, used)
         for owner, module in (("model", model), ("loss", loss))
         if isinstance(module, nn.Module)
     }
 
 
-def _names_of(module: nn.Module, prefix: str, first: Mapping[str, str], used: Collection[str]) -> StateNames:
+def _collect_names(module: nn.Module, prefix: str, first: Mapping[str, str], used: Collection[str]) -> StateNames:
     named = [*module.named_parameters(), *module.named_buffers()]
     ranks_say = {id(tensor): first[prefix + name] for name, tensor in named}
     state = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}

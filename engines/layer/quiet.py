@@ -9,15 +9,15 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from engines.layer.custom import functions_checked
-from engines.layer.known import Asked
+from engines.layer.custom import check_custom_functions
+from engines.layer.known import ConstantPropagationMode
 
-__all__ = ["StoppedError", "quiet", "watched"]
+__all__ = ["TraceAbortedError", "silence_exporter", "watch_forward"]
 
 _LOGGERS = ("torch.export", "torch._export", "torch.fx", "torch._dynamo", "torch._subclasses")
 
 
-class StoppedError(Exception):
+class TraceAbortedError(Exception):
     """A trace that an `error` of the model has ended. PyTorch prints the graph so far of errors that it can mark."""
 
     def __init__(self, error: Exception) -> None:
@@ -30,18 +30,18 @@ class StoppedError(Exception):
 
 
 @contextmanager
-def watched(module: nn.Module, asked: Asked) -> Iterator[None]:
+def watch_forward(module: nn.Module, asked: ConstantPropagationMode) -> Iterator[None]:
     """While a module's forward runs: `asked` answers what it asks of tensors. Its errors come as StoppedError."""
-    asked.begin(dict(module.named_buffers(remove_duplicate=False)))
+    asked.add_buffers(dict(module.named_buffers(remove_duplicate=False)))
     try:
-        with asked, functions_checked():
+        with asked, check_custom_functions():
             yield
     except Exception as error:
-        raise StoppedError(error) from error
+        raise TraceAbortedError(error) from error
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_exporter() -> Iterator[None]:
     """While it lasts PyTorch's exporter logs and warns nothing; what the model itself warns is seen."""
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(_LOGGERS)]
     talking = [logger for logger in loggers if not logger.disabled]

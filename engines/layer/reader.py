@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from engines.errors import TraceError
-from engines.layer.flops import flops
-from engines.layer.graph import ModelGraph, Node, Ref, TensorSpec, behind, references
-from engines.layer.inline import is_ungraded
-from engines.layer.origin import module_of, source_of, where
+from engines.layer.flops import count_flops
+from engines.layer.graph import ModelGraph, Node, Ref, TensorSpec, find_gradient_targets, find_ref_names
+from engines.layer.inline import is_no_grad
+from engines.layer.origin import describe_location, find_source_line, get_module_path
 
-__all__ = ["Reader", "constant_name", "is_check", "spec_of"]
+__all__ = ["ExportReader", "is_check", "make_constant_name", "make_tensor_spec"]
 
 _BY_VALUE = (
     "{} a tensor whose shape follows from the values of a tensor; only shapes are known. Choose with torch.where, or "
@@ -26,7 +26,7 @@ _BY_VALUE = (
 _CHECKS = ("_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
 
 
-class Reader:
+class ExportReader:
     """Reads an exported module without in-place operators into our own data.
 
     `first_names` maps every name of a weight or buffer to the first one of the same tensor. `has_loss`: the first
@@ -41,25 +41,25 @@ class Reader:
         self.owned: dict[str, Tensor] = {}
         self.constants: dict[str, Tensor] = {}
 
-    def graph(self) -> ModelGraph:
+    def read_graph(self) -> ModelGraph:
         outputs: tuple[str, ...] = ()
-        for node in self._ordered():
+        for node in self._order_nodes():
             if node.op == "placeholder":
-                self.inputs[node.name] = spec_of(node.meta["val"])
+                self.inputs[node.name] = make_tensor_spec(node.meta["val"])
                 self.names[node.name] = node.name
             elif node.op == "get_attr":
-                self._own(node)
+                self._read_attribute(node)
             elif node.op == "output":
-                outputs = tuple(references(self._refs(node.args[0])))
+                outputs = tuple(find_ref_names(self._to_refs(node.args[0])))
             elif not is_check(node):
-                self._call(node)
-        return self._checked(outputs[0], outputs[1:]) if self.has_loss else self._checked(None, outputs)
+                self._read_call(node)
+        return self._build_graph(outputs[0], outputs[1:]) if self.has_loss else self._build_graph(None, outputs)
 
-    def _checked(self, loss: str | None, answers: Sequence[str]) -> ModelGraph:
-        specs = {name: spec_of(tensor) for name, tensor in self.owned.items()}
+    def _build_graph(self, loss: str | None, answers: Sequence[str]) -> ModelGraph:
+        specs = {name: make_tensor_spec(tensor) for name, tensor in self.owned.items()}
         weights = {name for name, tensor in self.owned.items() if isinstance(tensor, nn.Parameter)} - {*self.constants}
-        nodes = tuple(self._named(answers))
-        reached = behind(loss, nodes) if loss else set()
+        nodes = tuple(self._label_loss_nodes(answers))
+        reached = find_gradient_targets(loss, nodes) if loss else set()
         graph = ModelGraph(
             inputs=self.inputs,
             weights={name: specs[name] for name in specs if name in weights},
@@ -74,7 +74,7 @@ class Reader:
             raise TraceError(f"The loss must be one number, but its shape is {graph.specs[loss].shape}. Reduce it.")
         return graph
 
-    def _named(self, answers: Sequence[str]) -> Iterator[Node]:
+    def _label_loss_nodes(self, answers: Sequence[str]) -> Iterator[Node]:
         """What follows the last answer, and is in no module, is the loss."""
         made = [index for index, node in enumerate(self.nodes) if node.name in answers]
         if not made:
@@ -82,45 +82,45 @@ class Reader:
         for index, node in enumerate(self.nodes):
             yield replace(node, module="loss") if index > made[-1] and not node.module else node
 
-    def _ordered(self) -> Iterator[fx.Node]:
+    def _order_nodes(self) -> Iterator[fx.Node]:
         """Each `getitem` right behind the operator whose outputs it picks."""
         for node in self.module.graph.nodes:
             if node.target is not operator.getitem:
                 yield node
                 yield from (user for user in node.users if user.target is operator.getitem)
 
-    def _own(self, node: fx.Node) -> None:
+    def _read_attribute(self, node: fx.Node) -> None:
         tensor = operator.attrgetter(str(node.target))(self.module)
         name = self.first_names.get(str(node.target))
         if name is None:
-            name = constant_name(tensor)
+            name = make_constant_name(tensor)
             self.constants[name] = tensor.detach()
         self.owned[name], self.names[node.name] = tensor, name
 
-    def _refs(self, value: Any) -> Any:
+    def _to_refs(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
             return Ref(self.names[value.name])
         if isinstance(value, list | tuple):
-            return tuple(self._refs(item) for item in value)
+            return tuple(self._to_refs(item) for item in value)
         return value
 
-    def _call(self, node: fx.Node) -> None:
-        arguments = self._arguments(node)
+    def _read_call(self, node: fx.Node) -> None:
+        arguments = self._get_arguments(node)
         if self._is_same(node, arguments):
             self.names[node.name] = arguments["self"].name
             return
         _check_shape(node)
-        self.names[node.name] = arguments["self"].name if _counts(node) else node.name
+        self.names[node.name] = arguments["self"].name if _is_counter_update(node) else node.name
         self.nodes.append(
             Node(
                 name=node.name,
-                operator=_operator(node),
+                operator=_get_operator_name(node),
                 arguments=arguments,
-                spec=spec_of(node.meta["val"]) if isinstance(node.meta["val"], Tensor) else None,
-                module=module_of(node),
-                source=source_of(node),
-                flops=flops(node),
-                graded=not is_ungraded(node),
+                spec=make_tensor_spec(node.meta["val"]) if isinstance(node.meta["val"], Tensor) else None,
+                module=get_module_path(node),
+                source=find_source_line(node),
+                flops=count_flops(node),
+                graded=not is_no_grad(node),
             )
         )
 
@@ -131,14 +131,14 @@ class Reader:
             name == "aten.detach.default" and arguments["self"].name in self.constants
         )
 
-    def _arguments(self, node: fx.Node) -> dict[str, Any]:
+    def _get_arguments(self, node: fx.Node) -> dict[str, Any]:
         """By name, in the schema's order, with defaults filled in."""
         if not isinstance(node.target, torch._ops.OpOverload):
-            return {str(position): self._refs(value) for position, value in enumerate(node.args)}
+            return {str(position): self._to_refs(value) for position, value in enumerate(node.args)}
         given = {schema.name: value for schema, value in zip(node.target._schema.arguments, node.args, strict=False)}
         given.update(node.kwargs)
         return {
-            schema.name: self._refs(given.get(schema.name, schema.default_value))
+            schema.name: self._to_refs(given.get(schema.name, schema.default_value))
             for schema in node.target._schema.arguments
         }
 
@@ -148,14 +148,14 @@ def is_check(node: fx.Node) -> bool:
     return any(check in str(node.target) for check in _CHECKS)
 
 
-def spec_of(value: Tensor) -> TensorSpec:
+def make_tensor_spec(value: Tensor) -> TensorSpec:
     """Shape and type of a tensor. Raises TraceError where the shape follows from values."""
     if any(not isinstance(size, int) for size in value.shape):
         raise TraceError(_BY_VALUE.format("The answer is"))
     return TensorSpec(tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch."))
 
 
-def constant_name(tensor: Tensor) -> str:
+def make_constant_name(tensor: Tensor) -> str:
     """The name of a tensor that the model makes or finds while it runs: the same for the same numbers."""
     numbers = tensor.detach().cpu().contiguous()
     told = f"{tuple(numbers.shape)} {numbers.dtype} ".encode() + numbers.view(-1).view(torch.uint8).numpy().tobytes()
@@ -166,18 +166,20 @@ def _check_shape(node: fx.Node) -> None:
     """Raises TraceError where a shape is not known."""
     made = node.meta["val"]
     if isinstance(made, Tensor) and any(not isinstance(size, int) for size in made.shape):
-        raise TraceError(_BY_VALUE.format(f"{node.target} in {where(node)} makes"))
+        raise TraceError(_BY_VALUE.format(f"{node.target} in {describe_location(node)} makes"))
 
 
-def _counts(node: fx.Node) -> bool:
+def _is_counter_update(node: fx.Node) -> bool:
     """Whether an operator counts up a buffer, which it answers with."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _operator(node: fx.Node) -> str:
+def _get_operator_name(node: fx.Node) -> str:
     """Its name; only operators of ATen's kind have one."""
     if node.target is operator.getitem:
         return "getitem"
     if not isinstance(node.target, torch._ops.OpOverload):
-        raise TraceError(f"{node.target} in {source_of(node)} computes with values of a tensor; only shapes are known.")
+        raise TraceError(
+            f"{node.target} in {find_source_line(node)} computes with values of a tensor; only shapes are known."
+        )
     return str(node.target)

@@ -17,7 +17,7 @@ from engines.layer.graph import ModelGraph, Node
 from engines.plan import Plan
 from engines.spatial.tiles import Span
 
-__all__ = ["Layer", "cut", "layers"]
+__all__ = ["Layer", "cut_stages", "find_layers"]
 
 FLOPS_PER_ELEMENT = 40
 """How many FLOPs take as long as an element written and read again; about so on CPUs and GPUs alike. The same in
@@ -39,23 +39,23 @@ class Layer:
         return self.flops + FLOPS_PER_ELEMENT * self.elements
 
 
-def layers(graph: ModelGraph) -> tuple[Layer, ...]:
+def find_layers(graph: ModelGraph) -> tuple[Layer, ...]:
     """The model's layers, in order. What belongs to the loss goes with the last layer."""
-    weighted = [_weighted(graph, node) for node in graph.nodes]
-    parts = list(_Cuts(graph, weighted).parts())
+    weighted = [_is_weighted(graph, node) for node in graph.nodes]
+    parts = list(_LayerFinder(graph, weighted).find_parts())
     starts = [*(part.start for part in parts), len(graph.nodes)]
     found: list[Layer] = []
     for part, (start, stop) in zip(parts, pairwise(starts), strict=True):
         nodes = graph.nodes[start:stop]
         made = sum(node.spec.numel for node in nodes if node.spec is not None)
         layer = Layer(part.name, Span(start, stop), sum(node.flops for node in nodes), made)
-        if found and not (_has(layer, weighted) and _has(found[-1], weighted)):
-            layer = _joined(found.pop(), layer, weighted)
+        if found and not (_has_weighted_node(layer, weighted) and _has_weighted_node(found[-1], weighted)):
+            layer = _merge_layers(found.pop(), layer, weighted)
         found.append(layer)
     return tuple(found)
 
 
-def cut(found: Sequence[Layer], plan: Plan) -> tuple[Span, ...]:
+def cut_stages(found: Sequence[Layer], plan: Plan) -> tuple[Span, ...]:
     """The nodes of each stage, of the layers `found`, by `plan.balance`.
 
     `auto` makes the largest cost per rank of any stage as small as it can be.
@@ -65,7 +65,7 @@ def cut(found: Sequence[Layer], plan: Plan) -> tuple[Span, ...]:
         raise PlanError(
             f"split_size={plan.split_size} but the model has only {len(found)} layers. Use split_size <= {len(found)}."
         )
-    balance = _auto(found, plan) if isinstance(plan.balance, str) else plan.balance
+    balance = _find_balance(found, plan) if isinstance(plan.balance, str) else plan.balance
     if sum(balance) != len(found):
         raise PlanError(
             f"balance={balance} adds up to {sum(balance)} layers but the model has {len(found)}. "
@@ -78,7 +78,7 @@ def cut(found: Sequence[Layer], plan: Plan) -> tuple[Span, ...]:
     )
 
 
-def _auto(found: Sequence[Layer], plan: Plan) -> tuple[int, ...]:
+def _find_balance(found: Sequence[Layer], plan: Plan) -> tuple[int, ...]:
     """Split a row of costs so that the dearest part is cheapest, by dynamic programming over the prefixes."""
     tiles = [grid.tiles if stage < plan.spatial_size else plan.local_dp for stage, grid in enumerate(plan.grids)]
     total = [0]
@@ -100,56 +100,56 @@ def _auto(found: Sequence[Layer], plan: Plan) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _NodeRange:
     start: int
     stop: int
     name: str
 
 
-class _Cuts:
+class _LayerFinder:
     """Where the graph may be cut: module by module, from the outside in."""
 
     def __init__(self, graph: ModelGraph, weighted: Sequence[bool]) -> None:
         self.graph, self.weighted = graph, weighted
         self.paths = [tuple(node.module.split(".")) if node.module else () for node in graph.nodes]
 
-    def parts(self) -> Iterator[_Part]:
+    def find_parts(self) -> Iterator[_NodeRange]:
         """The parts between two cuts, in order; the loss is behind the last."""
         last = max(index for index, node in enumerate(self.graph.nodes) if node.name in self.graph.answers)
-        return self._open(_Part(0, 1 + last, ""), depth=0, wraps_all=True)
+        return self._split_module(_NodeRange(0, 1 + last, ""), depth=0, wraps_all=True)
 
-    def _open(self, whole: _Part, depth: int, wraps_all: bool) -> Iterator[_Part]:
+    def _split_module(self, whole: _NodeRange, depth: int, wraps_all: bool) -> Iterator[_NodeRange]:
         """The parts of a module, unless a cut inside carries more than one at its ends.
 
         `wraps_all`: it holds every weight of the model, as the model itself does, and is opened like it. So is one
         that does most of the work: the inner levels of a U-Net whose modules lie in each other.
         """
-        parts = list(self._children(whole, depth))
+        parts = list(self._group_children(whole, depth))
         within = max(self.alive[whole.start], self.alive[whole.stop])
-        open_anyway = wraps_all or whole.name in self.graph.chains or self._does_most(whole)
+        open_anyway = wraps_all or whole.name in self.graph.chains or self._is_dominant(whole)
         if not open_anyway and any(self.alive[part.start] > within for part in parts[1:]):
             yield whole
             return
         heavy = [part for part in parts if any(self.weighted[part.start : part.stop])]
         for part in parts:
             if part.stop - part.start > 1:
-                yield from self._open(part, depth + 1, wraps_all and heavy == [part])
+                yield from self._split_module(part, depth + 1, wraps_all and heavy == [part])
             else:
                 yield part
 
-    def _does_most(self, part: _Part) -> bool:
+    def _is_dominant(self, part: _NodeRange) -> bool:
         return 2 * sum(node.flops for node in self.graph.nodes[part.start : part.stop]) > self.graph.flops
 
-    def _children(self, whole: _Part, depth: int) -> Iterator[_Part]:
+    def _group_children(self, whole: _NodeRange, depth: int) -> Iterator[_NodeRange]:
         """Runs of nodes of one child module; what the module itself does stands alone, node by node."""
 
-        def child(index: int) -> str | int:
+        def get_child(index: int) -> str | int:
             path = self.paths[index]
             return ".".join(path[: depth + 1]) if len(path) > depth else index
 
-        for name, run in groupby(range(whole.start, whole.stop), child):
+        for name, run in groupby(range(whole.start, whole.stop), get_child):
             members = list(run)
-            yield _Part(members[0], members[-1] + 1, name if isinstance(name, str) else whole.name)
+            yield _NodeRange(members[0], members[-1] + 1, name if isinstance(name, str) else whole.name)
 
     @cached_property
     def alive(self) -> list[int]:
@@ -165,14 +165,14 @@ class _Cuts:
         return list(accumulate(change))
 
 
-def _weighted(graph: ModelGraph, node: Node) -> bool:
+def _is_weighted(graph: ModelGraph, node: Node) -> bool:
     return not graph.matrices.isdisjoint(node.reads)
 
 
-def _has(layer: Layer, weighted: Sequence[bool]) -> bool:
+def _has_weighted_node(layer: Layer, weighted: Sequence[bool]) -> bool:
     return any(weighted[layer.nodes.start : layer.nodes.stop])
 
 
-def _joined(head: Layer, tail: Layer, weighted: Sequence[bool]) -> Layer:
-    name = head.name if _has(head, weighted) else tail.name
+def _merge_layers(head: Layer, tail: Layer, weighted: Sequence[bool]) -> Layer:
+    name = head.name if _has_weighted_node(head, weighted) else tail.name
     return Layer(name, Span(head.nodes.start, tail.nodes.stop), head.flops + tail.flops, head.elements + tail.elements)

@@ -17,19 +17,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from engines.errors import TraceError
-from engines.layer.answers import prediction_of, tensors_of
-from engines.layer.casts import with_casts
-from engines.layer.functional import functional, swept
-from engines.layer.graph import LOSS, MODEL, ModelGraph, TensorSpec, plain_name
-from engines.layer.inline import detached, inlined
-from engines.layer.kept import changed
-from engines.layer.known import Asked
-from engines.layer.quiet import StoppedError, quiet, watched
-from engines.layer.reader import Reader, spec_of
-from engines.layer.twin import empty, twin_of
+from engines.layer.answers import collect_tensors, get_prediction
+from engines.layer.casts import insert_casts
+from engines.layer.functional import functionalise, remove_dead_nodes
+from engines.layer.graph import LOSS, MODEL, ModelGraph, TensorSpec, to_user_name
+from engines.layer.inline import inline_subgraphs, insert_detaches
+from engines.layer.kept import find_updated_buffers
+from engines.layer.known import ConstantPropagationMode
+from engines.layer.quiet import TraceAbortedError, silence_exporter, watch_forward
+from engines.layer.reader import ExportReader, make_tensor_spec
+from engines.layer.twin import make_fake_copy, make_fake_tensor
 from engines.plan import HALF
 
-__all__ = ["LOSS", "MODEL", "answer", "first_names", "plain_name", "trace", "trace_alone"]
+__all__ = ["LOSS", "MODEL", "find_first_names", "infer_output_spec", "to_user_name", "trace", "trace_inference"]
 
 _BY_VALUES = ("GuardOnDataDependent", "DataDependent", "UserError", "PendingUnbacked")
 """Beginnings of the names of PyTorch's errors for numbers that are not known while it traces."""
@@ -37,17 +37,19 @@ _BY_VALUES = ("GuardOnDataDependent", "DataDependent", "UserError", "PendingUnba
 _ONE_AT_A_TIME = threading.Lock()  # torch.export keeps global state; ranks may be threads
 
 
-class _WithLoss(nn.Module):
-    def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], asked: Asked) -> None:
+class _ModelWithLoss(nn.Module):
+    def __init__(
+        self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], asked: ConstantPropagationMode
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
         self.asked = asked
 
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        with watched(self, self.asked):
-            prediction = prediction_of(self.model(images))
-            found = tensors_of(prediction)
+        with watch_forward(self, self.asked):
+            prediction = get_prediction(self.model(images))
+            found = collect_tensors(prediction)
             try:
                 loss = self.loss(prediction, labels)
             except TraceError:
@@ -56,23 +58,23 @@ class _WithLoss(nn.Module):
                 if type(error).__name__.startswith(_BY_VALUES):
                     raise
                 if isinstance(error, TypeError | AttributeError) and not isinstance(prediction, Tensor):
-                    raise TraceError(_untaken(prediction, list(found), error)) from error
-                raise TraceError(_unjudged(self.model, images, found, labels, error)) from error
+                    raise TraceError(_format_output_error(prediction, list(found), error)) from error
+                raise TraceError(_format_loss_error(self.model, images, found, labels, error)) from error
             return loss, *found.values()
 
 
-class _Alone(nn.Module):
+class _EvalModel(nn.Module):
     """The model in evaluation mode: no dropout, batch norm by its running statistics."""
 
-    def __init__(self, model: nn.Module, asked: Asked) -> None:
+    def __init__(self, model: nn.Module, asked: ConstantPropagationMode) -> None:
         super().__init__()
         self.model = model
         self.asked = asked
         self.eval()
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        with watched(self, self.asked):
-            return tuple(tensors_of(prediction_of(self.model(images))).values())
+        with watch_forward(self, self.asked):
+            return tuple(collect_tensors(get_prediction(self.model(images))).values())
 
 
 def trace(
@@ -90,40 +92,46 @@ def trace(
     `torch.autocast` does on that type of `device`. Raises TraceError where `torch.export` cannot follow the model.
     """
     mode, dtype = FakeTensorMode(allow_non_fake_inputs=True), getattr(torch, images.dtype)
-    with _following(model, images):
-        judge = twin_of(loss, mode, dtype) if isinstance(loss, nn.Module) else loss
-        whole = _WithLoss(twin_of(model, mode, dtype), judge, Asked(_buffers(model, loss)))
-    return _exported(model, whole, mode, (images, labels), precision, device, (model, loss))
+    with _translate_errors(model, images):
+        judge = make_fake_copy(loss, mode, dtype) if isinstance(loss, nn.Module) else loss
+        whole = _ModelWithLoss(
+            make_fake_copy(model, mode, dtype), judge, ConstantPropagationMode(_collect_buffers(model, loss))
+        )
+    return _export(model, whole, mode, (images, labels), precision, device, (model, loss))
 
 
-def trace_alone(model: nn.Module, images: TensorSpec, precision: str = "", device: str = "cpu") -> ModelGraph:
+def trace_inference(model: nn.Module, images: TensorSpec, precision: str = "", device: str = "cpu") -> ModelGraph:
     """The graph of `model.eval()(images)`, for prediction: it has no loss, and nothing in it is trained.
 
     The rest is as in `trace`; the model itself stays in the mode that it is in.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _following(model, images):
-        whole = _Alone(twin_of(model, mode, getattr(torch, images.dtype)), Asked(_buffers(model)))
-    return _exported(model, whole, mode, (images,), precision, device, (model,))
+    with _translate_errors(model, images):
+        whole = _EvalModel(
+            make_fake_copy(model, mode, getattr(torch, images.dtype)), ConstantPropagationMode(_collect_buffers(model))
+        )
+    return _export(model, whole, mode, (images,), precision, device, (model,))
 
 
-def _exported(
+def _export(
     model: nn.Module, whole: Any, mode: FakeTensorMode, specs: Sequence[TensorSpec], precision: str, device: str,
     owners: Sequence[Any],
 ) -> ModelGraph:  # fmt: skip
-    inputs = [empty(mode, spec.shape, spec.dtype) for spec in specs]
-    with _following(model, specs[0], whole.asked):
+    inputs = [make_fake_tensor(mode, spec.shape, spec.dtype) for spec in specs]
+    with _translate_errors(model, specs[0], whole.asked):
         exported = torch.export.export(whole, tuple(inputs), strict=False).module()
-        names = first_names(*owners)
-        plain = functional(inlined(exported), names)
+        names = find_first_names(*owners)
+        plain = functionalise(inline_subgraphs(exported), names)
         with torch.device(device):
-            with_casts(plain, getattr(torch, precision) if precision in HALF else None, device)
-        graph = Reader(detached(swept(plain)), names, has_loss=isinstance(whole, _WithLoss)).graph()
-        _check_decided(whole.asked, graph)
-    return replace(graph, chains=frozenset(_chains(model)))
+            insert_casts(plain, getattr(torch, precision) if precision in HALF else None, device)
+        graph = ExportReader(
+            insert_detaches(remove_dead_nodes(plain)), names, has_loss=isinstance(whole, _ModelWithLoss)
+        ).read_graph()
+        _check_decisions(whole.asked, graph)
+    return replace(graph, chains=frozenset(_find_chains(model)))
 
 
-def _buffers(*owners: object) -> dict[str, Tensor]:
+def _collect_buffers(*owners: object) -> dict[str, Tensor]:
     """The buffers of a model and its loss, by the names that they have while they are traced."""
     return {
         prefix + name: buffer
@@ -133,18 +141,18 @@ def _buffers(*owners: object) -> dict[str, Tensor]:
     }
 
 
-def _check_decided(asked: Asked, graph: ModelGraph) -> None:
+def _check_decisions(asked: ConstantPropagationMode, graph: ModelGraph) -> None:
     """Raises TraceError where a decision was taken by the numbers of a buffer that changes from step to step."""
-    changing = {name for node in graph.nodes for name in changed(graph, node)}
+    changing = {name for node in graph.nodes for name in find_updated_buffers(graph, node)}
     for name, place in asked.decided.items():
         if name in changing:
             raise TraceError(
-                f"{place} asks for the numbers of the buffer {plain_name(name)}, which are others in each step: a "
+                f"{place} asks for the numbers of the buffer {to_user_name(name)}, which are others in each step: a "
                 "traced model takes its decisions once. Compute with the buffer itself."
             )
 
 
-def first_names(*owners: object) -> dict[str, str]:
+def find_first_names(*owners: object) -> dict[str, str]:
     """Every name of the weights and buffers of a model, and of its loss if given -> the first one of that tensor."""
     names: dict[str, str] = {}
     for prefix, owner in zip((MODEL, LOSS), owners, strict=False):
@@ -156,62 +164,66 @@ def first_names(*owners: object) -> dict[str, str]:
     return names
 
 
-def answer(model: nn.Module, images: TensorSpec) -> TensorSpec:
+def infer_output_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
     """The (first) tensor that the model answers with to images of that shape, found without running it on real ones."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    asked = Asked(_buffers(model))
-    with _following(model, images, asked):
-        twin = twin_of(model, mode, getattr(torch, images.dtype))
+    asked = ConstantPropagationMode(_collect_buffers(model))
+    with _translate_errors(model, images, asked):
+        twin = make_fake_copy(model, mode, getattr(torch, images.dtype))
         held = dict(twin.named_buffers())
-        pixels = empty(mode, images.shape, images.dtype)
-        with mode, torch.no_grad(), watched(nn.ModuleDict({"model": twin}), asked):
-            found = tensors_of(prediction_of(twin(pixels)))
+        pixels = make_fake_tensor(mode, images.shape, images.dtype)
+        with mode, torch.no_grad(), watch_forward(nn.ModuleDict({"model": twin}), asked):
+            found = collect_tensors(get_prediction(twin(pixels)))
     for name, buffer in twin.named_buffers():
         if buffer is not held.get(name):
             raise TraceError(f"The model replaces its buffer {name} while it runs. Keep such values outside.")
     if not found:
         raise TraceError("The model answers with no tensor: there is nothing to train.")
-    return spec_of(next(iter(found.values())))
+    return make_tensor_spec(next(iter(found.values())))
 
 
 @contextmanager
-def _following(model: nn.Module, images: TensorSpec, asked: Asked | None = None) -> Iterator[None]:
+def _translate_errors(
+    model: nn.Module, images: TensorSpec, asked: ConstantPropagationMode | None = None
+) -> Iterator[None]:
     """Errors become TraceErrors; what PyTorch says of its own graphs is not shown."""
     try:
         # A compiled model is traced as it was written: its kernels would read memory that fake tensors do not have.
-        with _ONE_AT_A_TIME, quiet(), torch.compiler.set_stance("force_eager"):
+        with _ONE_AT_A_TIME, silence_exporter(), torch.compiler.set_stance("force_eager"):
             yield
     except TraceError:
         raise
     except Exception as error:
-        cause = error.error if isinstance(error, StoppedError) else error
+        cause = error.error if isinstance(error, TraceAbortedError) else error
         if isinstance(cause, TraceError):
             raise cause from None
         if asked is not None and asked.unanswered and type(cause).__name__.startswith(_BY_VALUES):
-            raise asked.refusal() from cause
-        raise TraceError(_untraceable(model, images, cause)) from cause
+            raise asked.make_error() from cause
+        raise TraceError(_format_trace_error(model, images, cause)) from cause
 
 
-def _chains(model: nn.Module) -> Iterator[str]:
+def _find_chains(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         sequential = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
         if sequential or isinstance(module, nn.ModuleList):
             yield name
 
 
-def _untraceable(model: nn.Module, images: TensorSpec, error: Exception) -> str:
+def _format_trace_error(model: nn.Module, images: TensorSpec, error: Exception) -> str:
     return (
         f"{type(model).__name__} cannot be traced with images of shape {images.shape}: "
-        f"{type(error).__name__}: {_first_line(error)}. Check that it runs on images of this shape, the loss too, "
+        f"{type(error).__name__}: {_get_first_line(error)}. Check that it runs on images of this shape, the loss too, "
         "and that its forward takes no decision from the values of a tensor; tensors that either keeps must be "
         "parameters or buffers."
     )
 
 
-def _unjudged(model: nn.Module, images: Tensor, answers: Mapping[str, Tensor], labels: Tensor, error: Exception) -> str:
+def _format_loss_error(
+    model: nn.Module, images: Tensor, answers: Mapping[str, Tensor], labels: Tensor, error: Exception
+) -> str:
     """What is said of a loss that fails: most often the labels are others than it was traced with."""
     first = next(iter(answers.values()), None)
-    reason = f"{type(error).__name__}: {_first_line(error)}"
+    reason = f"{type(error).__name__}: {_get_first_line(error)}"
     answer = "" if first is None else f" The model answers with {tuple(first.shape)}, {first.dtype}."
     return (
         f"{type(model).__name__} cannot be traced with images of shape {tuple(images.shape)}: the loss fails with "
@@ -222,11 +234,11 @@ def _unjudged(model: nn.Module, images: Tensor, answers: Mapping[str, Tensor], l
     )
 
 
-def _first_line(error: Exception) -> str:
+def _get_first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _untaken(prediction: Any, places: list[str], error: Exception) -> str:
+def _format_output_error(prediction: Any, places: list[str], error: Exception) -> str:
     return (
         f"The model answers with a {type(prediction).__name__} of {len(places)} tensors ({', '.join(places)}), none of "
         f"them called logits, and the loss does not take it ({type(error).__name__}: {error}). Give a loss that does: "

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["empty", "twin_of"]
+__all__ = ["make_fake_copy", "make_fake_tensor"]
 
 
-def twin_of(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
+def make_fake_copy(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
     """A copy whose weights and buffers have no memory; those of floating type have `dtype`.
 
     They are replaced before they would be copied. Other tensors that the module keeps are copied with their numbers.
@@ -20,16 +20,16 @@ def twin_of(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.M
     memo: dict[int, Any] = {}
     with mode:
         for tensor in [*module.parameters(), *module.buffers()]:
-            memo[id(tensor)] = _like(tensor, dtype if tensor.is_floating_point() else tensor.dtype)
+            memo[id(tensor)] = _make_fake_like(tensor, dtype if tensor.is_floating_point() else tensor.dtype)
     return copy.deepcopy(module, memo)
 
 
-def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _make_fake_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     twin = torch.empty_like(tensor.detach(), dtype=dtype, device="cpu")
     return nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
 
 
-def empty(mode: FakeTensorMode, shape: tuple[int, ...], dtype: str) -> Tensor:
+def make_fake_tensor(mode: FakeTensorMode, shape: tuple[int, ...], dtype: str) -> Tensor:
     """A tensor without memory."""
     with mode:
         return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")

@@ -13,20 +13,20 @@ from typing import Any
 
 from engines.errors import TraceError
 from engines.layer.graph import ModelGraph, Node, Ref, TensorSpec
-from engines.loss.shares import CONSTANT, Kind, Share, batch_axis
-from engines.spatial.draws import draw_number
+from engines.loss.shares import CONSTANT, AggregationKind, BatchAggregation, find_batch_axis
+from engines.spatial.draws import find_sample_number
 from engines.spatial.plain import is_pointwise
 
-__all__ = ["CLASS_LOSSES", "Analysis", "Rule"]
+__all__ = ["CLASS_LOSSES", "LossAnalysis", "Rule"]
 
 CLASS_LOSSES = ("cross_entropy_loss", "nll_loss_nd")
 
-Rule = Callable[["Analysis", Node], Share | None]
+Rule = Callable[["LossAnalysis", Node], BatchAggregation | None]
 """The share of what a node makes; None where it is unknown."""
 
 
 @dataclass
-class Analysis:
+class LossAnalysis:
     """The share of each value of a loss in the whole batch's. `twin` traces the same with twice as many images.
 
     `totals` are known sums that are taken over all micro-batches, and `wanted` those that would have to be. `ratios`
@@ -42,7 +42,7 @@ class Analysis:
     ratios: set[str] = field(default_factory=set)
     scaled: set[tuple[str, str]] = field(default_factory=set)
     why: str = ""
-    _found: dict[str, Share] = field(default_factory=dict)
+    _found: dict[str, BatchAggregation] = field(default_factory=dict)
 
     @cached_property
     def nodes(self) -> Mapping[str, Node]:
@@ -67,23 +67,23 @@ class Analysis:
             return {}
         return {node.name: node for node in twin.nodes}
 
-    def loss(self) -> Share:
+    def analyse(self) -> BatchAggregation:
         """The share of the loss itself."""
-        for node in self._cone():
-            self._found[node.name] = self._checked(node, self._share_of(node))
-        found = self.share(self.graph.loss or "")
-        if "_twins" in self.__dict__ and not self._answers_agree():
-            found = Share(Kind.ROWS)
-        if found.kind is Kind.ROWS or (found.kind is Kind.SUM and found.degree not in (0, 1)):
-            return self._unknown(self.nodes[self.graph.loss or ""])
+        for node in self._find_loss_nodes():
+            self._found[node.name] = self._check_with_twin(node, self._compute_aggregation(node))
+        found = self.get_aggregation(self.graph.loss or "")
+        if "_twins" in self.__dict__ and not self._is_batch_first():
+            found = BatchAggregation(AggregationKind.ROWS)
+        if found.kind is AggregationKind.ROWS or (found.kind is AggregationKind.SUM and found.degree not in (0, 1)):
+            return self._mark_unknown(self.nodes[self.graph.loss or ""])
         return found
 
-    def _answers_agree(self) -> bool:
+    def _is_batch_first(self) -> bool:
         """Whether the images of the answers that the loss reads lie along their first axis, as the twin has it."""
-        read = {name for node in self._cone() for name in node.reads}.intersection(self.graph.answers)
-        return all(batch_axis(self.nodes[name].spec, self._twins[name].spec) == 0 for name in read if self._twins)
+        read = {name for node in self._find_loss_nodes() for name in node.reads}.intersection(self.graph.answers)
+        return all(find_batch_axis(self.nodes[name].spec, self._twins[name].spec) == 0 for name in read if self._twins)
 
-    def _cone(self) -> list[Node]:
+    def _find_loss_nodes(self) -> list[Node]:
         """The nodes of the loss, behind the model's answers, in order."""
         asked, found = {self.graph.loss}, []
         for node in reversed(self.graph.nodes):
@@ -92,74 +92,76 @@ class Analysis:
                 asked.update(node.reads)
         return found[::-1]
 
-    def share(self, name: str) -> Share:
+    def get_aggregation(self, name: str) -> BatchAggregation:
         """Of a value, an input, a weight or a buffer."""
         if name in self.totals:
-            return Share(Kind.SAME, derived=True)
+            return BatchAggregation(AggregationKind.SAME, derived=True)
         if name in self._found:
             return self._found[name]
         if name in self.graph.weights or name in self.graph.buffers:
-            return self._owned(name)
+            return self._get_parameter_aggregation(name)
         spec, images = self.graph.specs.get(name), self.graph.inputs["images"].shape[0]
         given = name in self.graph.inputs or name in self.graph.answers
         if given and spec is not None and spec.shape[:1] == (images,):
-            return Share(Kind.ROWS, known=name == "labels")
-        return Share(Kind.UNKNOWN)
+            return BatchAggregation(AggregationKind.ROWS, known=name == "labels")
+        return BatchAggregation(AggregationKind.UNKNOWN)
 
-    def _owned(self, name: str) -> Share:
+    def _get_parameter_aggregation(self, name: str) -> BatchAggregation:
         """A weight or buffer is the same for each micro-batch; a constant that the loss makes may hold its size."""
         mine = self.graph.constants.get(name)
         theirs = self._twin.constants.get(name) if mine is not None and self._twin else None
         if mine is not None and (theirs is None or mine.shape != theirs.shape or (mine != theirs).any()):
-            return Share(Kind.UNKNOWN)
+            return BatchAggregation(AggregationKind.UNKNOWN)
         return replace(CONSTANT, known=name not in self.graph.trainable)
 
-    def _checked(self, node: Node, found: Share) -> Share:
+    def _check_with_twin(self, node: Node, found: BatchAggregation) -> BatchAggregation:
         """What the twin contradicts is unknown; it is asked only if it is there already."""
-        if found.kind is Kind.ROWS and node.spec and "_twins" in self.__dict__:
+        if found.kind is AggregationKind.ROWS and node.spec and "_twins" in self.__dict__:
             twin = self._twins.get(node.name)
-            if twin is None or batch_axis(node.spec, twin.spec) != found.axis:
-                return self._unknown(node)
+            if twin is None or find_batch_axis(node.spec, twin.spec) != found.axis:
+                return self._mark_unknown(node)
         return found
 
-    def _unknown(self, node: Node) -> Share:
+    def _mark_unknown(self, node: Node) -> BatchAggregation:
         self.why = self.why or f"{node.operator.removeprefix('aten.').split('.')[0]} in {node.where}"
-        return Share(Kind.UNKNOWN)
+        return BatchAggregation(AggregationKind.UNKNOWN)
 
-    def _share_of(self, node: Node) -> Share:
+    def _compute_aggregation(self, node: Node) -> BatchAggregation:
         name = node.operator.removeprefix("aten.").split(".")[0]
-        shares = {ref: self.share(ref) for ref in node.reads}
-        drawn = draw_number(self.graph, node) is not None  # each micro-batch draws other numbers
-        if drawn or any(each.kind is Kind.UNKNOWN for each in shares.values()):
-            return self._unknown(node)
+        shares = {ref: self.get_aggregation(ref) for ref in node.reads}
+        drawn = find_sample_number(self.graph, node) is not None  # each micro-batch draws other numbers
+        if drawn or any(each.kind is AggregationKind.UNKNOWN for each in shares.values()):
+            return self._mark_unknown(node)
         rule = self.rules.get(name) or (self.rules["*"] if is_pointwise(node.operator) else None)
         if rule:
-            return rule(self, node) or self._unknown(node)
-        plain = [self.settled(ref) for ref in node.reads]
-        if all(each.kind is Kind.SAME and each.degree == 0 for each in plain) and self.twin_agrees(node):
-            return CONSTANT.made(*plain)
-        return self._unknown(node)
+            return rule(self, node) or self._mark_unknown(node)
+        plain = [self.resolve_total(ref) for ref in node.reads]
+        if all(each.kind is AggregationKind.SAME and each.degree == 0 for each in plain) and self.is_batch_independent(
+            node
+        ):
+            return CONSTANT.combine(*plain)
+        return self._mark_unknown(node)
 
     # ---- what operands are
 
-    def settled(self, name: str) -> Share:
+    def resolve_total(self, name: str) -> BatchAggregation:
         """A value for whoever needs it whole: of a known sum, the total over all micro-batches."""
-        found = self.share(name)
-        if found.kind is Kind.SUM and found.known:
+        found = self.get_aggregation(name)
+        if found.kind is AggregationKind.SUM and found.known:
             self.wanted.add(name)
-            return Share(Kind.SAME, derived=True)
+            return BatchAggregation(AggregationKind.SAME, derived=True)
         return found
 
-    def twin_agrees(self, node: Node) -> bool:
+    def is_batch_independent(self, node: Node) -> bool:
         """Whether nothing in a node's arguments depends on the number of images."""
-        return self.numbers_agree(node) and self._twins[node.name].spec == node.spec
+        return self.has_constant_arguments(node) and self._twins[node.name].spec == node.spec
 
-    def numbers_agree(self, node: Node) -> bool:
+    def has_constant_arguments(self, node: Node) -> bool:
         """The same of its arguments alone, without the shape of the result."""
         twin = self._twins.get(node.name)
         return twin is not None and repr(twin.arguments) == repr(node.arguments)
 
-    def number(self, node: Node, argument: str) -> Share | None:
+    def get_number_aggregation(self, node: Node, argument: str) -> BatchAggregation | None:
         """The share of a number among the arguments: it may be the size of the batch, or divide by it."""
         mine = node.arguments.get(argument)
         if mine is None or isinstance(mine, bool):
@@ -173,16 +175,18 @@ class Analysis:
             return None  # it doubles by chance, as log(2) to log(4)
         return {2 * mine: replace(CONSTANT, degree=-1), mine / 2: replace(CONSTANT, degree=1)}.get(theirs)
 
-    def operand(self, node: Node, argument: str) -> Share | None:
+    def get_operand_aggregation(self, node: Node, argument: str) -> BatchAggregation | None:
         """The share of a tensor or a number among the arguments."""
         value = node.arguments.get(argument)
-        return self.share(value.name) if isinstance(value, Ref) else self.number(node, argument)
+        return (
+            self.get_aggregation(value.name) if isinstance(value, Ref) else self.get_number_aggregation(node, argument)
+        )
 
-    def spec(self, ref: Any) -> TensorSpec:
+    def get_spec(self, ref: Any) -> TensorSpec:
         """Shape and type of a value."""
         return self.graph.specs[ref.name]
 
-    def end(self, shares: Mapping[str, Share]) -> int | None:
+    def find_axis_from_end(self, shares: Mapping[str, BatchAggregation]) -> int | None:
         """The axis of the images, counted from the end, if all operands have them there.
 
         None, too, where another operand has an entry for each image of a micro-batch, and so none for those of a batch.
@@ -191,20 +195,22 @@ class Analysis:
         ends = {
             share.axis - len(specs[name].shape)
             for name, share in shares.items()
-            if share.kind is Kind.ROWS and name in specs
+            if share.kind is AggregationKind.ROWS and name in specs
         }
         if len(ends) != 1:
             return None
         (end,) = ends
-        others = [specs[name].shape for name, share in shares.items() if share.kind is Kind.SAME and name in specs]
+        others = [
+            specs[name].shape for name, share in shares.items() if share.kind is AggregationKind.SAME and name in specs
+        ]
         return None if any(len(shape) >= -end and shape[end] != 1 for shape in others) else end
 
-    def aligned(self, node: Node, shares: Mapping[str, Share]) -> int | None:
+    def find_aligned_axis(self, node: Node, shares: Mapping[str, BatchAggregation]) -> int | None:
         """Where the images of the result lie if `end` knows that."""
-        end = self.end(shares)
+        end = self.find_axis_from_end(shares)
         return None if end is None or node.spec is None else end + len(node.spec.shape)
 
-    def axis(self, node: Node) -> int | None:
+    def find_node_axis(self, node: Node) -> int | None:
         """Where the images of what a node makes lie, as the twin has it."""
         twin = self._twins.get(node.name)
-        return batch_axis(node.spec, twin.spec) if twin else None
+        return find_batch_axis(node.spec, twin.spec) if twin else None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engines.layer.graph import Node, Ref, references
-from engines.loss.analysis import Analysis
-from engines.loss.shares import CONSTANT, Kind, Share, dims_of, rows_behind
+from engines.layer.graph import Node, Ref, find_ref_names
+from engines.loss.analysis import LossAnalysis
+from engines.loss.shares import CONSTANT, AggregationKind, BatchAggregation, is_batch_axis_kept, normalise_dims
 
 __all__ = ["RULES"]
 
@@ -25,94 +25,98 @@ _BY_IMAGE = (
 _PARTS = ("split", "split_with_sizes", "chunk", "unbind")
 
 
-def _viewed(a: Analysis, node: Node) -> Share | None:
+def _propagate_view(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """A view: the images stay apart where as many entries lie before them as did."""
     ref = node.arguments["self"]
-    found = a.share(ref.name)
-    if found.kind is not Kind.ROWS:
+    found = a.get_aggregation(ref.name)
+    if found.kind is not AggregationKind.ROWS:
         return found
-    axis = a.axis(node)
-    kept = axis is not None and node.spec and rows_behind(a.spec(ref), found.axis, node.spec, axis)
+    axis = a.find_node_axis(node)
+    kept = axis is not None and node.spec and is_batch_axis_kept(a.get_spec(ref), found.axis, node.spec, axis)
     return replace(found, axis=axis) if kept else None
 
 
-def _moved(a: Analysis, node: Node) -> Share | None:
+def _propagate_permute(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Dimensions in another order, or a part along one that is not that of the batch."""
     ref = node.arguments["self"]
-    found = a.share(ref.name)
-    if found.kind is not Kind.ROWS:
-        return found if a.twin_agrees(node) else None
-    axis, dim = a.axis(node), node.arguments.get("dim")
-    takes_images = isinstance(dim, int) and dim % len(a.spec(ref).shape) == found.axis and node.spec != a.spec(ref)
+    found = a.get_aggregation(ref.name)
+    if found.kind is not AggregationKind.ROWS:
+        return found if a.is_batch_independent(node) else None
+    axis, dim = a.find_node_axis(node), node.arguments.get("dim")
+    takes_images = (
+        isinstance(dim, int) and dim % len(a.get_spec(ref).shape) == found.axis and node.spec != a.get_spec(ref)
+    )
     return None if axis is None or takes_images else replace(found, axis=axis)
 
 
-def _spread(a: Analysis, node: Node) -> Share | None:
+def _propagate_expand(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """The same for each image, where the shape of the result holds the batch."""
     ref = node.arguments.get("self")
-    found = a.share(ref.name) if isinstance(ref, Ref) and not node.operator.startswith("aten.new_") else CONSTANT
-    if a.number(node, "fill_value") != CONSTANT:
+    found = (
+        a.get_aggregation(ref.name) if isinstance(ref, Ref) and not node.operator.startswith("aten.new_") else CONSTANT
+    )
+    if a.get_number_aggregation(node, "fill_value") != CONSTANT:
         return None
-    if found.kind is Kind.SUM:
-        return found if a.twin_agrees(node) else None
-    if node.name in a._twins and a._twins[node.name].spec == node.spec and found.kind is Kind.SAME:
+    if found.kind is AggregationKind.SUM:
+        return found if a.is_batch_independent(node) else None
+    if node.name in a._twins and a._twins[node.name].spec == node.spec and found.kind is AggregationKind.SAME:
         return found
-    axis = a.axis(node)
-    return None if axis is None or found.degree else replace(found, kind=Kind.ROWS, axis=axis)
+    axis = a.find_node_axis(node)
+    return None if axis is None or found.degree else replace(found, kind=AggregationKind.ROWS, axis=axis)
 
 
-def _along(a: Analysis, node: Node) -> Share | None:
+def _propagate_along_dims(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """An operator along dimensions that are not that of the batch."""
     ref = node.arguments["self"]
-    found = a.settled(ref.name)
-    if found.kind is Kind.SAME:
+    found = a.resolve_total(ref.name)
+    if found.kind is AggregationKind.SAME:
         return found if found.degree == 0 else None
     given = node.arguments.get("dim")
-    dims = dims_of(given, len(a.spec(ref).shape))
+    dims = normalise_dims(given, len(a.get_spec(ref).shape))
     if not found.is_plain or not dims or found.axis in dims or len(node.reads) != 1:
         return None
     if node.spec is None:
         return found
-    axis = a.axis(node)
+    axis = a.find_node_axis(node)
     return None if axis is None else replace(found, axis=axis)
 
 
-def _by_image(a: Analysis, node: Node) -> Share | None:
+def _propagate_per_image(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """An operator that treats each entry of the first dimension by itself, that of the batch."""
-    shares = [a.settled(name) for name in node.reads]
+    shares = [a.resolve_total(name) for name in node.reads]
     if not all(each.is_plain and each.axis == 0 for each in shares):
         return None
-    rows = [each for each in shares if each.kind is Kind.ROWS]
-    dims = dims_of(node.arguments.get("dim"), len(a.graph.specs[node.reads[0]].shape))
+    rows = [each for each in shares if each.kind is AggregationKind.ROWS]
+    dims = normalise_dims(node.arguments.get("dim"), len(a.graph.specs[node.reads[0]].shape))
     if not rows:
-        return CONSTANT.made(*shares)
-    if 0 in dims or a.axis(node) != 0:
+        return CONSTANT.combine(*shares)
+    if 0 in dims or a.find_node_axis(node) != 0:
         return None
-    return rows[0].made(*shares)
+    return rows[0].combine(*shares)
 
 
-def _looked_up(a: Analysis, node: Node) -> Share | None:
+def _propagate_index(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Entries of a constant, such as a weight for each class, by numbers that belong to images."""
-    table, indices = a.settled(node.arguments["self"].name), node.arguments["indices"]
-    shares = [a.settled(name) for name in references(indices)]
-    if not all(each.is_plain for each in (table, *shares)) or table.kind is not Kind.SAME:
+    table, indices = a.resolve_total(node.arguments["self"].name), node.arguments["indices"]
+    shares = [a.resolve_total(name) for name in find_ref_names(indices)]
+    if not all(each.is_plain for each in (table, *shares)) or table.kind is not AggregationKind.SAME:
         return None
-    made, axis = table.made(*shares), a.axis(node)
-    if all(each.kind is Kind.SAME for each in shares):
+    made, axis = table.combine(*shares), a.find_node_axis(node)
+    if all(each.kind is AggregationKind.SAME for each in shares):
         return made
-    return None if axis is None or len(shares) != 1 else replace(made, kind=Kind.ROWS, axis=axis)
+    return None if axis is None or len(shares) != 1 else replace(made, kind=AggregationKind.ROWS, axis=axis)
 
 
-def _several(a: Analysis, node: Node) -> Share | None:
+def _propagate_concat(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Values side by side, along another dimension than that of the batch."""
-    found = [a.share(name) for name in node.reads]
+    found = [a.get_aggregation(name) for name in node.reads]
     first = found[0]
     if any((each.kind, each.degree, each.axis) != (first.kind, first.degree, first.axis) for each in found):
         return None
-    made = first.made(*found)
-    if first.kind is not Kind.ROWS:
+    made = first.combine(*found)
+    if first.kind is not AggregationKind.ROWS:
         return made
-    axis = a.axis(node)
+    axis = a.find_node_axis(node)
     along = node.arguments.get("dim")
     count = len(node.spec.shape) if node.spec else 0
     if axis is None or not isinstance(along, int) or along % count == axis:
@@ -120,30 +124,30 @@ def _several(a: Analysis, node: Node) -> Share | None:
     return replace(made, axis=axis)
 
 
-def _parted(a: Analysis, node: Node) -> Share | None:
+def _propagate_split(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Several tensors out of one; each is asked for by `getitem`."""
     ref = node.arguments["self"]
-    found, dim = a.share(ref.name), node.arguments.get("dim", 0)
-    apart = found.kind is not Kind.ROWS or dim % len(a.spec(ref).shape) != found.axis
+    found, dim = a.get_aggregation(ref.name), node.arguments.get("dim", 0)
+    apart = found.kind is not AggregationKind.ROWS or dim % len(a.get_spec(ref).shape) != found.axis
     return found if apart else None
 
 
-def _picked(a: Analysis, node: Node) -> Share | None:
-    found = a.share(node.reads[0])
-    if found.kind is not Kind.ROWS:
+def _propagate_getitem(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    found = a.get_aggregation(node.reads[0])
+    if found.kind is not AggregationKind.ROWS:
         return found
-    axis = a.axis(node)
+    axis = a.find_node_axis(node)
     return None if axis is None else replace(found, axis=axis)
 
 
 RULES = {
-    **dict.fromkeys(_VIEWS, _viewed),
-    **dict.fromkeys(_MOVED, _moved),
-    **dict.fromkeys(_SPREAD, _spread),
-    **dict.fromkeys(_ALONG, _along),
-    **dict.fromkeys(_BY_IMAGE, _by_image),
-    "index": _looked_up,
-    **dict.fromkeys(("stack", "cat"), _several),
-    **dict.fromkeys(_PARTS, _parted),
-    "getitem": _picked,
+    **dict.fromkeys(_VIEWS, _propagate_view),
+    **dict.fromkeys(_MOVED, _propagate_permute),
+    **dict.fromkeys(_SPREAD, _propagate_expand),
+    **dict.fromkeys(_ALONG, _propagate_along_dims),
+    **dict.fromkeys(_BY_IMAGE, _propagate_per_image),
+    "index": _propagate_index,
+    **dict.fromkeys(("stack", "cat"), _propagate_concat),
+    **dict.fromkeys(_PARTS, _propagate_split),
+    "getitem": _propagate_getitem,
 }

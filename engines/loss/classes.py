@@ -10,7 +10,7 @@ from torch import Tensor
 from engines.layer.graph import ModelGraph, Node, Ref
 from engines.loss.analysis import CLASS_LOSSES
 
-__all__ = ["ClassNumbers", "are_judged", "class_numbers", "classes_drawn", "unchanged_labels"]
+__all__ = ["LabelSpec", "find_class_count", "find_label_specs", "find_unchanged_labels", "has_accuracy"]
 
 _PASSING = (
     "view", "reshape", "_unsafe_view", "flatten", "squeeze", "unsqueeze", "select", "slice", "permute", "transpose",
@@ -20,68 +20,68 @@ _REGRESSIONS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_
 
 
 @dataclass(frozen=True, slots=True)
-class ClassNumbers:
+class LabelSpec:
     """A loss that takes the labels as they are for numbers of so many classes, but for the one that it ignores."""
 
     classes: int
     ignored: int | None = None
 
-    def wrong(self, labels: Tensor) -> Tensor:
+    def find_invalid(self, labels: Tensor) -> Tensor:
         """Those of the labels that this loss cannot take."""
         beyond = (labels < 0) | (labels >= self.classes)
         return labels[beyond if self.ignored is None else beyond & (labels != self.ignored)]
 
-    def valid(self, labels: Tensor) -> Tensor:
+    def get_counted_mask(self, labels: Tensor) -> Tensor:
         """Whether each label counts."""
         return labels != self.ignored
 
 
-def class_numbers(graph: ModelGraph) -> tuple[ClassNumbers, ...]:
+def find_label_specs(graph: ModelGraph) -> tuple[LabelSpec, ...]:
     """Every use of the labels as class numbers in the loss; none where it takes them for something else.
 
     Labels that were computed with before, such as `torch.where(labels == 255, 0, labels)`, are the loss's own matter.
     """
-    return tuple(dict.fromkeys(_found(graph)))
+    return tuple(dict.fromkeys(_iterate_label_specs(graph)))
 
 
-def _found(graph: ModelGraph) -> Iterator[ClassNumbers]:
-    direct = unchanged_labels(graph)
+def _iterate_label_specs(graph: ModelGraph) -> Iterator[LabelSpec]:
+    direct = find_unchanged_labels(graph)
     for node in graph.nodes:
-        name, a = _name(node), node.arguments
-        if name in CLASS_LOSSES and _read(node, "target") in direct:
+        name, a = _get_operator_name(node), node.arguments
+        if name in CLASS_LOSSES and _get_ref_name(node, "target") in direct:
             shape = graph.specs[a["self"].name].shape
             if not graph.specs[a["target"].name].is_floating:
-                yield ClassNumbers(shape[min(1, len(shape) - 1)], a["ignore_index"])
-        elif name == "one_hot" and _read(node, "self") in direct and a.get("num_classes", -1) > 0:
-            yield ClassNumbers(a["num_classes"])
+                yield LabelSpec(shape[min(1, len(shape) - 1)], a["ignore_index"])
+        elif name == "one_hot" and _get_ref_name(node, "self") in direct and a.get("num_classes", -1) > 0:
+            yield LabelSpec(a["num_classes"])
 
 
-def unchanged_labels(graph: ModelGraph) -> set[str]:
+def find_unchanged_labels(graph: ModelGraph) -> set[str]:
     """The labels, and all that is the same numbers in another shape or type."""
     found = {"labels"}
     for node in graph.nodes:
-        if _name(node) in _PASSING and node.reads and node.reads[0] in found:
+        if _get_operator_name(node) in _PASSING and node.reads and node.reads[0] in found:
             found.add(node.name)
     return found
 
 
-def _name(node: Node) -> str:
+def _get_operator_name(node: Node) -> str:
     return node.operator.removeprefix("aten.").split(".")[0]
 
 
-def _read(node: Node, argument: str) -> str | None:
+def _get_ref_name(node: Node, argument: str) -> str | None:
     ref = node.arguments.get(argument)
     return ref.name if isinstance(ref, Ref) else None
 
 
-def are_judged(graph: ModelGraph) -> bool:
+def has_accuracy(graph: ModelGraph) -> bool:
     """Whether predictions can be right or wrong: not where the labels are amounts, such as counts or distances."""
-    amounts = any(_name(node) in _REGRESSIONS for node in graph.nodes)
-    return bool(class_numbers(graph)) or not amounts
+    amounts = any(_get_operator_name(node) in _REGRESSIONS for node in graph.nodes)
+    return bool(find_label_specs(graph)) or not amounts
 
 
-def classes_drawn(graph: ModelGraph) -> int:
+def find_class_count(graph: ModelGraph) -> int:
     """From how many classes random labels may be drawn."""
-    known = [numbers.classes for numbers in class_numbers(graph)]
+    known = [numbers.classes for numbers in find_label_specs(graph)]
     shape = graph.specs[graph.prediction].shape
     return min(known) if known else max(2, shape[1] if len(shape) > 1 else 2)

@@ -16,10 +16,10 @@ from engines.program.instructions import CountLabels
 from engines.program.program import Program
 from engines.program.worker import Worker
 
-__all__ = ["Counting"]
+__all__ = ["LabelCounter"]
 
 
-class Counting:
+class LabelCounter:
     """What one rank knows of the labels of all micro-batches: `values` by name, which the loss reads.
 
     They are ready when `count` has come back, the same on every rank of the last stage. `program` is that of the rank
@@ -39,7 +39,7 @@ class Counting:
         spread = any(feed.axes or (feed.tile and feed.tile.images) for feed in feeds)
         self.sharers = len(Layout.of(plan).stages[-1].ranks) if spread else 1
         self.worker = None
-        for own in (each.program for each in program.of_kind(CountLabels)):
+        for own in (each.program for each in program.select_instructions(CountLabels)):
             found = {name: owned[name].detach() for name in own.buffers}
             self.worker = Worker(own, world, {}, found, device=device)
             self.worker.words = [b"counts the labels of the whole batch"] * len(own.steps)
@@ -67,7 +67,7 @@ class Counting:
         found = [
             worker.peek(source, number).detach().double().cpu().flatten()
             for number in worker.program.directions
-            if worker.program.way(number).seeds_loss
+            if worker.program.get_direction_program(number).seeds_loss
         ]
         size = next(total.spec.numel for total in self.totals if total.source == source)
         return torch.stack(found).sum(0) if found else torch.zeros(size, dtype=torch.float64)

@@ -10,10 +10,18 @@ from typing import Any
 
 from engines.layer.graph import TensorSpec
 
-__all__ = ["CONSTANT", "Kind", "Share", "batch_axis", "dims_of", "reduced_axis", "rows_behind"]
+__all__ = [
+    "CONSTANT",
+    "AggregationKind",
+    "BatchAggregation",
+    "compute_reduced_axis",
+    "find_batch_axis",
+    "is_batch_axis_kept",
+    "normalise_dims",
+]
 
 
-class Kind(Enum):
+class AggregationKind(Enum):
     """How the values of all micro-batches make that of the whole batch."""
 
     ROWS = "concatenated"
@@ -23,7 +31,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BatchAggregation:
     """A value of one of M micro-batches. Joined as `kind` says, and divided by M `degree` times, they are the whole.
 
     So a sum has degree 0 and a mean over the batch degree 1. `axis` is that of the images, from the front. `known`:
@@ -31,7 +39,7 @@ class Share:
     total over all micro-batches. `over` are the denominators of a loss: "" where a mean divides by a constant.
     """
 
-    kind: Kind
+    kind: AggregationKind
     degree: int = 0
     axis: int = 0
     known: bool = False
@@ -41,9 +49,9 @@ class Share:
     @property
     def is_plain(self) -> bool:
         """Whether a function of it, linear or not, is the same function of the whole."""
-        return self.kind in (Kind.ROWS, Kind.SAME) and self.degree == 0
+        return self.kind in (AggregationKind.ROWS, AggregationKind.SAME) and self.degree == 0
 
-    def made(self, *others: Share, **changes: object) -> Share:
+    def combine(self, *others: BatchAggregation, **changes: object) -> BatchAggregation:
         """What is computed from it and `others`: known if all are, derived if any is, over all their denominators."""
         every = (self, *others)
         return replace(
@@ -52,13 +60,13 @@ class Share:
         )  # fmt: skip
 
 
-CONSTANT = Share(Kind.SAME, known=True)
+CONSTANT = BatchAggregation(AggregationKind.SAME, known=True)
 
 
-def batch_axis(one: TensorSpec | None, two: TensorSpec | None) -> int | None:
+def find_batch_axis(one: TensorSpec | None, two: TensorSpec | None) -> int | None:
     """The axis along which a micro-batch of twice as many images has twice as many entries, if it is the only one.
 
-    >>> batch_axis(TensorSpec((3, 2, 8), "float32"), TensorSpec((3, 4, 8), "float32"))
+    >>> find_batch_axis(TensorSpec((3, 2, 8), "float32"), TensorSpec((3, 4, 8), "float32"))
     1
     """
     if one is None or two is None or len(one.shape) != len(two.shape):
@@ -67,21 +75,21 @@ def batch_axis(one: TensorSpec | None, two: TensorSpec | None) -> int | None:
     return apart[0] if len(apart) == 1 and two.shape[apart[0]] == 2 * one.shape[apart[0]] else None
 
 
-def rows_behind(before: TensorSpec, axis: int, after: TensorSpec, new_axis: int) -> bool:
+def is_batch_axis_kept(before: TensorSpec, axis: int, after: TensorSpec, new_axis: int) -> bool:
     """Whether a view keeps the images of micro-batches apart: as many entries lie before their axis as did.
 
-    >>> rows_behind(TensorSpec((2, 3, 8), "float32"), 0, TensorSpec((16, 3), "float32"), 0)
+    >>> is_batch_axis_kept(TensorSpec((2, 3, 8), "float32"), 0, TensorSpec((16, 3), "float32"), 0)
     True
     """
     return prod(before.shape[:axis]) == prod(after.shape[:new_axis])
 
 
-def reduced_axis(axis: int, dims: Iterable[int], keepdim: bool) -> int:
+def compute_reduced_axis(axis: int, dims: Iterable[int], keepdim: bool) -> int:
     """Where the images lie when the dimensions `dims` (from the front) are gone."""
     return axis if keepdim else axis - sum(dim < axis for dim in dims)
 
 
-def dims_of(given: Any, count: int) -> tuple[int, ...]:
+def normalise_dims(given: Any, count: int) -> tuple[int, ...]:
     """The dimensions among `count` that an argument names, from the front."""
     listed: Iterable[int] = [given] if isinstance(given, int) else given or ()
     return tuple(dim % count for dim in listed) if count else ()

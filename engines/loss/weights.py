@@ -11,10 +11,10 @@ from torch import Tensor
 
 from engines.layer.graph import ModelGraph, Node, Ref
 from engines.loss.whole import with_whole_loss
-from engines.spatial.kernels import kernel
+from engines.spatial.kernels import get_kernel
 from engines.spatial.plain import split_arguments
 
-__all__ = ["ImageWeights", "mean_loss"]
+__all__ = ["ImageWeights", "compute_mean_loss"]
 
 
 @dataclass(frozen=True)
@@ -33,33 +33,35 @@ class ImageWeights:
         whole = with_whole_loss(trace(1), lambda: trace(2), 1).whole
         return cls(whole.nodes, whole.weighed_by or "") if whole else cls()
 
-    def weight(self, labels: Tensor, owned: Mapping[str, Tensor]) -> float:
+    def compute_weight(self, labels: Tensor, owned: Mapping[str, Tensor]) -> float:
         """Of one image with `labels` (1, ...); `owned` are the buffers of the loss by the graph's names."""
         if not self.source:
             return 1.0
         values: dict[str, Any] = {**owned, "labels": labels, "@device": torch.device("cpu")}
         for node in self.nodes:
             positional, keywords = split_arguments(node, {})
-            values[node.name] = kernel(node.operator)(*_live(positional, values), **_live(keywords, values))
+            values[node.name] = get_kernel(node.operator)(
+                *_resolve_refs(positional, values), **_resolve_refs(keywords, values)
+            )
         return float(values[self.source])
 
 
-def _live(value: Any, values: Mapping[str, Any]) -> Any:
+def _resolve_refs(value: Any, values: Mapping[str, Any]) -> Any:
     match value:
         case Ref(name):
             return values[name]
         case list() | tuple():
-            return [_live(item, values) for item in value]
+            return [_resolve_refs(item, values) for item in value]
         case dict():
-            return {key: _live(item, values) for key, item in value.items()}
+            return {key: _resolve_refs(item, values) for key, item in value.items()}
         case _:
             return value
 
 
-def mean_loss(losses: Sequence[float], weights: Sequence[float]) -> float:
+def compute_mean_loss(losses: Sequence[float], weights: Sequence[float]) -> float:
     """The mean of the losses of images; what has no weight has no loss either, but nan.
 
-    >>> mean_loss([2.0, float("nan"), 5.0], [3.0, 0.0, 1.0])
+    >>> compute_mean_loss([2.0, float("nan"), 5.0], [3.0, 0.0, 1.0])
     2.75
     """
     if not any(weights):

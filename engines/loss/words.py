@@ -7,12 +7,12 @@ import warnings
 from engines.layer.graph import ModelGraph
 from engines.plan import Plan
 
-__all__ = ["WHOLE_BATCH", "loss_of_step", "warn_of_mean"]
+__all__ = ["WHOLE_BATCH", "describe_step_loss", "warn_of_mean"]
 
 WHOLE_BATCH = "of the whole batch"
 
 
-def loss_of_step(graph: ModelGraph, plan: Plan) -> str:
+def describe_step_loss(graph: ModelGraph, plan: Plan) -> str:
     """A line for the description of a training."""
     if plan.micro_batches == 1 or graph.whole is None or not graph.whole.unknown:
         return WHOLE_BATCH
@@ -21,7 +21,7 @@ def loss_of_step(graph: ModelGraph, plan: Plan) -> str:
 
 def warn_of_mean(graph: ModelGraph, plan: Plan, stacklevel: int) -> None:
     """Warn where a loss is computed for each micro-batch by itself, which one process with the whole batch does not."""
-    if loss_of_step(graph, plan) == WHOLE_BATCH:
+    if describe_step_loss(graph, plan) == WHOLE_BATCH:
         return
     knobs = ("parts", "accumulate", "data_parallel", "times", "bidirectional")
     chosen = ", ".join(f"{name}={plan.chosen[name]!r}" for name in knobs if name in plan.chosen)

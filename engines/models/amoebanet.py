@@ -48,7 +48,7 @@ class AmoebaNetD(nn.Module):
     def __init__(self, num_layers: int, num_filters: int, num_classes: int) -> None:
         super().__init__()
         channels = num_filters // 4
-        cells, out_channels = stack(channels, repeats=num_layers // 3)
+        cells, out_channels = stack_cells(channels, repeats=num_layers // 3)
         self.stem = nn.Sequential(nn.Conv2d(3, channels, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(channels))
         self.blocks = nn.Sequential(*cells)
         self.head = nn.Sequential(
@@ -62,7 +62,7 @@ class AmoebaNetD(nn.Module):
         return logits
 
 
-def stack(channels: int, repeats: int) -> tuple[list[Cell], int]:
+def stack_cells(channels: int, repeats: int) -> tuple[list[Cell], int]:
     """All cells in order, and the channels after the last: 2 reductions, then 3 groups with 2 between."""
     group = [NORMAL] * repeats
     cells, x_channels, skip_channels, skip_is_larger = [], channels, channels, False
@@ -85,8 +85,8 @@ class Cell(nn.Module):
     ) -> None:
         super().__init__()
         self.genotype = genotype
-        self.enter_x = relu_conv_norm(x_channels, channels)
-        enter_skip = FactorizedReduction if skip_is_larger else relu_conv_norm
+        self.enter_x = make_relu_conv_norm(x_channels, channels)
+        enter_skip = FactorizedReduction if skip_is_larger else make_relu_conv_norm
         self.enter_skip = enter_skip(skip_channels, channels)
         self.sums = nn.ModuleList(
             Sum(left.make(channels, genotype.stride), right.make(channels, genotype.stride))
@@ -133,7 +133,7 @@ class FactorizedReduction(nn.Module):
         return out
 
 
-def relu_conv_norm(
+def make_relu_conv_norm(
     channels: int, out: int, kernel: tuple[int, int] = (1, 1), stride: tuple[int, int] = (1, 1)
 ) -> nn.Sequential:
     """(N, channels, H, W) -> (N, out, ceil(H / stride), ceil(W / stride)), for odd kernels."""
@@ -151,22 +151,22 @@ def identity(channels: int, stride: int) -> nn.Module:
 
 
 def conv_1x1(channels: int, stride: int) -> nn.Module:
-    return relu_conv_norm(channels, channels, stride=(stride, stride))
+    return make_relu_conv_norm(channels, channels, stride=(stride, stride))
 
 
 def conv_3x3(channels: int, stride: int) -> nn.Module:
-    return squeezed(channels, ((3, 3), (stride, stride)))
+    return make_bottleneck(channels, ((3, 3), (stride, stride)))
 
 
 def conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
-    return squeezed(channels, ((1, 7), (1, stride)), ((7, 1), (stride, 1)))
+    return make_bottleneck(channels, ((1, 7), (1, stride)), ((7, 1), (stride, 1)))
 
 
-def squeezed(channels: int, *convolutions: tuple[tuple[int, int], tuple[int, int]]) -> nn.Sequential:
+def make_bottleneck(channels: int, *convolutions: tuple[tuple[int, int], tuple[int, int]]) -> nn.Sequential:
     """(kernel, stride) convolutions on a quarter of the channels, between two of 1x1."""
     inner = channels // 4
-    middle = (relu_conv_norm(inner, inner, kernel, stride) for kernel, stride in convolutions)
-    return nn.Sequential(relu_conv_norm(channels, inner), *middle, relu_conv_norm(inner, channels))
+    middle = (make_relu_conv_norm(inner, inner, kernel, stride) for kernel, stride in convolutions)
+    return nn.Sequential(make_relu_conv_norm(channels, inner), *middle, make_relu_conv_norm(inner, channels))
 
 
 def avg_pool_3x3(_channels: int, stride: int) -> nn.Module:
@@ -183,7 +183,7 @@ def max_pool_2x2(_channels: int, stride: int) -> nn.Module:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CellOperation:
     """One operation and the state it reads: 0 is x, 1 is skip, 2 to 6 are the sums in order."""
 
     reads: int
@@ -199,29 +199,29 @@ class Genotype:
     """Five sums of two steps each, and the states whose channels make up the cell's output."""
 
     stride: int
-    sums: tuple[tuple[Step, Step], ...]
+    sums: tuple[tuple[CellOperation, CellOperation], ...]
     concat: tuple[int, ...]
 
 
 NORMAL = Genotype(
     stride=1,
     sums=(
-        (Step(1, conv_1x1), Step(1, max_pool_3x3)),
-        (Step(1, identity), Step(0, conv_1x7_7x1)),
-        (Step(0, conv_1x1), Step(0, conv_1x7_7x1)),
-        (Step(2, max_pool_3x3), Step(2, identity)),
-        (Step(1, avg_pool_3x3), Step(5, conv_1x1)),
+        (CellOperation(1, conv_1x1), CellOperation(1, max_pool_3x3)),
+        (CellOperation(1, identity), CellOperation(0, conv_1x7_7x1)),
+        (CellOperation(0, conv_1x1), CellOperation(0, conv_1x7_7x1)),
+        (CellOperation(2, max_pool_3x3), CellOperation(2, identity)),
+        (CellOperation(1, avg_pool_3x3), CellOperation(5, conv_1x1)),
     ),
     concat=(0, 3, 4, 6),
 )
 REDUCTION = Genotype(
     stride=2,
     sums=(
-        (Step(0, max_pool_2x2), Step(0, max_pool_3x3)),
-        (Step(2, identity), Step(1, conv_3x3)),
-        (Step(2, conv_1x7_7x1), Step(2, max_pool_3x3)),
-        (Step(3, identity), Step(1, max_pool_2x2)),
-        (Step(2, avg_pool_3x3), Step(3, conv_1x1)),
+        (CellOperation(0, max_pool_2x2), CellOperation(0, max_pool_3x3)),
+        (CellOperation(2, identity), CellOperation(1, conv_3x3)),
+        (CellOperation(2, conv_1x7_7x1), CellOperation(2, max_pool_3x3)),
+        (CellOperation(3, identity), CellOperation(1, max_pool_2x2)),
+        (CellOperation(2, avg_pool_3x3), CellOperation(3, conv_1x1)),
     ),
     concat=(4, 5, 6),
 )

@@ -19,7 +19,7 @@ STEM_CHANNELS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class ResNetStage:
     """Blocks of one width: channels inside and after a block, and the stride of the stage's first block."""
 
     inner: int
@@ -27,8 +27,8 @@ class Stage:
     stride: int
 
 
-V1_STAGES = (Stage(16, 16, 1), Stage(32, 32, 2), Stage(64, 64, 2))
-V2_STAGES = (Stage(16, 64, 1), Stage(64, 128, 2), Stage(128, 256, 2))
+V1_STAGES = (ResNetStage(16, 16, 1), ResNetStage(32, 32, 2), ResNetStage(64, 64, 2))
+V2_STAGES = (ResNetStage(16, 64, 1), ResNetStage(64, 128, 2), ResNetStage(128, 256, 2))
 
 
 class Residual(nn.Module):
@@ -45,7 +45,7 @@ class Residual(nn.Module):
         return out
 
 
-BlockMaker = Callable[[int, Stage, int], Residual]
+BlockMaker = Callable[[int, ResNetStage, int], Residual]
 """(channels in, the stage, stride) -> a block."""
 
 
@@ -65,10 +65,10 @@ def resnet_v1(depth: int, *, num_classes: int = 10) -> nn.Sequential:
     Children: `stem`, `blocks` (3n basic blocks, flat), `head`. Source: arXiv:1512.03385, section 4.2.
     Raises ValueError for any other depth.
     """
-    repeats = blocks_per_stage("v1", depth, layers_per_n=6)
+    repeats = count_blocks_per_stage("v1", depth, layers_per_n=6)
     return assemble(
-        blocks=nn.Sequential(*stack(basic_block, V1_STAGES, repeats)),
-        head=classifier(V1_STAGES[-1].out, num_classes),
+        blocks=nn.Sequential(*stack_blocks(make_basic_block, V1_STAGES, repeats)),
+        head=make_classifier(V1_STAGES[-1].out, num_classes),
     )
 
 
@@ -78,18 +78,18 @@ def resnet_v2(depth: int, *, num_classes: int = 10) -> nn.Sequential:
     Children: `stem`, `blocks` (3n pre-activation bottlenecks, flat), `head`. Source: arXiv:1603.05027,
     section 4. Raises ValueError for any other depth.
     """
-    repeats = blocks_per_stage("v2", depth, layers_per_n=9)
+    repeats = count_blocks_per_stage("v2", depth, layers_per_n=9)
     channels = V2_STAGES[-1].out
     return assemble(
-        blocks=nn.Sequential(*stack(bottleneck, V2_STAGES, repeats)),
-        head=nn.Sequential(*norm_relu(channels), *classifier(channels, num_classes)),
+        blocks=nn.Sequential(*stack_blocks(make_bottleneck, V2_STAGES, repeats)),
+        head=nn.Sequential(*make_norm_relu(channels), *make_classifier(channels, num_classes)),
     )
 
 
-def blocks_per_stage(version: str, depth: int, layers_per_n: int) -> int:
+def count_blocks_per_stage(version: str, depth: int, layers_per_n: int) -> int:
     """The n of a depth `layers_per_n` * n + 2: stem, n blocks in each of three stages, linear layer.
 
-    >>> blocks_per_stage("v2", 110, layers_per_n=9)
+    >>> count_blocks_per_stage("v2", 110, layers_per_n=9)
     12
     """
     n, rest = divmod(depth - 2, layers_per_n)
@@ -104,11 +104,11 @@ def blocks_per_stage(version: str, depth: int, layers_per_n: int) -> int:
 
 def assemble(blocks: nn.Module, head: nn.Module) -> nn.Sequential:
     """The whole model, under the names that people see in their traces."""
-    stem = nn.Sequential(convolution(3, STEM_CHANNELS, kernel=3), *norm_relu(STEM_CHANNELS))
+    stem = nn.Sequential(make_convolution(3, STEM_CHANNELS, kernel=3), *make_norm_relu(STEM_CHANNELS))
     return nn.Sequential(OrderedDict(stem=stem, blocks=blocks, head=head))
 
 
-def stack(block: BlockMaker, stages: tuple[Stage, ...], repeats: int) -> Iterator[Residual]:
+def stack_blocks(block: BlockMaker, stages: tuple[ResNetStage, ...], repeats: int) -> Iterator[Residual]:
     """The blocks of all stages in order, `repeats` to a stage; only the first of a stage strides."""
     channels = STEM_CHANNELS
     for stage in stages:
@@ -117,41 +117,41 @@ def stack(block: BlockMaker, stages: tuple[Stage, ...], repeats: int) -> Iterato
             channels = stage.out
 
 
-def basic_block(channels: int, stage: Stage, stride: int) -> Residual:
+def make_basic_block(channels: int, stage: ResNetStage, stride: int) -> Residual:
     """v1: (N, channels, H, W) -> (N, stage.out, ceil(H / stride), ceil(W / stride))."""
     branch = nn.Sequential(
-        convolution(channels, stage.inner, kernel=3, stride=stride),
-        *norm_relu(stage.inner),
-        convolution(stage.inner, stage.out, kernel=3),
+        make_convolution(channels, stage.inner, kernel=3, stride=stride),
+        *make_norm_relu(stage.inner),
+        make_convolution(stage.inner, stage.out, kernel=3),
         nn.BatchNorm2d(stage.out),
     )
-    return Residual(branch, shortcut(channels, stage.out, stride), after=nn.ReLU())
+    return Residual(branch, make_shortcut(channels, stage.out, stride), after=nn.ReLU())
 
 
-def bottleneck(channels: int, stage: Stage, stride: int) -> Residual:
+def make_bottleneck(channels: int, stage: ResNetStage, stride: int) -> Residual:
     """v2: (N, channels, H, W) -> (N, stage.out, ceil(H / stride), ceil(W / stride)).
 
     Normalises and activates before each convolution, and so leaves the shortcut path clear.
     """
     # Only the first block reads the stem's channels, and the stem has activated them already.
-    before = [] if channels == STEM_CHANNELS else norm_relu(channels)
+    before = [] if channels == STEM_CHANNELS else make_norm_relu(channels)
     branch = nn.Sequential(
         *before,
-        convolution(channels, stage.inner, kernel=1, stride=stride),
-        *norm_relu(stage.inner),
-        convolution(stage.inner, stage.inner, kernel=3),
-        *norm_relu(stage.inner),
-        convolution(stage.inner, stage.out, kernel=1),
+        make_convolution(channels, stage.inner, kernel=1, stride=stride),
+        *make_norm_relu(stage.inner),
+        make_convolution(stage.inner, stage.inner, kernel=3),
+        *make_norm_relu(stage.inner),
+        make_convolution(stage.inner, stage.out, kernel=1),
     )
-    return Residual(branch, shortcut(channels, stage.out, stride), after=nn.Identity())
+    return Residual(branch, make_shortcut(channels, stage.out, stride), after=nn.Identity())
 
 
-def shortcut(channels: int, out: int, stride: int) -> nn.Module:
+def make_shortcut(channels: int, out: int, stride: int) -> nn.Module:
     """The identity where the shapes allow it, else a 1x1 projection (option B of arXiv:1512.03385)."""
-    return nn.Identity() if channels == out else convolution(channels, out, kernel=1, stride=stride)
+    return nn.Identity() if channels == out else make_convolution(channels, out, kernel=1, stride=stride)
 
 
-def convolution(channels: int, out: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+def make_convolution(channels: int, out: int, kernel: int, stride: int = 1) -> nn.Conv2d:
     """(N, channels, H, W) -> (N, out, ceil(H / stride), ceil(W / stride)); He-initialised, odd kernels."""
     # No bias, not even on the projections, which no batch norm follows directly: in v1 the branch adds
     # its own beta to every channel, and in v2 each reader subtracts the channel's mean.
@@ -160,11 +160,11 @@ def convolution(channels: int, out: int, kernel: int, stride: int = 1) -> nn.Con
     return conv
 
 
-def norm_relu(channels: int) -> list[nn.Module]:
+def make_norm_relu(channels: int) -> list[nn.Module]:
     """(N, channels, H, W) -> the same shape."""
     return [nn.BatchNorm2d(channels), nn.ReLU()]
 
 
-def classifier(channels: int, num_classes: int) -> nn.Sequential:
+def make_classifier(channels: int, num_classes: int) -> nn.Sequential:
     """(N, channels, H, W) -> (N, num_classes)."""
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))

@@ -20,10 +20,12 @@ class UNet(nn.Module):
     def __init__(self, *, num_classes: int = 2, width: int = 16, depth: int = 2) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(depth + 1)]
-        self.down = nn.ModuleList(_block(before, after) for before, after in zip([3, *widths], widths, strict=False))
+        self.down = nn.ModuleList(
+            _make_block(before, after) for before, after in zip([3, *widths], widths, strict=False)
+        )
         self.pool = nn.MaxPool2d(2)
         self.up = nn.ModuleList(nn.ConvTranspose2d(2 * wide, wide, 2, stride=2) for wide in widths[-2::-1])
-        self.merge = nn.ModuleList(_block(2 * wide, wide) for wide in widths[-2::-1])
+        self.merge = nn.ModuleList(_make_block(2 * wide, wide) for wide in widths[-2::-1])
         self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,10 +40,10 @@ class UNet(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def _block(before: int, after: int) -> nn.Sequential:
-    return nn.Sequential(_layer(before, after), _layer(after, after))
+def _make_block(before: int, after: int) -> nn.Sequential:
+    return nn.Sequential(_make_layer(before, after), _make_layer(after, after))
 
 
-def _layer(before: int, after: int) -> nn.Sequential:
+def _make_layer(before: int, after: int) -> nn.Sequential:
     convolution = nn.Conv2d(before, after, 3, padding=1, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(after), nn.ReLU(inplace=True))

@@ -13,26 +13,26 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from engines.offload.least import LEAST_BYTES
-from engines.offload.store import Store
+from engines.offload.store import OffloadStore
 
-__all__ = ["Shelf"]
+__all__ = ["Offloader"]
 
 
-class Shelf:
+class Offloader:
     """The tensors of one tile or rank; those of `stays` never leave.
 
     A processor computes with what lies in the file where it is. For a device that cannot (`reads_files=False`) it is
     brought back when an instruction uses it.
     """
 
-    def __init__(self, store: Store, stays: Iterable[Tensor] = (), reads_files: bool = True) -> None:
+    def __init__(self, store: OffloadStore, stays: Iterable[Tensor] = (), reads_files: bool = True) -> None:
         self.store, self.reads_files = store, reads_files
         self._stay = {tensor.untyped_storage()._cdata for tensor in stays}
         self._used: set[int] = set()
         self._later: list[Tensor] = []
         self._away = WeakTensorKeyDictionary()
 
-    def use(self, tensors: Iterable[Tensor]) -> None:
+    def fetch(self, tensors: Iterable[Tensor]) -> None:
         """They are needed until the present instruction is done."""
         back: dict[tuple[object, ...], Tensor] = {}
         for tensor in tensors:
@@ -44,18 +44,23 @@ class Shelf:
                 tensor.data = back[place]
             self._used.add(tensor.untyped_storage()._cdata)
 
-    def done(self) -> None:
+    def end_instruction(self) -> None:
         """The present instruction has ended."""
         self._used.clear()
 
-    def put_away(self, touched: Iterable[Tensor]) -> None:
+    def offload(self, touched: Iterable[Tensor]) -> None:
         """All of these; what is in use, the next time. What shares memory comes together, or it is shared no longer."""
         stored: dict[int, torch.UntypedStorage] = {}
         tensors, self._later = [*self._later, *touched], []
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if storage.nbytes() < LEAST_BYTES or key in self._stay or tensor in self._away or self.store.holds(storage):
+            if (
+                storage.nbytes() < LEAST_BYTES
+                or key in self._stay
+                or tensor in self._away
+                or self.store.has_storage(storage)
+            ):
                 continue
             if key in self._used:
                 self._later.append(tensor)
@@ -73,7 +78,7 @@ class Shelf:
             self._away[tensor] = there
             strides = tensor.stride()
             tensor.data = tensor.new_empty(()).expand(tensor.size())  # its memory goes before there is any other
-            tensor.data = _hollow(tensor, strides)
+            tensor.data = _make_storageless(tensor, strides)
 
     def clear(self) -> None:
         """Nothing is needed any more."""
@@ -82,7 +87,7 @@ class Shelf:
         self._away.clear()
 
 
-def _hollow(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+def _make_storageless(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """One of the same shape and those strides, by which autograd lays gradients out, with no memory."""
     hollow = torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
     hollow.untyped_storage().resize_(0)

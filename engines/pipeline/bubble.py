@@ -6,10 +6,12 @@ from engines.errors import PlanError
 from engines.pipeline.schedule import check_name
 from engines.plan import Plan
 
-__all__ = ["bubble_of", "bubble_share"]
+__all__ = ["compute_bubble_share", "compute_plan_bubble"]
 
 
-def bubble_share(name: str, stages: int, micro_batches: int, stages_per_rank: int = 1, batches: int = 2) -> float:
+def compute_bubble_share(
+    name: str, stages: int, micro_batches: int, stages_per_rank: int = 1, batches: int = 2
+) -> float:
     """The idle part of all ranks' time, 0 to 1, where a backward takes as long as two forwards.
 
     The stages lie on p = `stages` / `stages_per_rank` ranks, each takes m = `micro_batches` of every batch, and
@@ -26,7 +28,10 @@ def bubble_share(name: str, stages: int, micro_batches: int, stages_per_rank: in
     Only the share of `gems` depends on `batches`. The formulas are exact for v = 1, and otherwise where m is a
     multiple of p; for other m they are a lower bound. Raises PlanError where there is no formula.
 
-    >>> bubble_share("1f1b", stages=4, micro_batches=9), bubble_share("zero_bubble", stages=4, micro_batches=9)
+    >>> (
+    ...     compute_bubble_share("1f1b", stages=4, micro_batches=9),
+    ...     compute_bubble_share("zero_bubble", stages=4, micro_batches=9),
+    ... )
     (0.25, 0.1)
     """
     check_name(name)
@@ -41,13 +46,13 @@ def bubble_share(name: str, stages: int, micro_batches: int, stages_per_rank: in
     return idle / (work + idle)
 
 
-def bubble_of(plan: Plan) -> float | None:
+def compute_plan_bubble(plan: Plan) -> float | None:
     """The idle share of a plan's schedule if all its stages took the same time; None where there is no formula.
 
     There is none for two directions, but for `gems`, nor for several batches one after another, nor where only some
     stages are interleaved.
 
-    >>> bubble_of(Plan(split_size=4, spatial_size=0, parts=9, schedule="1f1b"))
+    >>> compute_plan_bubble(Plan(split_size=4, spatial_size=0, parts=9, schedule="1f1b"))
     0.25
     """
     one_batch = plan.replica_batches == 1
@@ -55,7 +60,7 @@ def bubble_of(plan: Plan) -> float | None:
         return None
     if not one_batch and (plan.schedule != "gems" or plan.stages_per_rank > 1 or plan.accumulate > 1):
         return None
-    return bubble_share(plan.schedule, plan.split_size, plan.parts, plan.stages_per_rank, plan.replica_batches)
+    return compute_bubble_share(plan.schedule, plan.split_size, plan.parts, plan.stages_per_rank, plan.replica_batches)
 
 
 def _check(name: str, stages: int, micro_batches: int, stages_per_rank: int, batches: int) -> None:

@@ -9,23 +9,23 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from engines.errors import PlanError
-from engines.pipeline.simulation import Rule, simulate
-from engines.pipeline.turns import Stages, queues
-from engines.pipeline.work import Batch, Kind, Schedule, Slot, Work
+from engines.pipeline.simulation import ScheduleRule, simulate
+from engines.pipeline.turns import Stages, make_queues
+from engines.pipeline.work import ActionKind, Batch, PipelineAction, Schedule, Slot
 
-__all__ = ["RULES", "Batch", "Kind", "Schedule", "Slot", "Work", "check_name", "schedule"]
+__all__ = ["RULES", "ActionKind", "Batch", "PipelineAction", "Schedule", "Slot", "check_name", "make_schedule"]
 
 RULES = {
-    "fill_drain": Rule(drains=True),
-    "1f1b": Rule(limited=True),
-    "interleaved": Rule(limited=True),
-    "zero_bubble": Rule(limited=True, splits=True),
-    "gems": Rule(drains=True, alone=True),
+    "fill_drain": ScheduleRule(drains=True),
+    "1f1b": ScheduleRule(limited=True),
+    "interleaved": ScheduleRule(limited=True),
+    "zero_bubble": ScheduleRule(limited=True, splits=True),
+    "gems": ScheduleRule(drains=True, alone=True),
 }
 """By name. Interleaved is 1F1B on ranks that have several stages: the placement makes the difference."""
 
 
-def schedule(name: str, placement: Sequence[Stages], batches: Sequence[Batch]) -> Schedule:
+def make_schedule(name: str, placement: Sequence[Stages], batches: Sequence[Batch]) -> Schedule:
     """The order of work of one training step.
 
     `placement[direction][stage]` are the ranks, of 0 to R - 1, that work on a stage together. A forward takes one
@@ -46,7 +46,7 @@ def schedule(name: str, placement: Sequence[Stages], batches: Sequence[Batch]) -
 
     Raises PlanError where the name is unknown, or placement and batches do not make sense.
 
-    >>> print(schedule("1f1b", [[(0,), (1,)]], [Batch(0, (0, 1, 2))]).picture())
+    >>> print(make_schedule("1f1b", [[(0,), (1,)]], [Batch(0, (0, 1, 2))]).picture())
     F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
     .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .
     """
@@ -58,7 +58,7 @@ def schedule(name: str, placement: Sequence[Stages], batches: Sequence[Batch]) -
         )
     _check_placement(placement)
     _check_batches(batches, len(placement))
-    return Schedule(name, simulate(RULES[name], placement, queues(placement, batches)))
+    return Schedule(name, simulate(RULES[name], placement, make_queues(placement, batches)))
 
 
 def check_name(name: str) -> None:
@@ -77,7 +77,9 @@ def _check_placement(placement: Sequence[Stages]) -> None:
                 )
     found = {rank for stages in placement for ranks in stages for rank in ranks}
     if not found or found != set(range(len(found))):
-        raise PlanError(f"The placement names the ranks {_told(found)}. Number them from 0, and leave none out.")
+        raise PlanError(
+            f"The placement names the ranks {_format_numbers(found)}. Number them from 0, and leave none out."
+        )
 
 
 def _check_batches(batches: Sequence[Batch], directions: int) -> None:
@@ -90,9 +92,9 @@ def _check_batches(batches: Sequence[Batch], directions: int) -> None:
     times = Counter(number for batch in batches for number in batch.micro_batches)
     if twice := [number for number, count in times.items() if count > 1]:
         raise PlanError(
-            f"Micro-batch {_told(twice)} is in the step more than once. Number them through over its batches."
+            f"Micro-batch {_format_numbers(twice)} is in the step more than once. Number them through over its batches."
         )
 
 
-def _told(numbers: Iterable[int]) -> str:
+def _format_numbers(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(numbers))) or "none"

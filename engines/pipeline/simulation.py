@@ -6,18 +6,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from engines.pipeline.turns import Stages, Turn
-from engines.pipeline.work import Kind, Slot, Work
+from engines.pipeline.turns import QueuedMicroBatch, Stages
+from engines.pipeline.work import ActionKind, PipelineAction, Slot
 
-__all__ = ["Rule", "simulate"]
+__all__ = ["ScheduleRule", "simulate"]
 
-FORWARD, BACKWARD, WEIGHTS = Kind
-KINDS = tuple(Kind)
+FORWARD, BACKWARD, WEIGHTS = ActionKind
+KINDS = tuple(ActionKind)
 WHOLE, SPLIT = {FORWARD: 1, BACKWARD: 2}, {FORWARD: 1, BACKWARD: 1, WEIGHTS: 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ScheduleRule:
     """What tells one schedule from another.
 
     `drains`: a stage goes back only when it has the whole batch forward.
@@ -32,46 +32,46 @@ class Rule:
     alone: bool = False
 
     @property
-    def units(self) -> dict[Kind, int]:
+    def units(self) -> dict[ActionKind, int]:
         """How long each kind of work takes, in units of one forward."""
         return SPLIT if self.splits else WHOLE
 
 
 @dataclass(eq=False)
-class _Share:
+class _RankQuota:
     """What one rank does in one direction: its stages, and how many forwards it may hold."""
 
     limit: int
-    posts: list[_Post] = field(default_factory=list)
+    posts: list[_StageState] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class _Post:
+class _StageState:
     """One stage of one direction, and how many micro-batches its ranks have started and done, by kind."""
 
-    rule: Rule
+    rule: ScheduleRule
     direction: int
     stage: int
     stages: int
     ranks: tuple[int, ...]
-    queue: Sequence[Turn]
-    before: _Post | None = None
-    behind: _Post | None = None
-    beside: list[_Post] = field(default_factory=list)  # those of any direction that share a rank, itself included
-    shares: list[_Share] = field(default_factory=list)
+    queue: Sequence[QueuedMicroBatch]
+    before: _StageState | None = None
+    behind: _StageState | None = None
+    beside: list[_StageState] = field(default_factory=list)  # those of any direction that share a rank, itself included
+    shares: list[_RankQuota] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.started = dict.fromkeys(Kind, 0)
-        self.done = dict.fromkeys(Kind, 0)
+        self.started = dict.fromkeys(ActionKind, 0)
+        self.done = dict.fromkeys(ActionKind, 0)
         self.last = list(self.rule.units)[-1]
 
-    def urgency(self, kind: Kind) -> tuple[int, ...]:
+    def compute_priority(self, kind: ActionKind) -> tuple[int, ...]:
         """Least first. Forwards are, for all later stages wait for them; the limit makes them alternate."""
         turn = self.queue[self.started[kind]]
         depth = self.stage if kind is FORWARD else self.stages - 1 - self.stage
         return KINDS.index(kind), turn.group.start, depth, self.started[kind], self.direction
 
-    def ready(self, kind: Kind) -> bool:
+    def is_ready(self, kind: ActionKind) -> bool:
         """Whether the next micro-batch has all that it waits for, but for free ranks."""
         place = self.started[kind]
         if place == len(self.queue):
@@ -82,20 +82,20 @@ class _Post:
             needs = self.queue[place].batch.stop if self.rule.drains else place + 1
             return self.done[FORWARD] >= needs and (self.behind is None or self.behind.done[BACKWARD] > place)
         fed = self.before is None or self.before.done[FORWARD] > place
-        return fed and self._may_begin(self.queue[place]) and self._is_next(self.queue[place]) and self._has_room()
+        return fed and self._can_begin(self.queue[place]) and self._is_next(self.queue[place]) and self._has_room()
 
-    def start(self, kind: Kind, now: int) -> Slot:
+    def start(self, kind: ActionKind, now: int) -> Slot:
         """Begin the next micro-batch."""
-        work = Work(kind, self.direction, self.stage, self.queue[self.started[kind]].micro_batch)
+        work = PipelineAction(kind, self.direction, self.stage, self.queue[self.started[kind]].micro_batch)
         self.started[kind] += 1
         return Slot(work, now, now + self.rule.units[kind])
 
-    def _may_begin(self, turn: Turn) -> bool:
+    def _can_begin(self, turn: QueuedMicroBatch) -> bool:
         """Whether the batches before are finished."""
         watched = self.beside if self.rule.alone else (self,)
         return all(post.done[post.last] >= turn.earlier[post.direction] for post in watched)
 
-    def _is_next(self, turn: Turn) -> bool:
+    def _is_next(self, turn: QueuedMicroBatch) -> bool:
         """Whether the ranks' other stages have taken all that comes before it: group by group, each in stage order."""
         return all(
             post.started[FORWARD] >= (turn.group.stop if post.stage < self.stage else turn.group.start)
@@ -108,30 +108,34 @@ class _Post:
         if not self.rule.limited:
             return True
         return all(
-            _held(share.posts, BACKWARD) < share.limit and _held(share.posts, self.last) < self.stages
+            _count_held(share.posts, BACKWARD) < share.limit and _count_held(share.posts, self.last) < self.stages
             for share in self.shares
         )
 
 
-def _held(posts: Iterable[_Post], until: Kind) -> int:
+def _count_held(posts: Iterable[_StageState], until: ActionKind) -> int:
     return sum(post.started[FORWARD] - post.done[until] for post in posts)
 
 
-def _line(rule: Rule, direction: int, stages: Stages, queue: Sequence[Turn]) -> list[_Post]:
+def _make_stages(
+    rule: ScheduleRule, direction: int, stages: Stages, queue: Sequence[QueuedMicroBatch]
+) -> list[_StageState]:
     """The posts of one direction, joined to each other."""
     count = len(stages)
-    line = [_Post(rule, direction, stage, count, tuple(ranks), queue) for stage, ranks in enumerate(stages)]
-    shares: dict[int, _Share] = {}
+    line = [_StageState(rule, direction, stage, count, tuple(ranks), queue) for stage, ranks in enumerate(stages)]
+    shares: dict[int, _RankQuota] = {}
     for post in line:
         post.before = line[post.stage - 1] if post.stage else None
         post.behind = line[post.stage + 1] if post.stage + 1 < count else None
-        post.shares = [shares.setdefault(rank, _Share(count - post.stage)) for rank in post.ranks]
+        post.shares = [shares.setdefault(rank, _RankQuota(count - post.stage)) for rank in post.ranks]
         for share in post.shares:
             share.posts.append(post)
     return line
 
 
-def simulate(rule: Rule, placement: Sequence[Stages], queues: Sequence[Sequence[Turn]]) -> tuple[tuple[Slot, ...], ...]:
+def simulate(
+    rule: ScheduleRule, placement: Sequence[Stages], queues: Sequence[Sequence[QueuedMicroBatch]]
+) -> tuple[tuple[Slot, ...], ...]:
     """The slots of each rank, in order of time.
 
     No rank waits for ever. Of the forwards that are left, take the first in the order of batches, groups and
@@ -140,12 +144,12 @@ def simulate(rule: Rule, placement: Sequence[Stages], queues: Sequence[Sequence[
     is full, then with a micro-batch of this very stage that is further on; the same holds where that one is held
     up, and so on to the last stage, where a micro-batch goes back.
     """
-    lines = [_line(rule, direction, stages, queues[direction]) for direction, stages in enumerate(placement)]
+    lines = [_make_stages(rule, direction, stages, queues[direction]) for direction, stages in enumerate(placement)]
     posts = [post for line in lines for post in line]
     for post in posts:
         post.beside = [other for other in posts if set(other.ranks) & set(post.ranks)]
     lanes: list[list[Slot]] = [[] for _ in {rank for post in posts for rank in post.ranks}]
-    running: list[tuple[_Post, Slot]] = []
+    running: list[tuple[_StageState, Slot]] = []
     now = 0
     while started := _start(posts, lanes, now) + running:
         now = min(slot.stop for _, slot in started)
@@ -155,11 +159,13 @@ def simulate(rule: Rule, placement: Sequence[Stages], queues: Sequence[Sequence[
     return tuple(map(tuple, lanes))
 
 
-def _start(posts: Iterable[_Post], lanes: Sequence[list[Slot]], now: int) -> list[tuple[_Post, Slot]]:
+def _start(posts: Iterable[_StageState], lanes: Sequence[list[Slot]], now: int) -> list[tuple[_StageState, Slot]]:
     """Start what may start, most urgent first."""
     idle = {rank for rank, lane in enumerate(lanes) if not lane or lane[-1].stop <= now}
     able = [post for post in posts if idle.issuperset(post.ranks)]
-    found = [(post.urgency(kind), post, kind) for post in able for kind in post.rule.units if post.ready(kind)]
+    found = [
+        (post.compute_priority(kind), post, kind) for post in able for kind in post.rule.units if post.is_ready(kind)
+    ]
     started = []
     for _, post, kind in sorted(found, key=itemgetter(0)):
         if idle.issuperset(post.ranks):

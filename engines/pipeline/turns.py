@@ -8,14 +8,14 @@ from itertools import combinations
 
 from engines.pipeline.work import Batch
 
-__all__ = ["Stages", "Turn", "queues"]
+__all__ = ["QueuedMicroBatch", "Stages", "make_queues"]
 
 Stages = Sequence[Sequence[int]]
 """The stages of one direction: of each, the ranks that work on it together."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class QueuedMicroBatch:
     """One micro-batch in the queue of its direction. Places are counted along that queue.
 
     A rank of several stages takes a whole group through one of them before it takes any of it through the next.
@@ -28,34 +28,34 @@ class Turn:
     earlier: tuple[int, ...]
 
 
-def queues(placement: Sequence[Stages], batches: Sequence[Batch]) -> list[list[Turn]]:
+def make_queues(placement: Sequence[Stages], batches: Sequence[Batch]) -> list[list[QueuedMicroBatch]]:
     """For each direction its micro-batches, in the order of the batches.
 
-    >>> [[turn.group for turn in queue] for queue in queues([[(0,), (1,), (0,), (1,)]], [Batch(0, (5, 6, 7))])]
+    >>> [[turn.group for turn in queue] for queue in make_queues([[(0,), (1,), (0,), (1,)]], [Batch(0, (5, 6, 7))])]
     [[range(0, 2), range(0, 2), range(2, 3)]]
     """
-    sizes = [_group_size(stages) for stages in placement]
-    found: list[list[Turn]] = [[] for _ in placement]
+    sizes = [_compute_group_size(stages) for stages in placement]
+    found: list[list[QueuedMicroBatch]] = [[] for _ in placement]
     for batch in batches:
         earlier = tuple(len(queue) for queue in found)
-        found[batch.direction] += _turns(batch, sizes[batch.direction], earlier)
+        found[batch.direction] += _queue_batch(batch, sizes[batch.direction], earlier)
     return found
 
 
-def _turns(batch: Batch, size: int, earlier: tuple[int, ...]) -> Iterator[Turn]:
+def _queue_batch(batch: Batch, size: int, earlier: tuple[int, ...]) -> Iterator[QueuedMicroBatch]:
     first = earlier[batch.direction]
     places = range(first, first + len(batch.micro_batches))
     for index, micro_batch in enumerate(batch.micro_batches):
         start = index // size * size
-        yield Turn(micro_batch, places, places[start : start + size], earlier)
+        yield QueuedMicroBatch(micro_batch, places, places[start : start + size], earlier)
 
 
-def _group_size(stages: Stages) -> int:
+def _compute_group_size(stages: Stages) -> int:
     """As many micro-batches as there are stages from one stage of a rank to its next: they come back just in time.
 
     So does Megatron group them (Narayanan et al. 2021, section 2.2.2).
 
-    >>> _group_size([(0, 1), (2,), (3,), (2,), (3,)])
+    >>> _compute_group_size([(0, 1), (2,), (3,), (2,), (3,)])
     2
     """
     pairs = combinations(enumerate(map(frozenset, stages)), 2)

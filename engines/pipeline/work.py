@@ -8,10 +8,10 @@ from enum import Enum
 from functools import cached_property
 from itertools import accumulate
 
-__all__ = ["Batch", "Kind", "Schedule", "Slot", "Work"]
+__all__ = ["ActionKind", "Batch", "PipelineAction", "Schedule", "Slot"]
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     """Which way. Where there is WEIGHTS, BACKWARD is the gradient of the stage's inputs alone."""
 
     FORWARD = "F"
@@ -20,10 +20,10 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PipelineAction:
     """One micro-batch through one stage, one way; done by all ranks of the stage together."""
 
-    kind: Kind
+    kind: ActionKind
     direction: int
     stage: int
     micro_batch: int
@@ -33,7 +33,7 @@ class Work:
 class Slot:
     """Work and its time, half-open, in units of one forward."""
 
-    work: Work
+    work: PipelineAction
     start: int
     stop: int
 
@@ -69,54 +69,58 @@ class Schedule:
     @property
     def idle_share(self) -> float:
         """The part of all ranks' time in which nothing is done, 0 to 1; 0 where there is no work."""
-        return _idle_share(self.lanes, self.length)
+        return _compute_idle_share(self.lanes, self.length)
 
-    def idle_of(self, rank: int) -> float:
+    def compute_idle_share(self, rank: int) -> float:
         """The part of the schedule's length in which a rank does nothing, 0 to 1."""
-        return _idle_share([self.lanes[rank]], self.length)
+        return _compute_idle_share([self.lanes[rank]], self.length)
 
-    def order(self, rank: int) -> tuple[Work, ...]:
+    def get_actions(self, rank: int) -> tuple[PipelineAction, ...]:
         """What a rank does, first to last."""
         return tuple(slot.work for slot in self.lanes[rank])
 
-    def in_flight(self, rank: int) -> int:
+    def count_in_flight(self, rank: int) -> int:
         """The most forwards that a rank has begun and not yet done all gradients of.
 
         Micro-batches, where the rank has one stage; each of several stages counts for itself.
         """
-        last = Kind.WEIGHTS if any(work.kind is Kind.WEIGHTS for work in self.order(rank)) else Kind.BACKWARD
-        steps = {Kind.FORWARD: 1, last: -1}
-        return max(accumulate((steps.get(work.kind, 0) for work in self.order(rank)), initial=0))
+        last = (
+            ActionKind.WEIGHTS
+            if any(work.kind is ActionKind.WEIGHTS for work in self.get_actions(rank))
+            else ActionKind.BACKWARD
+        )
+        steps = {ActionKind.FORWARD: 1, last: -1}
+        return max(accumulate((steps.get(work.kind, 0) for work in self.get_actions(rank)), initial=0))
 
-    def picture(self) -> str:
+    def format_table(self) -> str:
         """One line for each rank, one column for each unit of time.
 
         `F0` is the forward of micro-batch 0, `B0` its backward, `W0` its weights' gradient, `.` idle; other
         directions than the first are in small letters. `F0/2` names the stage too, where a rank has several.
         """
-        rows = [self._cells(lane) for lane in self.lanes]
+        rows = [self._make_cells(lane) for lane in self.lanes]
         width = max((len(cell) for row in rows for cell in row), default=1)
         return "\n".join(" ".join(cell.ljust(width) for cell in row).rstrip() for row in rows)
 
     @cached_property
-    def interleaves(self) -> bool:
+    def is_interleaved(self) -> bool:
         """Whether a rank works on several stages of one direction."""
         places = ({(slot.work.direction, slot.work.stage) for slot in lane} for lane in self.lanes)
         return any(len({direction for direction, _ in found}) < len(found) for found in places)
 
-    def name_of(self, work: Work) -> str:
+    def format_action(self, work: PipelineAction) -> str:
         """`F0`, `b3` or `W1/2`, as in the picture."""
         letter = work.kind.value.lower() if work.direction else work.kind.value
-        return f"{letter}{work.micro_batch}" + f"/{work.stage}" * self.interleaves
+        return f"{letter}{work.micro_batch}" + f"/{work.stage}" * self.is_interleaved
 
-    def _cells(self, lane: tuple[Slot, ...]) -> list[str]:
+    def _make_cells(self, lane: tuple[Slot, ...]) -> list[str]:
         cells = ["."] * self.length
         for slot in lane:
-            cells[slot.start : slot.stop] = [self.name_of(slot.work)] * (slot.stop - slot.start)
+            cells[slot.start : slot.stop] = [self.format_action(slot.work)] * (slot.stop - slot.start)
         return cells
 
 
-def _idle_share(lanes: Sequence[Sequence[Slot]], length: int) -> float:
+def _compute_idle_share(lanes: Sequence[Sequence[Slot]], length: int) -> float:
     whole = length * len(lanes)
     busy = sum(slot.stop - slot.start for lane in lanes for slot in lane)
     return (whole - busy) / whole if whole else 0.0

@@ -10,12 +10,12 @@ from torch import nn
 
 from engines.errors import PlanError, TraceError
 from engines.plan import Plan
-from engines.predict.explain import Explanation, Verdict, judge
+from engines.predict.explain import Explanation, Verdict, explain_forecasts
 from engines.predict.forecast import Forecast, forecast
-from engines.predict.given import given
-from engines.predict.kinds import KINDS, kind_of
+from engines.predict.given import resolve_machine
+from engines.predict.kinds import KINDS, classify_plan
 from engines.predict.machine import Machine
-from engines.predict.search import plans
+from engines.predict.search import generate_plans
 from engines.predict.sizes import Sizes
 from engines.traces import Loss
 
@@ -40,11 +40,11 @@ class Capabilities:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Those of which there is a plan."""
-        return tuple(kind for kind in KINDS if any(each.of(kind) for each in self.by_size.values()))
+        return tuple(kind for kind in KINDS if any(each.get_verdict(kind) for each in self.by_size.values()))
 
-    def verdict(self, kind: str, size_px: int) -> Verdict | None:
+    def get_verdict(self, kind: str, size_px: int) -> Verdict | None:
         """What became of a kind at a size."""
-        return self.by_size[size_px].of(kind)
+        return self.by_size[size_px].get_verdict(kind)
 
 
 def capabilities(
@@ -72,40 +72,40 @@ def capabilities(
     >>> list(found.by_size)
     [64]
     """
-    chosen = tuple(spread(ranks, batch) if asked is None else asked)
+    chosen = tuple(select_plans(ranks, batch) if asked is None else asked)
     if not chosen or not sizes_px or min(sizes_px) < 1:
         raise PlanError(f"{len(chosen)} plans at sizes_px={tuple(sizes_px)}: give at least one plan, and sizes from 1.")
-    machine = given(machine)
-    limit = machine.rank_bytes(ranks) if rank_bytes is None else rank_bytes
+    machine = resolve_machine(machine)
+    limit = machine.get_rank_bytes(ranks) if rank_bytes is None else rank_bytes
     sizes, found = Sizes.of(model, loss), {}
     for turn, size in enumerate(sizes_px):
-        count = partial(_count, seen, turn * len(chosen), len(chosen) * len(sizes_px))
+        count = partial(_report_progress, seen, turn * len(chosen), len(chosen) * len(sizes_px))
         shape = (batch, channels, size, size)
-        forecasts, refused = _tried(sizes, chosen, shape, machine, optimiser_states, count)
-        found[size] = judge(forecasts, refused, limit)
+        forecasts, refused = _forecast_plans(sizes, chosen, shape, machine, optimiser_states, count)
+        found[size] = explain_forecasts(forecasts, refused, limit)
     return Capabilities(sizes.name, machine.name, ranks, batch, limit, found)
 
 
-def spread(ranks: int, batch: int, each: int = EACH) -> Iterator[Plan]:
+def select_plans(ranks: int, batch: int, each: int = EACH) -> Iterator[Plan]:
     """At most `each` plans of every kind, from those with the smallest replicas to those with the largest.
 
-    >>> [kind_of(plan) for plan in spread(2, 1, each=1)]
+    >>> [kind_of(plan) for plan in select_plans(2, 1, each=1)]
     ['data', 'layer', 'bidirectional', 'spatial']
     """
     by_kind: dict[str, list[Plan]] = {kind: [] for kind in KINDS}
-    for plan in plans(ranks, batch):
-        by_kind[kind_of(plan)].append(plan)
+    for plan in generate_plans(ranks, batch):
+        by_kind[classify_plan(plan)].append(plan)
     for found in by_kind.values():
         found.sort(key=lambda plan: plan.replica_ranks)
         count = min(each, len(found))
         yield from (found[(2 * index + 1) * len(found) // (2 * count)] for index in range(count))
 
 
-def _count(seen: Callable[[int, int], None], before: int, of: int, done: int) -> None:
+def _report_progress(seen: Callable[[int, int], None], before: int, of: int, done: int) -> None:
     seen(before + done, of)
 
 
-def _tried(
+def _forecast_plans(
     sizes: Sizes, chosen: Sequence[Plan], image_shape: Sequence[int], machine: Machine, states: int,
     seen: Callable[[int], None],
 ) -> tuple[list[Forecast], list[tuple[Plan, str]]]:  # fmt: skip

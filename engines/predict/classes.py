@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["BY_ARITHMETIC", "CLASSES", "class_of", "shape_of"]
+__all__ = ["BY_ARITHMETIC", "CLASSES", "classify_kernel", "get_convolution_shape"]
 
 CLASSES = (
     "convolution", "transposed", "product",
@@ -31,12 +31,16 @@ _BEGINNINGS = {
 }  # fmt: skip
 
 
-def class_of(kernel: str, flops: int = 0) -> str:
+def classify_kernel(kernel: str, flops: int = 0) -> str:
     """The class of a kernel by its name; what is not known is a product if it has counted `flops`, else pointwise.
 
-    >>> class_of("aten.conv2d.default"), class_of("aten.gelu_.default"), class_of("aten.hardtanh.default")
+    >>> (
+    ...     classify_kernel("aten.conv2d.default"),
+    ...     classify_kernel("aten.gelu_.default"),
+    ...     classify_kernel("aten.hardtanh.default"),
+    ... )
     ('convolution', 'transcendental', 'pointwise')
-    >>> class_of("aten.scaled_dot_product_attention.default", flops=1 << 20)
+    >>> classify_kernel("aten.scaled_dot_product_attention.default", flops=1 << 20)
     'product'
     """
     name = kernel.split(".")[1] if "." in kernel else kernel
@@ -44,15 +48,15 @@ def class_of(kernel: str, flops: int = 0) -> str:
     return next((kind for start, kind in _BEGINNINGS.items() if name.startswith(start)), unknown)
 
 
-def shape_of(kernel: str, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def get_convolution_shape(kernel: str, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """What the speed of a convolution depends on: the length of its dot products, how many filters share them, and
     how many images there are.
 
     Of a transposed one, those of the convolution that it turns around.
 
-    >>> shape_of("aten.conv2d.default", [(1, 16, 32, 32), (64, 16, 3, 3)])
+    >>> get_convolution_shape("aten.conv2d.default", [(1, 16, 32, 32), (64, 16, 3, 3)])
     (144, 64, 1)
     """
-    if class_of(kernel) not in ("convolution", "transposed") or len(shapes) < 2:
+    if classify_kernel(kernel) not in ("convolution", "transposed") or len(shapes) < 2:
         return ()
     return math.prod(shapes[1][1:]), shapes[1][0], shapes[0][0]

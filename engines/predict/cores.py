@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engines.predict.actions import Work
+from engines.predict.actions import ComputeWork
 from engines.predict.machine import Machine
 
 __all__ = ["RunQueue"]
@@ -23,7 +23,7 @@ _TURNS = 2000  # that work takes at most: where it lasts for seconds, slices are
 
 
 @dataclass(eq=False, slots=True)
-class _Task:
+class _ThreadTask:
     """One thread of a rank's work; `slice_s` is left of its turn."""
 
     rank: int
@@ -33,12 +33,12 @@ class _Task:
 
 
 @dataclass(eq=False, slots=True)
-class _Core:
+class _SharedCore:
     """Who computes, who waits for that, and who has just ended and may go on; until when it leaves others' alone."""
 
-    running: _Task | None = None
-    queue: deque[_Task] = field(default_factory=deque)
-    ended: _Task | None = None
+    running: _ThreadTask | None = None
+    queue: deque[_ThreadTask] = field(default_factory=deque)
+    ended: _ThreadTask | None = None
     looks_until_s: float = -math.inf
 
     @property
@@ -67,12 +67,12 @@ class RunQueue:
 
     def __init__(self, machine: Machine, threads: Mapping[int, int]) -> None:
         self.machine, self.threads = machine, threads
-        self.cores = [_Core() for _ in range(machine.cores or len(threads))]
-        self._places: dict[int, list[_Core]] = {}
+        self.cores = [_SharedCore() for _ in range(machine.cores or len(threads))]
+        self._places: dict[int, list[_SharedCore]] = {}
         self._left: Counter[int] = Counter()
         self._now = 0.0
 
-    def start(self, rank: int, work: Work, now: float) -> None:
+    def start(self, rank: int, work: ComputeWork, now: float) -> None:
         """Each of the rank's threads has so much work."""
         self._advance(now)
         count = self._left[rank] = min(self.threads[rank], len(self.cores))
@@ -84,16 +84,16 @@ class RunQueue:
                 places.append(core)
         known = [core for core in self._places.get(rank, ()) if core not in places]
         while len(places) < count:
-            place = self._place(known.pop(0) if known else None, places)
-            place.queue.append(_Task(rank, work.seconds, work.crowded, self._slice_s(work.seconds)))
+            place = self._choose_core(known.pop(0) if known else None, places)
+            place.queue.append(_ThreadTask(rank, work.seconds, work.crowded, self._compute_slice_s(work.seconds)))
             places.append(place)
         self._places[rank] = places
 
-    def taken(self, rank: int) -> bool:
+    def is_saturated(self, rank: int) -> bool:
         """Whether other ranks have work for all cores."""
         return len(set().union(*(core.ranks for core in self.cores)) - {rank}) >= len(self.cores)
 
-    def next_end(self) -> float:
+    def find_next_end(self) -> float:
         """When the next work or slice is over, or a core takes over what waits for another one."""
         for core in self.cores:
             if core.ended:
@@ -105,10 +105,10 @@ class RunQueue:
         busy = self._busy
         for core in self.cores:
             if core.running:
-                then = min(then, self._now + core.turn_s * self.machine.slowdown(busy, core.running.crowded))
+                then = min(then, self._now + core.turn_s * self.machine.compute_slowdown(busy, core.running.crowded))
         return then
 
-    def ended(self, now: float) -> Sequence[int]:
+    def advance_to(self, now: float) -> Sequence[int]:
         """Go on to `now`; the ranks whose work is done."""
         self._advance(now)
         found = []
@@ -118,7 +118,7 @@ class RunQueue:
                 continue
             core.running = None
             if task.left_s > self._nothing_s:
-                task.slice_s = self._slice_s(task.left_s)
+                task.slice_s = self._compute_slice_s(task.left_s)
                 core.queue.append(task)
                 continue
             core.ended = task
@@ -127,19 +127,19 @@ class RunQueue:
                 found.append(task.rank)
         return found
 
-    def _place(self, known: _Core | None, used: Sequence[_Core]) -> _Core:
+    def _choose_core(self, known: _SharedCore | None, used: Sequence[_SharedCore]) -> _SharedCore:
         """Where a thread goes on: on the core that it is `known` to, unless that is in use and another one is free."""
 
-        def worse(core: _Core) -> tuple[bool, bool, int]:
+        def get_penalty(core: _SharedCore) -> tuple[bool, bool, int]:
             free = not core.load and (core is known or core.looks_until_s <= self._now)
             return not free, core is not known, core.load
 
         if known is not None and not known.load:
             return known  # none would be better
         taken = set(map(id, used))
-        return min((core for core in self.cores if id(core) not in taken), key=worse)
+        return min((core for core in self.cores if id(core) not in taken), key=get_penalty)
 
-    def _take_over(self, core: _Core) -> float:
+    def _take_over(self, core: _SharedCore) -> float:
         """Begin with what has waited longest in the longest queue, if the core has nothing; or when it will do that."""
         if core.running:
             return math.inf
@@ -153,7 +153,7 @@ class RunQueue:
         places[places.index(other)] = core
         return math.inf
 
-    def _slice_s(self, left_s: float) -> float:
+    def _compute_slice_s(self, left_s: float) -> float:
         return max(self.machine.slice_s, left_s / _TURNS)
 
     @property
@@ -169,7 +169,7 @@ class RunQueue:
         busy = self._busy
         for core in self.cores:
             if core.running:
-                done_s = (now - self._now) / self.machine.slowdown(busy, core.running.crowded)
+                done_s = (now - self._now) / self.machine.compute_slowdown(busy, core.running.crowded)
                 core.running.left_s -= done_s
                 core.running.slice_s -= done_s
         self._now = now

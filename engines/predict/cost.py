@@ -7,87 +7,97 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engines.offload.least import LEAST_BYTES
-from engines.predict.actions import Action, Await, Fetch, Finish, Join, Post, Work
+from engines.predict.actions import (
+    Action,
+    ComputeWork,
+    CopyMessage,
+    JoinAllReduce,
+    PostSend,
+    WaitAllReduce,
+    WaitMessage,
+)
 from engines.predict.classes import BY_ARITHMETIC
 from engines.predict.machine import Machine
-from engines.predict.sums import SumCost, members_of, sum_cost
-from engines.predict.tallies import OpTally, RankTally, SegmentTally, WayTally
+from engines.predict.sums import AllReduceCost, count_members, estimate_all_reduce
+from engines.predict.tallies import DirectionTally, OpTally, RankTally, SegmentTally
 from engines.program.instructions import (
-    Agree,
     AllReduce,
     Compute,
     CountLabels,
     Exchange,
+    FiniteCheckAllReduce,
     Phase,
-    ShareStatistics,
+    ReduceBatchStats,
     SumGradients,
     Update,
 )
 from engines.program.program import Program, Step
-from engines.program.staging import staged
+from engines.program.staging import count_staged_bytes
 from engines.spatial.moves import Move
 
-__all__ = ["Prices", "amount_of", "priced", "segment_work"]
+__all__ = ["CostModel", "build_step_actions", "count_work", "estimate_segment_work"]
 
 _CACHE_BYTES = 1 << 24  # of one core's work no cache is larger
 
 
-def priced(
-    program: Program, tally: RankTally, machine: Machine | Prices, threads: int, again: bool, away: bool = False
+def build_step_actions(
+    program: Program, tally: RankTally, machine: Machine | CostModel, threads: int, again: bool, away: bool = False
 ) -> list[tuple[Action, ...]]:
     """What the rank does in each step of its program, in order.
 
     `again`: segments are computed again for backward; `away`: what is kept for it is put away, as fast as memory takes
     it, or from a device to its host and back.
     """
-    return list(_Pricing(program, tally, Prices.of_machine(machine), threads, again, away).steps())
+    return list(_ActionBuilder(program, tally, CostModel.from_machine(machine), threads, again, away).build_steps())
 
 
-class Prices:
+class CostModel:
     """What segments and sums take on a machine; those that are alike are asked for once."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self._known: dict[Hashable, Work] = {}
-        self._sums: dict[tuple[tuple[int, ...], int], SumCost] = {}
+        self._known: dict[Hashable, ComputeWork] = {}
+        self._sums: dict[tuple[tuple[int, ...], int], AllReduceCost] = {}
 
     @classmethod
-    def of_machine(cls, machine: Machine | Prices) -> Prices:
+    def from_machine(cls, machine: Machine | CostModel) -> CostModel:
         """Those of a machine that nobody has asked for prices yet, or those that are known already."""
-        return machine if isinstance(machine, Prices) else cls(machine)
+        return machine if isinstance(machine, CostModel) else cls(machine)
 
-    def of(self, segment: SegmentTally, threads: int, phase: Phase, again: bool) -> Work:
+    def get_segment_work(self, segment: SegmentTally, threads: int, phase: Phase, again: bool) -> ComputeWork:
         """As `segment_work`."""
         key = segment.ops, segment.moves, segment.late, threads, phase, again
         if key not in self._known:
-            self._known[key] = segment_work(segment, self.machine, threads, phase, again)
+            self._known[key] = estimate_segment_work(segment, self.machine, threads, phase, again)
         return self._known[key]
 
-    def sum(self, group: tuple[int, ...], count_bytes: int) -> SumCost:
+    def get_all_reduce_cost(self, group: tuple[int, ...], count_bytes: int) -> AllReduceCost:
         """As `sum_cost`, for the ranks of a group."""
-        members = members_of(group, self.machine.node_ranks if self.machine.between else None)
+        members = count_members(group, self.machine.node_ranks if self.machine.between else None)
         if (members, count_bytes) not in self._sums:
-            self._sums[members, count_bytes] = sum_cost(self.machine, members, count_bytes)
+            self._sums[members, count_bytes] = estimate_all_reduce(self.machine, members, count_bytes)
         return self._sums[members, count_bytes]
 
 
-def segment_work(segment: SegmentTally, machine: Machine, threads: int, phase: Phase, again: bool = False) -> Work:
+def estimate_segment_work(
+    segment: SegmentTally, machine: Machine, threads: int, phase: Phase, again: bool = False
+) -> ComputeWork:
     """One thread's, or some threads', work on a segment walked one way."""
     if phase is Phase.FORWARD:
-        forward = sum((_forward(op, machine, threads) for op in segment.ops), Work(0.0))
-        return forward.at_least(machine.least_s * len(segment.ops))
+        forward = sum((_estimate_forward(op, machine, threads) for op in segment.ops), ComputeWork(0.0))
+        return forward.with_minimum(machine.least_s * len(segment.ops))
     if phase is Phase.WEIGHTS and not segment.late:
-        return Work(0.0)
+        return ComputeWork(0.0)
     way = phase if segment.late else Phase.BACKWARD
-    back = sum((_back(op, machine, threads, way) for op in segment.ops), Work(0.0))
+    back = sum((_estimate_backward(op, machine, threads, way) for op in segment.ops), ComputeWork(0.0))
     if phase is not Phase.WEIGHTS:
-        back = sum((_moved(size, machine, threads) for size in segment.moves), back)
-    back = back.at_least(machine.least_s * sum(op.gradients > 0 for op in segment.ops))
+        back = sum((_estimate_gradient_move(size, machine, threads) for size in segment.moves), back)
+    back = back.with_minimum(machine.least_s * sum(op.gradients > 0 for op in segment.ops))
     recomputed = again and phase is not Phase.WEIGHTS
-    return back + segment_work(segment, machine, threads, Phase.FORWARD) if recomputed else back
+    return back + estimate_segment_work(segment, machine, threads, Phase.FORWARD) if recomputed else back
 
 
-def amount_of(op: OpTally) -> tuple[int, tuple[float, ...]]:
+def count_work(op: OpTally) -> tuple[int, tuple[float, ...]]:
     """Units of work going forward, and the size that their speed depends on: see `Speed`."""
     if op.kind not in BY_ARITHMETIC:
         return op.bytes, (op.bytes,)
@@ -95,44 +105,48 @@ def amount_of(op: OpTally) -> tuple[int, tuple[float, ...]]:
     return op.flops, (dot, filters, max(1.0, op.flops / (2 * dot * filters)), *images)
 
 
-def _forward(op: OpTally, machine: Machine, threads: int) -> Work:
-    amount, at = amount_of(op)
-    return _kernel(machine, machine.call_s, threads, op.kind, amount, at)
+def _estimate_forward(op: OpTally, machine: Machine, threads: int) -> ComputeWork:
+    amount, at = count_work(op)
+    return _estimate_kernel(machine, machine.call_s, threads, op.kind, amount, at)
 
 
-def _moved(size: int, machine: Machine, threads: int) -> Work:
+def _estimate_gradient_move(size: int, machine: Machine, threads: int) -> ComputeWork:
     """A gradient is added to another one, or copied."""
-    return _kernel(machine, machine.call_s, threads, "pointwise", size, (size,))
+    return _estimate_kernel(machine, machine.call_s, threads, "pointwise", size, (size,))
 
 
-def _back(op: OpTally, machine: Machine, threads: int, phase: Phase) -> Work:
+def _estimate_backward(op: OpTally, machine: Machine, threads: int, phase: Phase) -> ComputeWork:
     """All of a call's gradients, or its inputs' or weights' alone."""
     if not op.gradients:
-        return Work(0.0)
-    amount, at = amount_of(op)
+        return ComputeWork(0.0)
+    amount, at = count_work(op)
     part = 0.0 if phase is Phase.WEIGHTS else 1.0
     if op.kind in BY_ARITHMETIC:
-        inputs, weights = machine.apart(op.kind, at)
+        inputs, weights = machine.estimate_gradient_parts(op.kind, at)
         both = op.gradients > 1  # else the weights' alone, as in a first layer
         parts = {Phase.INPUTS: inputs * both, Phase.WEIGHTS: weights}
         part = 2 * parts.get(phase, 1.0 if both else weights)
-    return _kernel(machine, machine.back_call_s, threads, op.kind, amount * part, at, back=True) if part else Work(0.0)
+    return (
+        _estimate_kernel(machine, machine.back_call_s, threads, op.kind, amount * part, at, back=True)
+        if part
+        else ComputeWork(0.0)
+    )
 
 
-def _kernel(
+def _estimate_kernel(
     machine: Machine, call_s: float, threads: int, kind: str, amount: float, at: Sequence[float], back: bool = False
-) -> Work:
-    seconds = machine.seconds(kind, amount, at, back)
+) -> ComputeWork:
+    seconds = machine.estimate_seconds(kind, amount, at, back)
     if threads > 1:
-        seconds = machine.threaded(seconds, threads, machine.spread(kind, at))
-    return Work(call_s + seconds, machine.crowded(kind, at))
+        seconds = machine.compute_threaded_seconds(seconds, threads, machine.estimate_spread(kind, at))
+    return ComputeWork(call_s + seconds, machine.estimate_crowding(kind, at))
 
 
 @dataclass
-class _Pricing:
+class _ActionBuilder:
     program: Program
     tally: RankTally
-    prices: Prices
+    prices: CostModel
     threads: int
     again: bool
     away: bool
@@ -143,61 +157,67 @@ class _Pricing:
         self.awaited: Counter[tuple[int, int, int]] = Counter()
         self.sums: Counter[tuple[int, ...]] = Counter()
 
-    def steps(self) -> Iterator[tuple[Action, ...]]:
+    def build_steps(self) -> Iterator[tuple[Action, ...]]:
         waited = False
         for step in self.program.steps:
-            actions = (Work(self._overhead_s(step)), *self._of(step, waited))
-            waited = any(isinstance(action, Await | Finish) for action in actions)
+            actions = (ComputeWork(self._get_overhead_s(step)), *self._build_actions(step, waited))
+            waited = any(isinstance(action, WaitMessage | WaitAllReduce) for action in actions)
             yield actions
 
-    def _overhead_s(self, step: Step) -> float:
+    def _get_overhead_s(self, step: Step) -> float:
         """What the instruction takes by itself, whatever its size."""
         machine = self.machine
         match step.instruction:
             case Exchange():
                 return max(machine.instruction_s, machine.exchange_s)
-            case AllReduce() | CountLabels() | ShareStatistics() | Agree() | SumGradients():
+            case AllReduce() | CountLabels() | ReduceBatchStats() | FiniteCheckAllReduce() | SumGradients():
                 return machine.sum_s or machine.instruction_s
         return machine.instruction_s
 
-    def _of(self, step: Step, waited: bool) -> Iterable[Action]:
+    def _build_actions(self, step: Step, waited: bool) -> Iterable[Action]:
         """`waited`: the rank did so just before."""
         match step.instruction:
             case Compute() as segment:
-                tally = self._way(step).segments[segment.name]
-                work = self.prices.of(tally, self.threads, step.phase, self.again)
+                tally = self._get_direction_tally(step).segments[segment.name]
+                work = self.prices.get_segment_work(tally, self.threads, step.phase, self.again)
                 if waited and work.seconds:
-                    yield self._copied(self.machine.cold_copies * min(_CACHE_BYTES, sum(op.bytes for op in tally.ops)))
+                    yield self._estimate_copy(
+                        self.machine.cold_copies * min(_CACHE_BYTES, sum(op.bytes for op in tally.ops))
+                    )
                 yield work
                 if self.away:
-                    yield self._carried(sum(size for size in tally.fresh.values() if size >= LEAST_BYTES), step.phase)
+                    yield self._estimate_offload(
+                        sum(size for size in tally.fresh.values() if size >= LEAST_BYTES), step.phase
+                    )
             case Exchange() as exchange:
-                yield from self._exchange(exchange, step)
+                yield from self._build_exchange(exchange, step)
             case CountLabels() as counting:  # what it computes is nothing beside a convolution
-                for each in counting.program.of_kind(AllReduce):
-                    yield from self._sum(each.group, each.bytes)
-                yield from self._sum(counting.group, counting.bytes)
-            case AllReduce() | ShareStatistics() | Agree() as total:
-                yield from self._sum(total.group, total.bytes)
+                for each in counting.program.select_instructions(AllReduce):
+                    yield from self._build_all_reduce(each.group, each.bytes)
+                yield from self._build_all_reduce(counting.group, counting.bytes)
+            case AllReduce() | ReduceBatchStats() | FiniteCheckAllReduce() as total:
+                yield from self._build_all_reduce(total.group, total.bytes)
             case SumGradients() as bucket:
-                yield from self._gradients(bucket, begins=step.phase is not Phase.UPDATE)
+                yield from self._build_gradient_sum(bucket, begins=step.phase is not Phase.UPDATE)
             case Update() as update:
-                yield from self._update(update)
+                yield from self._build_update(update)
 
-    def _way(self, step: Step) -> WayTally:
+    def _get_direction_tally(self, step: Step) -> DirectionTally:
         return self.tally.ways[self.program.directions[step.micro_batch]]
 
-    def _copied(self, count_bytes: float) -> Work:
-        return Work(count_bytes / self.machine.copy_per_s, self.machine.crowded("copy", (2 * count_bytes,)))
+    def _estimate_copy(self, count_bytes: float) -> ComputeWork:
+        return ComputeWork(
+            count_bytes / self.machine.copy_per_s, self.machine.estimate_crowding("copy", (2 * count_bytes,))
+        )
 
-    def _carried(self, count_bytes: float, phase: Phase) -> Work:
+    def _estimate_offload(self, count_bytes: float, phase: Phase) -> ComputeWork:
         """What is kept for backward is put away, and comes back where it cannot be read where it lies."""
         host_per_s = self.machine.host_per_s
         if host_per_s is None:
-            return self._copied(count_bytes if phase is Phase.FORWARD else 0)
-        return Work(count_bytes / min(host_per_s, self.machine.copy_per_s))
+            return self._estimate_copy(count_bytes if phase is Phase.FORWARD else 0)
+        return ComputeWork(count_bytes / min(host_per_s, self.machine.copy_per_s))
 
-    def _exchange(self, exchange: Exchange, step: Step) -> Iterator[Action]:
+    def _build_exchange(self, exchange: Exchange, step: Step) -> Iterator[Action]:
         """Pack, send, wait for what is expected, unpack, where that is needed; so with the rank's own pixels.
 
         On a host whose cores the ranks share, whoever waits for a message fetches it, when it has the time for that.
@@ -205,61 +225,64 @@ class _Pricing:
         forward = step.phase is Phase.FORWARD
         sends, receives = exchange.sends, exchange.receives
         if not forward:
-            sends, receives = self._turned(receives), self._turned(sends)
+            sends, receives = self._reverse_moves(receives), self._reverse_moves(sends)
         tag = exchange.tag + (not forward)
-        packed, unpacked = staged(exchange, forward)
-        yield self._copied(packed)
+        packed, unpacked = count_staged_bytes(exchange, forward)
+        yield self._estimate_copy(packed)
         for move in sends:
-            yield Post(self._route(self.sent, (move.source, move.target, tag)), exchange.bytes_of([move]))
+            yield PostSend(self._make_route(self.sent, (move.source, move.target, tag)), exchange.compute_bytes([move]))
         for move in receives:
-            route = self._route(self.awaited, (move.source, move.target, tag))
-            yield Await(route)
-            yield Fetch(route, exchange.bytes_of([move]))
+            route = self._make_route(self.awaited, (move.source, move.target, tag))
+            yield WaitMessage(route)
+            yield CopyMessage(route, exchange.compute_bytes([move]))
         own = 0
-        if exchange.window and exchange.own and not self._spared(exchange, step):
-            own = exchange.bytes_of([Move(0, 0, exchange.own & exchange.window)])
-        yield self._copied(unpacked + own)
+        if exchange.window and exchange.own and not self._can_skip_copy(exchange, step):
+            own = exchange.compute_bytes([Move(0, 0, exchange.own & exchange.window)])
+        yield self._estimate_copy(unpacked + own)
 
-    def _spared(self, exchange: Exchange, step: Step) -> bool:
+    def _can_skip_copy(self, exchange: Exchange, step: Step) -> bool:
         """Whether a rank's own pixels lie in the window already, or their gradients may stay in the window's."""
         if step.phase is Phase.FORWARD:
-            return exchange.target in self._way(step).roomy
-        return exchange.surrounds and len(self.program.way(step.micro_batch).reads[exchange.source]) == 1
+            return exchange.target in self._get_direction_tally(step).roomy
+        return (
+            exchange.window_covers_own
+            and len(self.program.get_direction_program(step.micro_batch).reads[exchange.source]) == 1
+        )
 
     @staticmethod
-    def _turned(moves: Sequence[Move]) -> tuple[Move, ...]:
+    def _reverse_moves(moves: Sequence[Move]) -> tuple[Move, ...]:
         return tuple(Move(move.target, move.source, move.tile) for move in moves)
 
     @staticmethod
-    def _route(counts: Counter[tuple[int, int, int]], place: tuple[int, int, int]) -> tuple[int, int, int, int]:
+    def _make_route(counts: Counter[tuple[int, int, int]], place: tuple[int, int, int]) -> tuple[int, int, int, int]:
         counts[place] += 1
         return (*place, counts[place] - 1)
 
-    def _sum(self, group: tuple[int, ...], count_bytes: int) -> Iterator[Action]:
+    def _build_all_reduce(self, group: tuple[int, ...], count_bytes: int) -> Iterator[Action]:
         """Messages and additions; no rank goes on before all have come."""
         if len(group) < 2:
             return
         self.sums[group] += 1
         name = ("sum", group, self.sums[group])
-        yield Join(name, group, count_bytes)
-        yield Finish(name, group)
-        yield Work(self.prices.sum(group, count_bytes).fetched_s)
+        yield JoinAllReduce(name, group, count_bytes)
+        yield WaitAllReduce(name, group)
+        yield ComputeWork(self.prices.get_all_reduce_cost(group, count_bytes).fetched_s)
 
-    def _gradients(self, bucket: SumGradients, begins: bool) -> Iterator[Action]:
+    def _build_gradient_sum(self, bucket: SumGradients, begins: bool) -> Iterator[Action]:
         name = ("gradients", bucket.name)
         if begins:
-            yield self._copied(bucket.bytes)
-            yield Join(name, bucket.group, bucket.bytes, behind=True)
+            yield self._estimate_copy(bucket.bytes)
+            yield JoinAllReduce(name, bucket.group, bucket.bytes, behind=True)
         else:
-            yield Finish(name, bucket.group)
-            yield Work(self.prices.sum(bucket.group, bucket.bytes).fetched_s)
-            yield self._copied(bucket.bytes)
+            yield WaitAllReduce(name, bucket.group)
+            yield ComputeWork(self.prices.get_all_reduce_cost(bucket.group, bucket.bytes).fetched_s)
+            yield self._estimate_copy(bucket.bytes)
 
-    def _update(self, update: Update) -> Iterator[Action]:
+    def _build_update(self, update: Update) -> Iterator[Action]:
         machine, trained = self.machine, self.tally.trained
         moved = 5 * sum(self.tally.weights[name] for name in trained)  # weight, gradient and momentum, read and written
         counted = len(update.statistics) * len(self.program.directions)
-        moving_s = machine.seconds("pointwise", moved, (moved,))
-        yield Work(machine.update_s + machine.weight_s * len(trained) + machine.statistic_s * counted + moving_s)
+        moving_s = machine.estimate_seconds("pointwise", moved, (moved,))
+        yield ComputeWork(machine.update_s + machine.weight_s * len(trained) + machine.statistic_s * counted + moving_s)
         for group in sorted({entry.mean_over for entry in update.statistics if entry.mean_over}):
-            yield from self._sum(group, 16)
+            yield from self._build_all_reduce(group, 16)

@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engines.layer.graph import ModelGraph, TensorSpec
-from engines.predict.effects import Local
-from engines.predict.segments import Held, SegmentCount, window_key
-from engines.predict.tallies import RankTally, WayTally
+from engines.predict.effects import LocalTensor
+from engines.predict.segments import DirectionValues, SegmentCounter, get_window_key
+from engines.predict.tallies import DirectionTally, RankTally
 from engines.program.instructions import AllReduce, Compute, Exchange
-from engines.program.program import Feed, Program
+from engines.program.program import Program, ShardSpec
 
-__all__ = ["tally"]
+__all__ = ["build_tally"]
 
 
-def tally(program: Program, graph: ModelGraph) -> RankTally:
+def build_tally(program: Program, graph: ModelGraph) -> RankTally:
     """What the rank of this program does in a training step.
 
     Raises TraceError where a kernel cannot be asked what it makes.
     """
-    ways = {direction: _WayCount(way, graph).tally() for direction, way in program.ways.items()}
+    ways = {direction: _DirectionCounter(way, graph).build_tally() for direction, way in program.ways.items()}
     return RankTally(
         ways,
         {name: graph.weights[name].bytes for name in program.weights},
@@ -29,29 +29,29 @@ def tally(program: Program, graph: ModelGraph) -> RankTally:
 
 
 @dataclass
-class _WayCount(Held):
+class _DirectionCounter(DirectionValues):
     """One direction of a rank; `halo_bytes` are borrowed."""
 
     halo_bytes: dict[str, int] = field(default_factory=dict)
 
-    def tally(self) -> WayTally:
+    def build_tally(self) -> DirectionTally:
         segments = {}
-        inputs = {name: self._fed(name, feed) for name, feed in self.way.feeds.items()}
+        inputs = {name: self._add_input(name, feed) for name, feed in self.way.feeds.items()}
         for item in self.way.forward:
             match item:
                 case Compute():
-                    segments[item.name] = SegmentCount(item, self).tally()
+                    segments[item.name] = SegmentCounter(item, self).build_tally()
                 case Exchange() if item.window is not None:
-                    self._arrives(item)
+                    self._add_window(item)
                 case AllReduce():
-                    self.keep(item.target, self.values[item.source], item.differentiable, item.target)
+                    self.add_value(item.target, self.values[item.source], item.differentiable, item.target)
         gradients = frozenset(name for name, local in self.values.items() if local.needs_gradient)
-        return WayTally(
+        return DirectionTally(
             self.lies_in, self.bytes, self.halo_bytes, gradients, segments, inputs,
-            frozenset(e.target for source, e in self.rooms.items() if self.lies_in.get(source) == window_key(e)),
+            frozenset(e.target for source, e in self.rooms.items() if self.lies_in.get(source) == get_window_key(e)),
         )  # fmt: skip
 
-    def _fed(self, name: str, feed: Feed) -> int:
+    def _add_input(self, name: str, feed: ShardSpec) -> int:
         spec, shape = self.graph.inputs[name], list(self.graph.inputs[name].shape)
         if feed.tile is not None and feed.tile.images is not None:
             shape[0] = len(feed.tile.images)
@@ -59,16 +59,16 @@ class _WayCount(Held):
             for axis, size in zip(feed.axes, feed.tile.shape, strict=True):
                 shape[axis] = size
         part = TensorSpec(tuple(shape), spec.dtype)
-        self.keep(name, Local.of(part, False), False, f"input:{name}")
+        self.add_value(name, LocalTensor.of(part, False), False, f"input:{name}")
         self.bytes[f"input:{name}"] = 0  # it is counted as what the rank is fed with
         return part.bytes
 
-    def _arrives(self, exchange: Exchange) -> None:
-        window, key = exchange.window, window_key(exchange)
-        spec = TensorSpec(exchange.shape_of(window), exchange.dtype)
+    def _add_window(self, exchange: Exchange) -> None:
+        window, key = exchange.window, get_window_key(exchange)
+        spec = TensorSpec(exchange.compute_shape(window), exchange.dtype)
         self.bytes[key] = spec.bytes
         if exchange.kind == "halo":
             own = exchange.own & window if exchange.own else None
-            kept = TensorSpec(exchange.shape_of(own), exchange.dtype).bytes if own else 0
+            kept = TensorSpec(exchange.compute_shape(own), exchange.dtype).bytes if own else 0
             self.halo_bytes[key] = spec.bytes - kept
-        self.keep(exchange.target, Local.of(spec, exchange.differentiable), exchange.differentiable, key)
+        self.add_value(exchange.target, LocalTensor.of(spec, exchange.differentiable), exchange.differentiable, key)

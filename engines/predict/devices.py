@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engines.predict.classes import BY_ARITHMETIC, CLASSES
 from engines.predict.machine import Link, Machine, Speed
 
-__all__ = ["BUSY", "LAUNCH_S", "MEMORY_SHARE", "PASSES", "Node", "Processor", "machine_of"]
+__all__ = ["BUSY", "LAUNCH_S", "MEMORY_SHARE", "PASSES", "NodeSpec", "Processor", "make_machine"]
 
 MEMORY_SHARE = 0.83
 """Of the memory's nominal bandwidth, what a kernel gets: 750 of 900 GB/s on a V100 (Jia et al., Dissecting the NVIDIA
@@ -60,7 +60,7 @@ class Processor:
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeSpec:
     """Ranks that share a host: the link between two of them, and the one that they share to all other nodes.
 
     `host_per_s` is the way between each device and the host, in bytes a second one way (None: the ranks are the host).
@@ -74,7 +74,7 @@ class Node:
     host_per_s: float | None = None
 
 
-def machine_of(node: Node, processor: Processor) -> Machine:
+def make_machine(node: NodeSpec, processor: Processor) -> Machine:
     """The machine made of such nodes; sums go within nodes and then between them, as NCCL and MVAPICH2 do them.
 
     What an optimiser starts is taken to be hidden behind the device's work, and running statistics to be kept by the
@@ -83,7 +83,7 @@ def machine_of(node: Node, processor: Processor) -> Machine:
     memory_per_s = MEMORY_SHARE * processor.memory_per_s
     return Machine(
         node.name, f"{node.source} {processor.source} Made by the rule of engines/predict/devices.py.",
-        {kind: (_speed(kind, processor, memory_per_s),) for kind in CLASSES},
+        {kind: (_make_speed(kind, processor, memory_per_s),) for kind in CLASSES},
         least_s=processor.start_s, instruction_s=processor.start_s,
         copy_per_s=memory_per_s / 2, host_per_s=node.host_per_s,
         latency_s=node.inside.latency_s, bytes_per_s=node.inside.bytes_per_s,
@@ -92,7 +92,7 @@ def machine_of(node: Node, processor: Processor) -> Machine:
     )  # fmt: skip
 
 
-def _speed(kind: str, processor: Processor, memory_per_s: float) -> Speed:
+def _make_speed(kind: str, processor: Processor, memory_per_s: float) -> Speed:
     """An upper bound, and for arithmetic the sizes at which memory alone makes it half as fast.
 
     2 x dot x filters x outputs FLOPs move number_bytes x (outputs x dot + outputs x filters + dot x filters) bytes.

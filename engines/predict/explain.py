@@ -10,17 +10,17 @@ from typing import Any, Protocol
 
 from engines.plan import Plan
 from engines.predict.forecast import Forecast
-from engines.predict.kinds import KINDS, WORDS, kind_of, name_of
-from engines.predict.search import Found
-from engines.predict.shares import shares_of
-from engines.spoken import spoken_bytes, spoken_rate, spoken_share
+from engines.predict.kinds import KINDS, WORDS, classify_plan, describe_plan
+from engines.predict.search import SearchResult
+from engines.predict.shares import compute_time_shares
+from engines.spoken import format_bytes, format_number, format_percent
 
-__all__ = ["Explanation", "Verdict", "explain", "judge"]
+__all__ = ["Explanation", "Verdict", "explain", "explain_forecasts"]
 
 WORTH_SAYING = 0.05  # of a step's time
 
 
-class Bounded(Protocol):
+class BoundedPlan(Protocol):
     """A plan that was not simulated: at most so many images per second, and at least so many bytes."""
 
     @property
@@ -47,7 +47,7 @@ class Verdict:
     fits: bool = False
     share: float = 0.0
     reason: str = ""
-    bound: Bounded | None = None
+    bound: BoundedPlan | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -81,7 +81,7 @@ class Explanation:
             (each for each in self.verdicts if each.fits and each.best), key=lambda each: each.share, default=None
         )
 
-    def of(self, kind: str) -> Verdict | None:
+    def get_verdict(self, kind: str) -> Verdict | None:
         """That of a kind, None where no plan of it was looked at."""
         return next((each for each in self.verdicts if each.kind == kind), None)
 
@@ -89,9 +89,9 @@ class Explanation:
     def sentences(self) -> tuple[str, ...]:
         """The best first, then the other kinds: the faster before the slower, then what does not fit."""
         chosen = self.best
-        others = sorted((each for each in self.verdicts if each is not chosen), key=_order)
-        first = [self._chosen(chosen.kind, chosen.best)] if chosen and chosen.best else []
-        return (*first, *(self._other(each) for each in others))
+        others = sorted((each for each in self.verdicts if each is not chosen), key=_get_sort_key)
+        first = [self._describe_best(chosen.kind, chosen.best)] if chosen and chosen.best else []
+        return (*first, *(self._describe_other(each) for each in others))
 
     @property
     def words(self) -> str:
@@ -105,78 +105,80 @@ class Explanation:
         items = "".join(f"<li>{escape(sentence)}</li>" for sentence in self.sentences)
         return f'<ul style="max-width: 60em; line-height: 1.4; margin: 0.3em 0">{items}</ul>'
 
-    def _chosen(self, kind: str, found: Forecast) -> str:
+    def _describe_best(self, kind: str, found: Forecast) -> str:
         ranks = f"{self.ranks:,} rank{'s'[: self.ranks > 1]}"
-        return f"The best for {ranks} is {WORDS[kind]}, {name_of(found.plan)}: {self._numbers(found)}."
+        return f"The best for {ranks} is {WORDS[kind]}, {describe_plan(found.plan)}: {self._format_numbers(found)}."
 
-    def _other(self, verdict: Verdict) -> str:
+    def _describe_other(self, verdict: Verdict) -> str:
         found = verdict.best or verdict.bound
         if found is None:
             return f"{verdict.title} cannot run: {verdict.reason}"
-        plan = f" ({name_of(found.plan)})"
+        plan = f" ({describe_plan(found.plan)})"
         if not verdict.fits:
             least = "it needs" if verdict.looked_at == 1 else f"the least of {verdict.looked_at} plans{plan} needs"
             more = "" if verdict.best else " at least"
-            return f"{verdict.title} does not fit: {least}{more} {self._memory(found)}."
+            return f"{verdict.title} does not fit: {least}{more} {self._format_memory(found)}."
         if verdict.best is None:
-            rate = spoken_rate(found.images_per_s)
+            rate = format_number(found.images_per_s)
             return f"{verdict.title}{plan} is slower: at most {rate} images/s, which is known without simulating it."
-        return f"{verdict.title}{plan} reaches {spoken_share(verdict.share)} of that: {self._numbers(verdict.best)}."
+        share, numbers = format_percent(verdict.share), self._format_numbers(verdict.best)
+        return f"{verdict.title}{plan} reaches {share} of that: {numbers}."
 
-    def _numbers(self, found: Forecast) -> str:
+    def _format_numbers(self, found: Forecast) -> str:
         """Speed, memory, and what else than computing takes time."""
         images = f"{found.images:,} image{'s'[: found.images > 1]}"
-        return f"{spoken_rate(found.images_per_s)} images/s in steps of {images}, {self._memory(found)}{_losses(found)}"
+        more = f"{self._format_memory(found)}{_format_losses(found)}"
+        return f"{format_number(found.images_per_s)} images/s in steps of {images}, {more}"
 
-    def _memory(self, found: Forecast | Bounded) -> str:
+    def _format_memory(self, found: Forecast | BoundedPlan) -> str:
         """`3.1 GB of 16.0 GB`, of the fullest rank."""
-        limit = f" of {spoken_bytes(self.rank_bytes)}" if self.rank_bytes else ""
-        return f"{spoken_bytes(found.peak_bytes)}{limit}"
+        limit = f" of {format_bytes(self.rank_bytes)}" if self.rank_bytes else ""
+        return f"{format_bytes(found.peak_bytes)}{limit}"
 
 
-def explain(found: Found, rank_bytes: int | None = None) -> Explanation:
+def explain(found: SearchResult, rank_bytes: int | None = None) -> Explanation:
     """What a search has found, kind by kind; `rank_bytes` as it was given to it."""
-    return judge((*found.fitting, *found.too_large), found.refused, rank_bytes, found.bounded)
+    return explain_forecasts((*found.fitting, *found.too_large), found.refused, rank_bytes, found.bounded)
 
 
-def judge(
+def explain_forecasts(
     forecasts: Iterable[Forecast],
     refused: Sequence[tuple[Plan, str]] = (),
     rank_bytes: int | None = None,
-    bounded: Sequence[Bounded] = (),
+    bounded: Sequence[BoundedPlan] = (),
 ) -> Explanation:
     """The same of any forecasts, of plans that were refused with a reason, and of those that were not simulated."""
     found, bounds, reasons = (
-        _grouped((each.plan, each) for each in forecasts),
-        _grouped((each.plan, each) for each in bounded),
-        _grouped(refused),
+        _group_by_kind((each.plan, each) for each in forecasts),
+        _group_by_kind((each.plan, each) for each in bounded),
+        _group_by_kind(refused),
     )
     ranks = next((each.plan.ranks for of in (*found.values(), *bounds.values()) for each in of), 0)
     ranks = ranks or (refused[0][0].ranks if refused else 0)
-    rates = [each.images_per_s for of in found.values() for each in of if _fits(each, rank_bytes)]
+    rates = [each.images_per_s for of in found.values() for each in of if _can_fit(each, rank_bytes)]
     fastest = max(rates, default=0.0)
-    verdicts = (_verdict(kind, found[kind], bounds[kind], reasons[kind], rank_bytes, fastest) for kind in KINDS)
+    verdicts = (_make_verdict(kind, found[kind], bounds[kind], reasons[kind], rank_bytes, fastest) for kind in KINDS)
     return Explanation(ranks, tuple(each for each in verdicts if each.looked_at), rank_bytes)
 
 
-def _grouped(pairs: Iterable[tuple[Plan, Any]]) -> defaultdict[str, list[Any]]:
+def _group_by_kind(pairs: Iterable[tuple[Plan, Any]]) -> defaultdict[str, list[Any]]:
     """What belongs to plans, by their kinds."""
     found: defaultdict[str, list[Any]] = defaultdict(list)
     for plan, item in pairs:
-        found[kind_of(plan)].append(item)
+        found[classify_plan(plan)].append(item)
     return found
 
 
-def _verdict(
-    kind: str, found: Sequence[Forecast], bounds: Sequence[Bounded], why: Sequence[str], rank_bytes: int | None,
+def _make_verdict(
+    kind: str, found: Sequence[Forecast], bounds: Sequence[BoundedPlan], why: Sequence[str], rank_bytes: int | None,
     fastest: float,
 ) -> Verdict:  # fmt: skip
     """Of a kind, whose plans were simulated, or bounded, or refused."""
     count = len(found) + len(bounds) + len(why)
-    if fitting := [each for each in found if _fits(each, rank_bytes)]:
+    if fitting := [each for each in found if _can_fit(each, rank_bytes)]:
         best = max(fitting, key=lambda each: each.images_per_s)
         return Verdict(kind, count, best, True, best.images_per_s / fastest)
-    if slower := [each for each in bounds if _fits(each, rank_bytes)]:
+    if slower := [each for each in bounds if _can_fit(each, rank_bytes)]:
         return Verdict(kind, count, fits=True, bound=max(slower, key=lambda each: each.images_per_s))
     if all_of_them := [*found, *bounds]:
         least = min(all_of_them, key=lambda each: each.peak_bytes)
@@ -184,17 +186,17 @@ def _verdict(
     return Verdict(kind, count, reason=next(iter(why), ""))
 
 
-def _fits(each: Forecast | Bounded, rank_bytes: int | None) -> bool:
+def _can_fit(each: Forecast | BoundedPlan, rank_bytes: int | None) -> bool:
     return rank_bytes is None or each.peak_bytes <= rank_bytes
 
 
-def _order(verdict: Verdict) -> tuple[bool, bool, float]:
+def _get_sort_key(verdict: Verdict) -> tuple[bool, bool, float]:
     return verdict.plan is None, not verdict.fits, -verdict.share
 
 
-def _losses(found: Forecast) -> str:
+def _format_losses(found: Forecast) -> str:
     """On what else than computing much time goes, the most first."""
-    parts = {kind: share for kind, share in shares_of(found.timeline).items() if kind != "compute"}
+    parts = {kind: share for kind, share in compute_time_shares(found.timeline).items() if kind != "compute"}
     large = sorted((kind for kind, share in parts.items() if share >= WORTH_SAYING), key=lambda kind: -parts[kind])
-    told = [f"{spoken_share(parts[kind])} {kind if 'waiting' in kind else f'on {kind}'}" for kind in large]
+    told = [f"{format_percent(parts[kind])} {kind if 'waiting' in kind else f'on {kind}'}" for kind in large]
     return f"; of a rank's time {', '.join(told)}" if told else ""

@@ -6,17 +6,17 @@ import math
 from dataclasses import dataclass, replace
 
 from engines.layer.graph import ModelGraph
-from engines.layout import threads_of
+from engines.layout import compute_threads
 from engines.plan import Plan
-from engines.predict.cost import Prices
-from engines.predict.count import tally
+from engines.predict.cost import CostModel
+from engines.predict.count import build_tally
 from engines.predict.machine import Machine
-from engines.predict.memory import RankMemory, memory_of
+from engines.predict.memory import RankMemory, predict_tallied_memory
 from engines.predict.simulate import simulate
 from engines.program.compile import Compiler
 from engines.program.timeline import Timeline
 
-__all__ = ["Forecast", "copies_of", "forecast", "pace"]
+__all__ = ["Forecast", "compute_throughput", "count_copies", "forecast"]
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,22 @@ class Forecast:
         """Of the fullest rank."""
         return max(memory.peak_bytes for memory in self.memory)
 
-    def pace(self, neutral_batch: int | None = None) -> float:
+    def compute_throughput(self, neutral_batch: int | None = None) -> float:
         """As the function."""
-        return pace(self.images, self.seconds, neutral_batch)
+        return compute_throughput(self.images, self.seconds, neutral_batch)
 
 
-def pace(images: int, seconds: float, neutral_batch: int | None = None) -> float:
+def compute_throughput(images: int, seconds: float, neutral_batch: int | None = None) -> float:
     """Images per second of steps of so many images, as far as they count.
 
     Where updates of `neutral_batch` images leave the accuracy as it is, and larger ones do not, the images beyond it
     do not count: neither those of a step that is larger, nor those by which the last of some steps is.
 
-    >>> pace(8, 2.0), pace(8, 2.0, neutral_batch=4), pace(8, 2.0, neutral_batch=12)
+    >>> (
+    ...     compute_throughput(8, 2.0),
+    ...     compute_throughput(8, 2.0, neutral_batch=4),
+    ...     compute_throughput(8, 2.0, neutral_batch=12),
+    ... )
     (4.0, 2.0, 3.0)
     """
     if neutral_batch is None:
@@ -77,7 +81,7 @@ def pace(images: int, seconds: float, neutral_batch: int | None = None) -> float
 
 
 def forecast(
-    graph: ModelGraph, plan: Plan, machine: Machine | Prices, optimiser_states: int = 1, copies: int | None = None
+    graph: ModelGraph, plan: Plan, machine: Machine | CostModel, optimiser_states: int = 1, copies: int | None = None
 ) -> Forecast:
     """The cost of a step of the traced micro-batch's model.
 
@@ -86,20 +90,22 @@ def forecast(
     `optimiser_states` as in `rank_memory`; that halos may overlap with computing is left out of account.
     Raises PlanError or TraceError where the plan does not fit the model.
     """
-    prices = Prices.of_machine(machine)
-    machine, copies = prices.machine, copies or copies_of(plan, prices.machine)
+    prices = CostModel.from_machine(machine)
+    machine, copies = prices.machine, copies or count_copies(plan, prices.machine)
     compiler = Compiler(graph, replace(plan, overlap_halos=False))
-    programs = [compiler.program(rank) for rank in range(plan.replica_ranks)]
-    tallies = [tally(program, graph) for program in programs]
-    threads = [threads_of(plan, program.rank, machine.cores or 1, machine.node_ranks) for program in programs]
+    programs = [compiler.compile_rank(rank) for rank in range(plan.replica_ranks)]
+    tallies = [build_tally(program, graph) for program in programs]
+    threads = [compute_threads(plan, program.rank, machine.cores or 1, machine.node_ranks) for program in programs]
     again, away = plan.checkpoint_activations, plan.offload_activations
     timeline = simulate(programs, tallies, prices, threads, again, copies, away)
-    one = [memory_of(p, counted, plan, optimiser_states) for p, counted in zip(programs, tallies, strict=True)]
+    one = [
+        predict_tallied_memory(p, counted, plan, optimiser_states) for p, counted in zip(programs, tallies, strict=True)
+    ]
     memory = (replace(each, rank=each.rank + copy * len(one)) for copy in range(copies) for each in one)
     return Forecast(plan, timeline, tuple(memory), plan.micro_batches * graph.inputs["images"].shape[0])
 
 
-def copies_of(plan: Plan, machine: Machine) -> int:
+def count_copies(plan: Plan, machine: Machine) -> int:
     """How many replicas have to be simulated for all ranks' times to be known.
 
     One, where each rank has its own device and replicas lie alike on the nodes: each within one, or each on whole ones.
@@ -109,7 +115,7 @@ def copies_of(plan: Plan, machine: Machine) -> int:
 
     >>> from engines.predict.machine import Link
     >>> machine = Machine("nodes of 6", "an example", {}, node_ranks=6, between=Link(1e-6, 1e10))
-    >>> [copies_of(Plan(split_size=n, spatial_size=0, data_parallel=32), machine) for n in (1, 3, 4, 5, 12)]
+    >>> [count_copies(Plan(split_size=n, spatial_size=0, data_parallel=32), machine) for n in (1, 3, 4, 5, 12)]
     [1, 1, 3, 6, 1]
     """
     size, node = plan.replica_ranks, machine.node_ranks

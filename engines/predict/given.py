@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from engines.predict.machine import Machine
-from engines.predict.machines import machine
+from engines.predict.machines import get_machine
 
-__all__ = ["given"]
+__all__ = ["resolve_machine"]
 
 
-def given(asked: Machine | str) -> Machine:
+def resolve_machine(asked: Machine | str) -> Machine:
     """The machine itself. Raises PlanError for a name that is not known, with those that are.
 
-    >>> given("Summit").name
+    >>> resolve_machine("Summit").name
     'Summit'
     """
-    return machine(asked) if isinstance(asked, str) else asked
+    return get_machine(asked) if isinstance(asked, str) else asked

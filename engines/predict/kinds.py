@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engines.plan import Plan
 
-__all__ = ["KINDS", "WORDS", "grids_of", "kind_of", "name_of"]
+__all__ = ["KINDS", "WORDS", "classify_plan", "describe_plan", "format_grids"]
 
 KINDS = ("data", "layer", "pipeline", "bidirectional", "spatial", "hybrid")
 
@@ -19,14 +19,18 @@ WORDS = {
 """What each is called in a sentence."""
 
 
-def kind_of(plan: Plan) -> str:
+def classify_plan(plan: Plan) -> str:
     """What the ranks of one replica share: nothing (`data`), the layers, the micro-batches, both ways, or the image.
 
     `hybrid` is the image in the first stages and something else behind them. Replicas make no other kind of it.
 
-    >>> kind_of(Plan(split_size=1, spatial_size=0, data_parallel=4)), kind_of(Plan(split_size=1)), kind_of(Plan())
+    >>> (
+    ...     classify_plan(Plan(split_size=1, spatial_size=0, data_parallel=4)),
+    ...     classify_plan(Plan(split_size=1)),
+    ...     classify_plan(Plan()),
+    ... )
     ('data', 'spatial', 'hybrid')
-    >>> kind_of(Plan(split_size=4, spatial_size=0)), kind_of(Plan(split_size=4, spatial_size=0, parts=2))
+    >>> classify_plan(Plan(split_size=4, spatial_size=0)), classify_plan(Plan(split_size=4, spatial_size=0, parts=2))
     ('layer', 'pipeline')
     """
     if any(grid.tiles > 1 for grid in plan.grids):
@@ -38,13 +42,16 @@ def kind_of(plan: Plan) -> str:
     return "pipeline" if plan.parts > 1 else "layer"
 
 
-def name_of(plan: Plan) -> str:
+def describe_plan(plan: Plan) -> str:
     """A plan in a few words, unlike any other that is searched for the same ranks.
 
-    >>> name_of(Plan(split_size=2, spatial_size=1)), name_of(Plan(split_size=1, spatial_size=0, data_parallel=4))
+    >>> (
+    ...     describe_plan(Plan(split_size=2, spatial_size=1)),
+    ...     describe_plan(Plan(split_size=1, spatial_size=0, data_parallel=4)),
+    ... )
     ('2x2 tiles + 1 stage', '4 replicas')
     """
-    words = [f"{grids_of(plan)} tiles"] if plan.spatial_size else []
+    words = [f"{format_grids(plan)} tiles"] if plan.spatial_size else []
     behind = plan.split_size - plan.spatial_size
     if behind and (plan.spatial_size or behind > 1):
         words.append(f"{behind} stage{'s'[: behind > 1]}")
@@ -59,6 +66,6 @@ def name_of(plan: Plan) -> str:
     return " + ".join(words) or "1 rank"
 
 
-def grids_of(plan: Plan) -> str:
+def format_grids(plan: Plan) -> str:
     """The grids of the spatial stages; a dash where there is none."""
     return " ".join(str(grid) for grid in plan.grids[: plan.spatial_size]) or "–"

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Gradients", "Ledger"]
+__all__ = ["GradientTracker", "MemoryTracker"]
 
 
-class Ledger:
+class MemoryTracker:
     """Blocks of memory by key, each counted once for as long as anyone holds it; `now` is their bytes by kind.
 
-    >>> ledger = Ledger()
-    >>> ledger.hold("x", {"activations": 8}), ledger.hold("x"), ledger.release("x"), ledger.total
+    >>> ledger = MemoryTracker()
+    >>> ledger.add_process("x", {"activations": 8}), ledger.add_process("x"), ledger.release("x"), ledger.total
     (None, None, None, 8)
     >>> ledger.release("x"), ledger.total, ledger.peak
     (None, 0, 8)
@@ -47,7 +47,7 @@ class Ledger:
         """The bytes by kind of each block that is there now."""
         return {key: parts for key, (_, parts) in self._held.items()}
 
-    def for_a_while(self, **kinds: int) -> None:
+    def add_transient(self, **kinds: int) -> None:
         """So much more is in use for a moment."""
         if self.total + sum(kinds.values()) > self.peak:
             self.peak = self.total + sum(kinds.values())
@@ -59,18 +59,18 @@ class Ledger:
             self.now[kind] += sign * size
             self.total += sign * size
         if self.total > self.peak:
-            self.for_a_while()
+            self.add_transient()
 
 
 @dataclass
-class Gradients:
+class GradientTracker:
     """Gradients on their way back through a segment; `arrived` are the values that have one, its outputs to begin with.
 
     Those of the outputs are held by others. `parts` are values whose gradient is a part of that of a larger value.
     `moved` are the bytes read and written where they are added up.
     """
 
-    ledger: Ledger
+    ledger: MemoryTracker
     arrived: set[str]
     lies_in: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Gradients:
     moved: list[int] = field(default_factory=list)
     count: int = 0
 
-    def give(self, name: str, size: int, passed_from: Sequence[str]) -> None:
+    def add(self, name: str, size: int, passed_from: Sequence[str]) -> None:
         """A value gets a gradient, in memory of its own or in that of a result's; it is added to what is there."""
         self.count += 1
         given = next((self.lies_in.get(each, f"given:{each}") for each in passed_from if each in self.arrived), None)
@@ -95,7 +95,7 @@ class Gradients:
         self.lies_in[name], self.sizes[name] = key, size
         self.arrived.add(name)
 
-    def forget(self, names: Sequence[str]) -> None:
+    def release(self, names: Sequence[str]) -> None:
         """These have served."""
         for name in names:
             if name in self.lies_in:
@@ -107,7 +107,7 @@ class Gradients:
         """The values whose gradient is a result's, and belongs to somebody else."""
         return [name for name, key in self.lies_in.items() if key.startswith("given:")]
 
-    def leave(self) -> None:
+    def hold_passed(self) -> None:
         """The segment's inputs and weights keep theirs: each has memory of its own then."""
         for name in self.passed:
             self.ledger.hold(f"own:{name}", {"gradient": self.sizes[name]})

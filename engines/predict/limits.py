@@ -10,10 +10,10 @@ from torch import nn
 
 from engines.errors import PlanError
 from engines.plan import Plan
-from engines.predict.count import tally
-from engines.predict.given import given
+from engines.predict.count import build_tally
+from engines.predict.given import resolve_machine
 from engines.predict.machine import Machine
-from engines.predict.memory import memory_of
+from engines.predict.memory import predict_tallied_memory
 from engines.predict.sizes import Sizes
 from engines.program.compile import Compiler
 from engines.traces import Loss
@@ -68,23 +68,23 @@ def largest_image(
     >>> four.size_px > 1.8 * one.size_px
     True
     """
-    machine = given(machine)
-    limit = machine.rank_bytes(plan.ranks) if rank_bytes is None else rank_bytes
+    machine = resolve_machine(machine)
+    limit = machine.get_rank_bytes(plan.ranks) if rank_bytes is None else rank_bytes
     if limit is None:
         raise PlanError(f"How much memory a rank of {machine.name!r} has is not known. Say it: rank_bytes=16 * 2**30.")
     if not 1 <= step_px <= most_px:
         raise PlanError(f"step_px={step_px} must be at least 1, and at most most_px={most_px}.")
-    weighing = _Weighing(Sizes.of(model, loss), plan, (batch, channels), step_px, optimiser_states)
+    weighing = _SizeProbe(Sizes.of(model, loss), plan, (batch, channels), step_px, optimiser_states)
     while True:
-        low, high = _between(weighing, limit, most_px // step_px)
-        held = weighing.all_ranks(low) if low else 0
+        low, high = _search_size(weighing, limit, most_px // step_px)
+        held = weighing.compute_full_peak(low) if low else 0
         if held <= limit:
             break
-    beyond = weighing.all_ranks(high) if high * step_px <= most_px else None
+    beyond = weighing.compute_full_peak(high) if high * step_px <= most_px else None
     return Limit(plan, batch, limit, step_px, low * step_px, held, beyond)
 
 
-def _between(weighing: _Weighing, limit: int, most: int) -> tuple[int, int]:
+def _search_size(weighing: _SizeProbe, limit: int, most: int) -> tuple[int, int]:
     """The largest size that fits, and the next one, in steps; what is too small to be cut counts as fitting.
 
     Raises the PlanError of the last size where all are refused.
@@ -96,21 +96,21 @@ def _between(weighing: _Weighing, limit: int, most: int) -> tuple[int, int]:
             break
         size = min(max(guess, low + 1), high - 1)
         try:
-            fits = weighing.bytes(size) <= limit
+            fits = weighing.compute_peak(size) <= limit
         except PlanError as error:
             refused, fits = error, True
         low, high = (size, high) if fits else (low, size)
-        guess = _guessed(weighing.known, limit) if turn < PATIENCE else 0
+        guess = _guess_size(weighing.known, limit) if turn < PATIENCE else 0
         guess = guess or (low + high) // 2
     if refused and not weighing.known:
         raise refused
     return max((count for count, held in weighing.known.items() if held <= limit), default=0), high
 
 
-def _guessed(known: Mapping[int, int], limit: int) -> int:
+def _guess_size(known: Mapping[int, int], limit: int) -> int:
     """Where the limit should be, if memory grows with the pixels: from the two sizes that are nearest to it.
 
-    >>> _guessed({4: 116, 8: 164}, limit=200), _guessed({}, limit=5)
+    >>> _guess_size({4: 116, 8: 164}, limit=200), _guess_size({}, limit=5)
     (10, 0)
     """
     near = sorted(known.items(), key=lambda item: abs(item[1] - limit))[:2]
@@ -123,7 +123,7 @@ def _guessed(known: Mapping[int, int], limit: int) -> int:
 
 
 @dataclass
-class _Weighing:
+class _SizeProbe:
     """Bytes at a size, counted in steps, of the ranks that were the fullest so far: at other sizes these are, too."""
 
     sizes: Sizes
@@ -134,17 +134,17 @@ class _Weighing:
     ranks: set[int] = field(default_factory=set)
     known: dict[int, int] = field(default_factory=dict)
 
-    def bytes(self, count: int) -> int:
+    def compute_peak(self, count: int) -> int:
         """Raises PlanError where images of this size cannot be cut."""
         if not self.ranks:
-            return self.all_ranks(count)
+            return self.compute_full_peak(count)
         if count not in self.known:
-            self.known[count] = max(self._of_ranks(count, self.ranks).values())
+            self.known[count] = max(self._compute_rank_peaks(count, self.ranks).values())
         return self.known[count]
 
-    def all_ranks(self, count: int) -> int:
+    def compute_full_peak(self, count: int) -> int:
         """The same of all ranks; whose memory is largest is weighed from now on, too."""
-        held = self._of_ranks(count, range(self.plan.replica_ranks))
+        held = self._compute_rank_peaks(count, range(self.plan.replica_ranks))
         fullest = max(held, key=lambda rank: held[rank])
         if fullest not in self.ranks:
             self.known = {}
@@ -152,10 +152,12 @@ class _Weighing:
         self.known[count] = held[fullest]
         return held[fullest]
 
-    def _of_ranks(self, count: int, ranks: Iterable[int]) -> dict[int, int]:
+    def _compute_rank_peaks(self, count: int, ranks: Iterable[int]) -> dict[int, int]:
         side = count * self.step_px
         plan = replace(self.plan, overlap_halos=False)
         graph = self.sizes.graph(plan, (*self.batch, side, side))
         compiler = Compiler(graph, plan)
-        programs = (compiler.program(rank) for rank in ranks)
-        return {p.rank: memory_of(p, tally(p, graph), plan, self.states).peak_bytes for p in programs}
+        programs = (compiler.compile_rank(rank) for rank in ranks)
+        return {
+            p.rank: predict_tallied_memory(p, build_tally(p, graph), plan, self.states).peak_bytes for p in programs
+        }

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from engines.errors import PlanError
-from engines.predict.between import between
+from engines.predict.between import interpolate
 from engines.predict.noise import Noise
 from engines.predict.plausible import check_machine
 
@@ -42,10 +42,10 @@ class Speed:
     inputs: float = 0.5
     weights: float = 0.5
 
-    def rate(self, at: Sequence[float], back: bool) -> float:
+    def compute_rate(self, at: Sequence[float], back: bool) -> float:
         """Units in a second of work of a size, as far as `half` says how they depend on it.
 
-        >>> Speed((), 12.0, 6.0, half=(10.0, 20.0)).rate((20.0, 40.0), back=False)
+        >>> Speed((), 12.0, 6.0, half=(10.0, 20.0)).compute_rate((20.0, 40.0), back=False)
         6.0
         """
         slower = sum(half / max(size, 1) for half, size in zip(self.half, at, strict=False))
@@ -116,64 +116,68 @@ class Machine:
     noise: Noise = field(default_factory=Noise)
     quick: bool = False
 
-    def node(self, rank: int) -> int:
+    def get_node(self, rank: int) -> int:
         """On which node a rank is."""
         return rank // self.node_ranks if self.node_ranks else 0
 
-    def copies_messages(self, source: int, target: int) -> bool:
+    def needs_core_copy(self, source: int, target: int) -> bool:
         """Whether the receiver's core carries a message between them: where ranks share the cores of one host."""
-        return self.cores is not None and self.node(source) == self.node(target)
+        return self.cores is not None and self.get_node(source) == self.get_node(target)
 
-    def rank_bytes(self, ranks: int) -> int | None:
+    def get_rank_bytes(self, ranks: int) -> int | None:
         """The memory that each of so many ranks may use, if it is known.
 
-        >>> Machine("shared", "an example", {}, cores=2, memory_bytes=8000).rank_bytes(4)
+        >>> Machine("shared", "an example", {}, cores=2, memory_bytes=8000).get_rank_bytes(4)
         2000
         """
         if self.memory_bytes is None or not self.cores:
             return self.memory_bytes
         return self.memory_bytes // min(ranks, self.node_ranks or ranks)
 
-    def seconds(self, kind: str, amount: float, at: Sequence[float], back: bool = False) -> float:
+    def estimate_seconds(self, kind: str, amount: float, at: Sequence[float], back: bool = False) -> float:
         """One thread's time for so many units of a class of kernels. Raises PlanError where no such class was seen."""
         if not amount:
             return 0.0
-        samples = self._samples(kind)
-        return amount / _read(samples, at, [sample.rate(at, back) for sample in samples])
+        samples = self._get_samples(kind)
+        return amount / _interpolate_samples(samples, at, [sample.compute_rate(at, back) for sample in samples])
 
-    def crowded(self, kind: str, at: Sequence[float]) -> float:
+    def estimate_crowding(self, kind: str, at: Sequence[float]) -> float:
         """How many times as long work of that class and size takes with all cores at work."""
         if not self.cores or not self.speeds.get(kind):
             return 1.0
         samples = self.speeds[kind]
-        return max(1.0, _read(samples, at, [sample.crowded for sample in samples]))
+        return max(1.0, _interpolate_samples(samples, at, [sample.crowded for sample in samples]))
 
-    def apart(self, kind: str, at: Sequence[float]) -> tuple[float, float]:
+    def estimate_gradient_parts(self, kind: str, at: Sequence[float]) -> tuple[float, float]:
         """The parts of backward's time that the gradients of inputs alone take, and those of weights alone.
 
         Raises PlanError as `seconds`.
         """
-        samples = self._samples(kind)
+        samples = self._get_samples(kind)
         return (
-            _read(samples, at, [sample.inputs for sample in samples]),
-            _read(samples, at, [sample.weights for sample in samples]),
+            _interpolate_samples(samples, at, [sample.inputs for sample in samples]),
+            _interpolate_samples(samples, at, [sample.weights for sample in samples]),
         )
 
-    def spread(self, kind: str, at: Sequence[float]) -> float:
+    def estimate_spread(self, kind: str, at: Sequence[float]) -> float:
         """How many times as long work of that class and size takes on all cores together as on one."""
         if not self.cores or not self.speeds.get(kind):
             return 0.0
         samples, least = self.speeds[kind], 1 / self.cores
-        return _read(samples, at, [max(least, sample.spread) for sample in samples])
+        return _interpolate_samples(samples, at, [max(least, sample.spread) for sample in samples])
 
-    def threaded(self, seconds: float, threads: int, spread: float = 0.0) -> float:
+    def compute_threaded_seconds(self, seconds: float, threads: int, spread: float = 0.0) -> float:
         """What a kernel of one thread takes with several: each does its part, and they wait for each other.
 
         A part of it is nobody's (Amdahl, 1967), which its `spread` over all cores tells: all of it, where a kernel is
         so small that it is left to one thread. What is shared out takes `thread_s` more, however small it is.
 
         >>> machine = Machine("two cores", "an example", {}, cores=2, thread_s=0.5)
-        >>> machine.threaded(4.0, threads=2), machine.threaded(0.5, threads=2), machine.threaded(4.0, 2, spread=0.75)
+        >>> (
+        ...     machine.compute_threaded_seconds(4.0, threads=2),
+        ...     machine.compute_threaded_seconds(0.5, threads=2),
+        ...     machine.compute_threaded_seconds(4.0, 2, spread=0.75),
+        ... )
         (2.5, 0.75, 3.25)
         """
         count = min(threads, self.cores or 1)
@@ -183,11 +187,15 @@ class Machine:
         alone = min(1.0, max(0.0, (spread - least) / (1 - least)))
         return seconds * (alone + (1 - alone) / count) + (1 - alone) * (count - 1) * self.thread_s
 
-    def slowdown(self, busy: int, crowded: float = 1.0) -> float:
+    def compute_slowdown(self, busy: int, crowded: float = 1.0) -> float:
         """How much longer work takes while so many cores are busy; with all of them, `crowded` times.
 
         >>> machine = Machine("three cores", "an example", {}, cores=3)
-        >>> machine.slowdown(1, crowded=2.0), machine.slowdown(2, crowded=2.0), machine.slowdown(3, crowded=2.0)
+        >>> (
+        ...     machine.compute_slowdown(1, crowded=2.0),
+        ...     machine.compute_slowdown(2, crowded=2.0),
+        ...     machine.compute_slowdown(3, crowded=2.0),
+        ... )
         (1.0, 1.5, 2.0)
         """
         if not self.cores or busy <= 1:
@@ -198,7 +206,7 @@ class Machine:
         """As text, to be kept in a file."""
         return json.dumps(asdict(self), indent=1)
 
-    def _samples(self, kind: str) -> tuple[Speed, ...]:
+    def _get_samples(self, kind: str) -> tuple[Speed, ...]:
         if not self.speeds.get(kind):
             known = ", ".join(self.speeds)
             raise PlanError(f"The machine {self.name!r} has no speed for {kind}. It knows {known}: calibrate it again.")
@@ -224,5 +232,5 @@ class Machine:
             raise PlanError(f"This is no machine that was stored: {error}. Calibrate, and store it again.") from error
 
 
-def _read(samples: Sequence[Speed], at: Sequence[float], numbers: Sequence[float]) -> float:
-    return between([sample.at for sample in samples], at, numbers)
+def _interpolate_samples(samples: Sequence[Speed], at: Sequence[float], numbers: Sequence[float]) -> float:
+    return interpolate([sample.at for sample in samples], at, numbers)

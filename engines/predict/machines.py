@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engines.errors import PlanError
-from engines.predict.devices import Node, Processor, machine_of
+from engines.predict.devices import NodeSpec, Processor, make_machine
 from engines.predict.machine import Link, Machine
 
-__all__ = ["MACHINES", "machine"]
+__all__ = ["MACHINES", "get_machine"]
 
 GB = 10**9
 GIB = 1 << 30
@@ -50,36 +50,36 @@ QUARTER_8280 = Processor(
     14 * 2.7e9 * 64, 3 * 8 * 2.933e9, 48 * GB, busy=23.5 / 38.7, start_s=0.0,
 )  # fmt: skip
 
-SUMMIT = Node(
+SUMMIT = NodeSpec(
     "Summit",
     "OLCF's Summit: 6 V100 a node, two NVLink bricks of 25 GB/s a direction between two GPUs of a socket (assumed of "
     "all pairs), as many to its processor, dual-rail EDR InfiniBand, 25 GB/s a node, in a non-blocking fat tree.",
     6, Link(SMALL_S, 50e9), Link(SMALL_S, 25e9), 50e9,
 )  # fmt: skip
-LASSEN = Node(
+LASSEN = NodeSpec(
     "Lassen",
     "LLNL's Lassen (IBM Power AC922): 4 V100 a node, three NVLink bricks of 25 GB/s a direction between two GPUs of a "
     "socket (assumed of all pairs), as many to its processor, dual-rail EDR InfiniBand, 25 GB/s a node.",
     4, Link(SMALL_S, 75e9), Link(SMALL_S, 25e9), 75e9,
 )  # fmt: skip
-PITZER = Node(
+PITZER = NodeSpec(
     "Pitzer", "OSC's Pitzer: 2 V100 a node on PCIe 3.0 x16, 15.75 GB/s a direction, EDR InfiniBand, 12.5 GB/s a node.",
     2, Link(SMALL_S, 15.75e9), Link(SMALL_S, 12.5e9), 15.75e9,
 )  # fmt: skip
-DGX_A100 = Node(
+DGX_A100 = NodeSpec(
     "DGX A100",
     "NVIDIA DGX A100 data sheet: 8 A100, NVLink of 600 GB/s in both directions together, eight HDR InfiniBand ports of "
     "200 Gbit/s, PCIe 4.0 x16 to the host, 31.5 GB/s a direction.",
     8, Link(SMALL_S, 300e9), Link(SMALL_S, 200e9), 31.5e9,
 )  # fmt: skip
-DGX_H100 = Node(
+DGX_H100 = NodeSpec(
     "DGX H100",
     "NVIDIA DGX H100 data sheet: 8 H100, NVLink of 900 GB/s in both directions together, eight NDR InfiniBand ports of "
     "400 Gbit/s, PCIe 5.0 x16 to the host, 63 GB/s a direction.",
     8, Link(SMALL_S, 450e9), Link(SMALL_S, 400e9), 63e9,
 )  # fmt: skip
 DGX_H200 = replace(DGX_H100, name="DGX H200", source=DGX_H100.source.replace("H100", "H200"))
-FRONTERA = Node(
+FRONTERA = NodeSpec(
     "Frontera",
     "TACC's Frontera: 4 processes on a node's 56 cores, whose messages go through its memory at half of what a process "
     "copies; HDR100 InfiniBand, 12.5 GB/s a node, 22 nodes sharing 18 links upwards.",
@@ -95,10 +95,10 @@ _BUILT = (
 )  # fmt: skip
 
 
-def machine(name: str) -> Machine:
+def get_machine(name: str) -> Machine:
     """A machine that is known by name. Raises PlanError, which names them all.
 
-    >>> machine("Summit").node_ranks
+    >>> get_machine("Summit").node_ranks
     6
     """
     if name not in MACHINES:
@@ -108,16 +108,16 @@ def machine(name: str) -> Machine:
     return MACHINES[name]
 
 
-def _all() -> dict[str, Machine]:
+def _build_machines() -> dict[str, Machine]:
     """Each as frameworks compute single precision, and GPUs in half precision too."""
-    found = {node.name: machine_of(node, processor) for node, processor in _BUILT}
+    found = {node.name: make_machine(node, processor) for node, processor in _BUILT}
     for node, processor in _BUILT:
         if processor in _HALF:
             half = replace(processor, flop_per_s=_HALF[processor], number_bytes=2)
             name = f"{node.name}, half precision"
-            found[name] = machine_of(replace(node, name=name), half)
+            found[name] = make_machine(replace(node, name=name), half)
     return found
 
 
-MACHINES = _all()
+MACHINES = _build_machines()
 """By name; their `source` says where each number is from."""

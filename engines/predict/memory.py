@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from engines.layer.graph import ModelGraph
 from engines.plan import Plan
-from engines.predict.count import tally
+from engines.predict.count import build_tally
 from engines.predict.tallies import RankTally
-from engines.predict.walk import walked
+from engines.predict.walk import simulate_memory
 from engines.program.compile import Compiler
 from engines.program.program import Program
 
-__all__ = ["KINDS", "RankMemory", "memory_of", "rank_memory"]
+__all__ = ["KINDS", "RankMemory", "predict_rank_memory", "predict_tallied_memory"]
 
 KINDS = ("weights", "gradients", "optimiser", "inputs", "activations", "halos", "passing", "messages")
 """`activations` are kept for backward, `halos` the borrowed part of them; `passing` is what a step of the program makes
@@ -39,20 +39,20 @@ class RankMemory:
         return sum(self.at_peak.values())
 
 
-def rank_memory(program: Program, graph: ModelGraph, plan: Plan, optimiser_states: int = 1) -> RankMemory:
+def predict_rank_memory(program: Program, graph: ModelGraph, plan: Plan, optimiser_states: int = 1) -> RankMemory:
     """What the rank of `program` needs for a training step.
 
     `optimiser_states` is how many numbers the optimiser keeps for each weight: momentum 1, Adam 2. Halos that overlap
     with the interior are counted as those that do not. Raises TraceError where a kernel cannot be asked what it makes.
     """
     if plan.overlap_halos:
-        program = Compiler(graph, replace(plan, overlap_halos=False)).program(program.rank)
-    return memory_of(program, tally(program, graph), plan, optimiser_states)
+        program = Compiler(graph, replace(plan, overlap_halos=False)).compile_rank(program.rank)
+    return predict_tallied_memory(program, build_tally(program, graph), plan, optimiser_states)
 
 
-def memory_of(program: Program, tally: RankTally, plan: Plan, optimiser_states: int = 1) -> RankMemory:
+def predict_tallied_memory(program: Program, tally: RankTally, plan: Plan, optimiser_states: int = 1) -> RankMemory:
     """The same, where its program is counted already."""
-    ledger, after = walked(program, tally, plan, optimiser_states)
+    ledger, after = simulate_memory(program, tally, plan, optimiser_states)
     return RankMemory(
         program.rank, {kind: ledger.at_peak.get(kind, 0) for kind in KINDS}, ledger.peak_step, tuple(after)
     )

@@ -7,26 +7,26 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from engines.layer.graph import ModelGraph
-from engines.layer.stages import layers
+from engines.layer.stages import find_layers
 from engines.plan import Plan
-from engines.predict.count import tally
-from engines.predict.ledger import Ledger
-from engines.predict.memory import RankMemory, memory_of
+from engines.predict.count import build_tally
+from engines.predict.ledger import MemoryTracker
+from engines.predict.memory import RankMemory, predict_tallied_memory
 from engines.predict.tallies import RankTally
-from engines.predict.walk import walked
+from engines.predict.walk import simulate_memory
 from engines.program.compile import Compiler
 from engines.program.instructions import Compute, SumGradients
-from engines.program.places import Place, places
+from engines.program.places import StepLabel, label_steps
 from engines.program.program import Program
 
-__all__ = ["Moment", "PlanMemory", "plan_memory"]
+__all__ = ["PeakMemory", "PlanMemory", "predict_plan_memory"]
 
 Kinds = Mapping[str, int]
 """Bytes by kind, as in `engines.predict.memory.KINDS`."""
 
 
 @dataclass(frozen=True)
-class Moment:
+class PeakMemory:
     """When a rank holds most: in step `step` of its program, which is `place`, counted from 0.
 
     `layers` are bytes by kind of each of the user's layers, in the model's order; `rest` of what is of no layer: images
@@ -36,7 +36,7 @@ class Moment:
     rank: int
     step: int
     steps: int
-    place: Place
+    place: StepLabel
     layers: Mapping[str, Kinds]
     rest: Kinds
 
@@ -48,9 +48,9 @@ class Moment:
     @property
     def words(self) -> str:
         """`instruction 266 of 533, backward compute · micro-batch 0 · blocks.28`."""
-        return f"instruction {self.step + 1} of {self.steps}, {self.place.words}"
+        return f"instruction {self.step + 1} of {self.steps}, {self.place.text}"
 
-    def largest(self, count: int) -> list[tuple[str, Kinds]]:
+    def get_largest_layers(self, count: int) -> list[tuple[str, Kinds]]:
         """The layers that hold most, the largest first."""
         return sorted(self.layers.items(), key=lambda item: -sum(item[1].values()))[:count]
 
@@ -75,39 +75,41 @@ class PlanMemory:
         """Of the fullest rank."""
         return self.ranks[self.fullest].peak_bytes
 
-    def moment(self, rank: int) -> Moment:
+    def find_peak(self, rank: int) -> PeakMemory:
         """The fullest one of a rank."""
-        return _moment(self.programs[rank], self.graph, self.plan, self.optimiser_states, self.ranks[rank])
+        return _find_peak(self.programs[rank], self.graph, self.plan, self.optimiser_states, self.ranks[rank])
 
 
-def plan_memory(graph: ModelGraph, plan: Plan, optimiser_states: int = 1) -> PlanMemory:
+def predict_plan_memory(graph: ModelGraph, plan: Plan, optimiser_states: int = 1) -> PlanMemory:
     """What the ranks of a plan need; `optimiser_states` as in `rank_memory`.
 
     Raises PlanError or TraceError where the plan does not fit the model.
     """
     plan = replace(plan, overlap_halos=False)
     compiler = Compiler(graph, plan)
-    programs = tuple(compiler.program(rank) for rank in range(plan.replica_ranks))
-    ranks = tuple(memory_of(program, tally(program, graph), plan, optimiser_states) for program in programs)
+    programs = tuple(compiler.compile_rank(rank) for rank in range(plan.replica_ranks))
+    ranks = tuple(
+        predict_tallied_memory(program, build_tally(program, graph), plan, optimiser_states) for program in programs
+    )
     return PlanMemory(plan, graph, programs, ranks, optimiser_states)
 
 
-def _moment(program: Program, graph: ModelGraph, plan: Plan, states: int, memory: RankMemory) -> Moment:
-    counted, where = tally(program, graph), places(graph, program)
-    ledger = _Watched(memory.peak_bytes)
-    walked(program, counted, plan, states, ledger)
+def _find_peak(program: Program, graph: ModelGraph, plan: Plan, states: int, memory: RankMemory) -> PeakMemory:
+    counted, where = build_tally(program, graph), label_steps(graph, program)
+    ledger = _PeakTracker(memory.peak_bytes)
+    simulate_memory(program, counted, plan, states, ledger)
     place = where[memory.peak_step]
-    owners = _Owners(graph, program, counted, states, where)
+    owners = _LayerAssignment(graph, program, counted, states, where)
     found: dict[str, Counter[str]] = {name: Counter() for name in owners.names}
     rest: Counter[str] = Counter()
-    blocks = [part for key, kinds in ledger.blocks.items() for part in owners.of(key, kinds)]
+    blocks = [part for key, kinds in ledger.blocks.items() for part in owners.split_block(key, kinds)]
     for layer, kinds in [*blocks, (place.layer or None, ledger.passing)]:
         (rest if layer is None else found.setdefault(layer, Counter())).update(kinds)
     filled = {layer: dict(+kinds) for layer, kinds in found.items() if +kinds}
-    return Moment(program.rank, memory.peak_step, len(program.steps), place, filled, dict(+rest))
+    return PeakMemory(program.rank, memory.peak_step, len(program.steps), place, filled, dict(+rest))
 
 
-class _Watched(Ledger):
+class _PeakTracker(MemoryTracker):
     """An account that remembers what is held when its peak, which is known, is reached: `blocks`, and `passing`."""
 
     def __init__(self, peak_bytes: int) -> None:
@@ -116,37 +118,37 @@ class _Watched(Ledger):
         self.blocks: dict[Hashable, Kinds] = {}
         self.passing: Kinds = {}
 
-    def for_a_while(self, **kinds: int) -> None:
-        super().for_a_while(**kinds)
+    def add_transient(self, **kinds: int) -> None:
+        super().add_transient(**kinds)
         if not self.blocks and self.peak == self._wanted:
             self.blocks, self.passing = self.held, kinds
 
 
 @dataclass
-class _Owners:
+class _LayerAssignment:
     """Which layer each block of a rank's account belongs to; None where it is of no layer."""
 
     graph: ModelGraph
     program: Program
     counted: RankTally
     states: int
-    where: Sequence[Place]
+    where: Sequence[StepLabel]
     names: dict[str, None] = field(default_factory=dict)
     weights: dict[str, str] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         nodes: dict[str, str] = {}
-        for layer in layers(self.graph):
+        for layer in find_layers(self.graph):
             self.names[layer.name] = None
             for node in self.graph.nodes[layer.nodes.start : layer.nodes.stop]:
                 nodes[node.name] = layer.name
                 for name in node.reads:
                     self.weights.setdefault(name, layer.name)
         for place in self.where:
-            self._enter(place, nodes)
+            self._assign_values(place, nodes)
 
-    def _enter(self, place: Place, nodes: Mapping[str, str]) -> None:
+    def _assign_values(self, place: StepLabel, nodes: Mapping[str, str]) -> None:
         """What an instruction makes is of the layer of the node that it is made for, or else of its own."""
         item = place.step.instruction
         self.values.setdefault(f"window:{item.name}", place.layer)
@@ -157,31 +159,31 @@ class _Owners:
             layer = nodes.get(op.out) or nodes.get(op.out.partition(".")[0]) or layer
             self.values[op.out] = layer
 
-    def of(self, key: Hashable, kinds: Kinds) -> Iterator[tuple[str | None, Kinds]]:
+    def split_block(self, key: Hashable, kinds: Kinds) -> Iterator[tuple[str | None, Kinds]]:
         """The parts of a block by layer."""
         match key:
             case "owned":
-                yield from self._owned()
+                yield from self._split_weights()
             case "sums":
-                yield from self._sums()
+                yield from self._split_buckets()
             case ("gradient", str(name)):
                 yield self.weights.get(name), kinds
             case (int(), str(name)):
-                yield self._layer(name), kinds
+                yield self._find_layer(name), kinds
             case _:
                 yield None, kinds
 
-    def _layer(self, key: str) -> str | None:
+    def _find_layer(self, key: str) -> str | None:
         name = key.removeprefix("gradient of ").removesuffix(":saved")
         return self.values.get(name) or self.values.get(name.partition("[")[0])
 
-    def _owned(self) -> Iterator[tuple[str | None, Kinds]]:
+    def _split_weights(self) -> Iterator[tuple[str | None, Kinds]]:
         for name, size in {**self.counted.weights, **self.counted.buffers}.items():
             states = self.states * size if name in self.counted.trained else 0
             yield self.weights.get(name), {"weights": size, "optimiser": states}
 
-    def _sums(self) -> Iterator[tuple[str | None, Kinds]]:
-        buckets = {item.name: item for item in self.program.of_kind(SumGradients)}
+    def _split_buckets(self) -> Iterator[tuple[str | None, Kinds]]:
+        buckets = {item.name: item for item in self.program.select_instructions(SumGradients)}
         for bucket in buckets.values():
             sizes = {name: self.counted.weights[name] for name in bucket.weights}
             yield from ((self.weights.get(name), {"gradients": size}) for name, size in sizes.items())

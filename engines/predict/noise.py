@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Noise", "Spin", "spread_of", "taken_elsewhere"]
+__all__ = ["Noise", "Spin", "compute_foreign_share", "compute_spread"]
 
 MOST_ELSEWHERE, MOST_SPREAD = 0.2, 0.5
 """What is still good. Beyond, forecasts tell of the others' work rather than of the machine."""
@@ -56,13 +56,15 @@ class Noise:
         )
 
 
-def taken_elsewhere(seen: Sequence[Spin], cores: int) -> float:
+def compute_foreign_share(seen: Sequence[Spin], cores: int) -> float:
     """The share of its cores that others took, of the host where that was most.
 
     All ranks of a host ask for a core at once, threads of one process for one together: what they are not given,
     somebody else has.
 
-    >>> taken_elsewhere([Spin("here", 1, 1.0, 0.5), Spin("here", 2, 1.0, 0.5), Spin("here", 3, 1.0, 0.5)], cores=2)
+    >>> compute_foreign_share(
+    ...     [Spin("here", 1, 1.0, 0.5), Spin("here", 2, 1.0, 0.5), Spin("here", 3, 1.0, 0.5)], cores=2
+    ... )
     0.25
     """
     hosts: dict[str, list[Spin]] = defaultdict(list)
@@ -75,12 +77,12 @@ def taken_elsewhere(seen: Sequence[Spin], cores: int) -> float:
     return max(0.0, *shares)
 
 
-def spread_of(timings: Iterable[Sequence[float]]) -> float:
+def compute_spread(timings: Iterable[Sequence[float]]) -> float:
     """How far the middle half of the repetitions of a timing lie apart, relative to their median; the median of all.
 
     0 where nothing was timed often enough to tell.
 
-    >>> spread_of([[1.0, 2.0, 2.0, 2.0, 3.0], [4.0, 5.0, 5.0, 6.0]])
+    >>> compute_spread([[1.0, 2.0, 2.0, 2.0, 3.0], [4.0, 5.0, 5.0, 6.0]])
     0.05
     """
     found = []

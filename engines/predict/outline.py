@@ -9,20 +9,20 @@ from engines.layer.graph import ModelGraph
 from engines.layer.stages import Layer
 from engines.layout import Role
 from engines.plan import Plan
-from engines.predict.count import tally
-from engines.predict.tallies import OpTally, WayTally
+from engines.predict.count import build_tally
+from engines.predict.tallies import DirectionTally, OpTally
 from engines.program.builder import Builder
 from engines.program.compile import Compiler
-from engines.program.instructions import AllReduce, Compute, Linear, LocalOp
+from engines.program.instructions import AllReduce, Compute, LocalOp, ModelInstruction
 
-__all__ = ["Outline", "outlines"]
+__all__ = ["LayerTally", "build_layer_tallies"]
 
 WHOLE = Plan(split_size=1, spatial_size=0)
 QUARTER = Plan(split_size=1, spatial_size=1, slice_method="2x2")
 
 
 @dataclass(frozen=True)
-class Outline:
+class LayerTally:
     """One layer on one rank that has the `part` of the image.
 
     `ops` are its kernel calls, `fixed` those whose size does not depend on the part; `sums` the bytes of its sums over
@@ -41,16 +41,16 @@ class Outline:
     kept_bytes: int = 0
     moments_bytes: int = 0
 
-    def of_part(self, part: float, images: bool = False) -> tuple[OpTally, ...]:
+    def scale_ops(self, part: float, images: bool = False) -> tuple[OpTally, ...]:
         """The calls for another part of the image, or of the images."""
         pairs = zip(self.ops, self.fixed, strict=True)
         return tuple(
-            _scaled(op, part if images and fixed else 1.0 if fixed else part / self.part, part if images else 1.0)
+            _scale_op(op, part if images and fixed else 1.0 if fixed else part / self.part, part if images else 1.0)
             for op, fixed in pairs
         )
 
 
-def _scaled(op: OpTally, by: float, images: float) -> OpTally:
+def _scale_op(op: OpTally, by: float, images: float) -> OpTally:
     """So much of a call, on a part of its images."""
     if by == images == 1:
         return op
@@ -58,30 +58,30 @@ def _scaled(op: OpTally, by: float, images: float) -> OpTally:
     return OpTally(op.kernel, op.kind, int(op.flops * by), int(op.bytes * by), shape, op.gradients)
 
 
-def outlines(graph: ModelGraph, layers: Sequence[Layer], plan: Plan) -> tuple[Outline, ...]:
+def build_layer_tallies(graph: ModelGraph, layers: Sequence[Layer], plan: Plan) -> tuple[LayerTally, ...]:
     """The model's layers as rank 0 of `WHOLE` or of `QUARTER` has them; layers that are alike are one object.
 
     Raises PlanError or TraceError where the plan does not fit the model.
     """
-    known: dict[Outline, Outline] = {}
-    return tuple(known.setdefault(each, each) for each in _Outlining(graph, layers, plan).found())
+    known: dict[LayerTally, LayerTally] = {}
+    return tuple(known.setdefault(each, each) for each in _LayerTallyBuilder(graph, layers, plan).build())
 
 
 @dataclass
-class _Sketch:
+class _LayerItems:
     """What belongs to one layer."""
 
-    items: list[Linear] = field(default_factory=list)
+    items: list[ModelInstruction] = field(default_factory=list)
     moments_bytes: int = 0
 
 
-class _Outlining:
+class _LayerTallyBuilder:
     def __init__(self, graph: ModelGraph, layers: Sequence[Layer], plan: Plan) -> None:
         compiler = Compiler(graph, plan)
-        program = compiler.program(0)
+        program = compiler.compile_rank(0)
         self.part = 1 / plan.ranks
-        self.builder: Builder = compiler.lowering.builder(Role(0, 0))
-        self.way: WayTally = tally(program, graph).ways[0]
+        self.builder: Builder = compiler.lowering.get_builder(Role(0, 0))
+        self.way: DirectionTally = build_tally(program, graph).ways[0]
         self.items = program.ways[0].forward
         self.layer_of = {
             n.name: i for i, layer in enumerate(layers) for n in graph.nodes[layer.nodes.start : layer.nodes.stop]
@@ -89,26 +89,26 @@ class _Outlining:
         self.count = len(layers)
         self.seen: set[str] = set()
 
-    def found(self) -> Iterator[Outline]:
-        sketches = [_Sketch() for _ in range(self.count)]
+    def build(self) -> Iterator[LayerTally]:
+        sketches = [_LayerItems() for _ in range(self.count)]
         layer = 0
         for item in self.items:
-            layer = self._layer(item, layer)
+            layer = self._choose_layer(item, layer)
             sketches[layer].items.append(item)
         for entry in self.builder.statistics:
-            sketches[self._of(entry.moments, 0)].moments_bytes += self.builder.values[entry.moments].spec.bytes
-        return map(self._outline, sketches)
+            sketches[self._find_layer(entry.moments, 0)].moments_bytes += self.builder.values[entry.moments].spec.bytes
+        return map(self._build_layer_tally, sketches)
 
-    def _of(self, name: str, otherwise: int) -> int:
+    def _find_layer(self, name: str, otherwise: int) -> int:
         return self.layer_of.get(name, self.layer_of.get(name.split(".", maxsplit=1)[0], otherwise))
 
-    def _layer(self, item: Linear, before: int) -> int:
+    def _choose_layer(self, item: ModelInstruction, before: int) -> int:
         """Of a segment the layer of what it makes; a communication is for what follows, in its layer or the next."""
         if isinstance(item, Compute):
-            return max(self._of(op.out, before) for op in item.ops)
-        return max(before, self._of(item.source, before))
+            return max(self._find_layer(op.out, before) for op in item.ops)
+        return max(before, self._find_layer(item.source, before))
 
-    def _outline(self, sketch: _Sketch) -> Outline:
+    def _build_layer_tally(self, sketch: _LayerItems) -> LayerTally:
         segments = [item for item in sketch.items if isinstance(item, Compute)]
         tallies = [self.way.segments[segment.name] for segment in segments]
         calls = [op for segment in segments for op in segment.ops if op.kernel != "getitem"]
@@ -117,7 +117,7 @@ class _Outlining:
             new = each.keeps - self.seen
             self.seen |= new
             kept += sum(each.fresh.get(key) or self.way.bytes.get(key, 0) for key in new)
-        return Outline(
+        return LayerTally(
             self.part,
             tuple(op for each in tallies for op in each.ops),
             tuple(not self._is_tiled(call) for call in calls),

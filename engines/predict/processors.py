@@ -8,69 +8,69 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from engines.predict.actions import Work
+from engines.predict.actions import ComputeWork
 from engines.predict.cores import RunQueue
 from engines.predict.machine import Machine
 
-__all__ = ["Nodes", "Own", "Processors"]
+__all__ = ["CoreScheduler", "DedicatedCores", "SharedCores"]
 
 
-class Processors(Protocol):
+class CoreScheduler(Protocol):
     """Work under way. Times never go back."""
 
-    def start(self, rank: int, work: Work, now: float) -> None:
+    def start(self, rank: int, work: ComputeWork, now: float) -> None:
         """A rank begins some work."""
 
-    def taken(self, rank: int) -> bool:
+    def is_saturated(self, rank: int) -> bool:
         """Whether others have all that a rank could go on with."""
 
-    def next_end(self) -> float:
+    def find_next_end(self) -> float:
         """When the next work is done, if no other begins before."""
 
-    def ended(self, now: float) -> Sequence[int]:
+    def advance_to(self, now: float) -> Sequence[int]:
         """Go on to `now`; the ranks whose work is done."""
 
 
-class Own:
+class DedicatedCores:
     """Every rank has its own."""
 
     def __init__(self) -> None:
         self._ends: list[tuple[float, int]] = []
 
-    def start(self, rank: int, work: Work, now: float) -> None:
+    def start(self, rank: int, work: ComputeWork, now: float) -> None:
         heapq.heappush(self._ends, (now + work.seconds, rank))
 
-    def taken(self, rank: int) -> bool:
+    def is_saturated(self, rank: int) -> bool:
         return False
 
-    def next_end(self) -> float:
+    def find_next_end(self) -> float:
         return self._ends[0][0] if self._ends else math.inf
 
-    def ended(self, now: float) -> Sequence[int]:
+    def advance_to(self, now: float) -> Sequence[int]:
         found = []
         while self._ends and self._ends[0][0] <= now:
             found.append(heapq.heappop(self._ends)[1])
         return found
 
 
-class Nodes:
+class SharedCores:
     """The ranks of each node share its cores. `threads` are those of each rank."""
 
     def __init__(self, machine: Machine, threads: Mapping[int, int]) -> None:
         self.machine = machine
         shared: dict[int, dict[int, int]] = defaultdict(dict)
         for rank, count in threads.items():
-            shared[machine.node(rank)][rank] = count
+            shared[machine.get_node(rank)][rank] = count
         self._hosts = {node: RunQueue(machine, own) for node, own in shared.items()}
 
-    def start(self, rank: int, work: Work, now: float) -> None:
-        self._hosts[self.machine.node(rank)].start(rank, work, now)
+    def start(self, rank: int, work: ComputeWork, now: float) -> None:
+        self._hosts[self.machine.get_node(rank)].start(rank, work, now)
 
-    def taken(self, rank: int) -> bool:
-        return self._hosts[self.machine.node(rank)].taken(rank)
+    def is_saturated(self, rank: int) -> bool:
+        return self._hosts[self.machine.get_node(rank)].is_saturated(rank)
 
-    def next_end(self) -> float:
-        return min(host.next_end() for host in self._hosts.values())
+    def find_next_end(self) -> float:
+        return min(host.find_next_end() for host in self._hosts.values())
 
-    def ended(self, now: float) -> Sequence[int]:
-        return [rank for host in self._hosts.values() for rank in host.ended(now)]
+    def advance_to(self, now: float) -> Sequence[int]:
+        return [rank for host in self._hosts.values() for rank in host.advance_to(now)]

@@ -16,14 +16,14 @@ from dataclasses import replace
 from engines.plan import Plan
 from engines.predict.machine import Link
 from engines.predict.machines import SMALL_S
-from engines.predict.replay import Model, Row, Run, Variant
+from engines.predict.replay import ModelReference, PublishedResult, RunVariant, StudyRun
 
 __all__ = ["PUBLISHED"]
 
-AMOEBANET = Model("engines.models:amoebanetd", {"num_layers": 18, "num_filters": 214})
-RESNET_110 = Model("engines.models:resnet_v2", {"depth": 110})
-RESNET_1K = Model("engines.models:resnet_v2", {"depth": 1001})
-RESNET_50 = Model(
+AMOEBANET = ModelReference("engines.models:amoebanetd", {"num_layers": 18, "num_filters": 214})
+RESNET_110 = ModelReference("engines.models:resnet_v2", {"depth": 110})
+RESNET_1K = ModelReference("engines.models:resnet_v2", {"depth": 1001})
+RESNET_50 = ModelReference(
     "monai.networks.nets:resnet50",
     {"spatial_dims": 2, "n_input_channels": 3, "num_classes": 1000, "conv1_t_stride": 2},
 )
@@ -38,8 +38,8 @@ _PIPELINE = replace(_LAYERS, parts=2)
 _ALL_FIVE = Plan(
     split_size=13, spatial_size=1, num_spatial_parts=4, parts=2, bidirectional=True, schedule="gems", data_parallel=128
 )
-_HY_FI = Run(AMOEBANET, 2048, 2, _ALL_FIVE, "Lassen")
-_EIGHT = Run(AMOEBANET, 2048, 2, replace(_ALL_FIVE, split_size=5, data_parallel=256), "Lassen")
+_HY_FI = StudyRun(AMOEBANET, 2048, 2, _ALL_FIVE, "Lassen")
+_EIGHT = StudyRun(AMOEBANET, 2048, 2, replace(_ALL_FIVE, split_size=5, data_parallel=256), "Lassen")
 _EIGHT_LAYERS = replace(_EIGHT, images=1, plan=replace(_LAYERS, split_size=8, data_parallel=256))
 _RESNET = replace(_HY_FI, model=RESNET_110, images=1, plan=replace(_ALL_FIVE, parts=1))
 _HY_FI_ASSUMED = (
@@ -51,7 +51,7 @@ _HY_FI_ASSUMED = (
 )
 
 # 8192 x 8192 and 16,384 x 16,384
-_SPATIAL = Run(AMOEBANET, 8192, 1, Plan(split_size=8, spatial_size=8, num_spatial_parts=16), "Lassen")
+_SPATIAL = StudyRun(AMOEBANET, 8192, 1, Plan(split_size=8, spatial_size=8, num_spatial_parts=16), "Lassen")
 _OVER_SPATIAL = replace(
     _SPATIAL, plan=replace(_SPATIAL.plan, bidirectional=True, schedule="gems", halo_d2=True)
 )  # fmt: skip
@@ -72,72 +72,74 @@ _HALOS = (
 )
 
 # ResNet-1k
-_GEMS = Run(
+_GEMS = StudyRun(
     RESNET_1K, 512, 1, Plan(split_size=8, spatial_size=0, bidirectional=True, schedule="gems", data_parallel=128),
     "Lassen",
 )  # fmt: skip
 
 # Data parallelism
-_SUMMIT = Run(RESNET_50, 224, 64, Plan(split_size=1, spatial_size=0, data_parallel=1536), "Summit")
-_FRONTERA = Run(RESNET_50, 224, 64, Plan(split_size=1, spatial_size=0, data_parallel=4 * 2048), "Frontera")
+_SUMMIT = StudyRun(RESNET_50, 224, 64, Plan(split_size=1, spatial_size=0, data_parallel=1536), "Summit")
+_FRONTERA = StudyRun(RESNET_50, 224, 64, Plan(split_size=1, spatial_size=0, data_parallel=4 * 2048), "Frontera")
 
 
 _SLOW_HALOS = {"exchange_s": 2.5e-4}
 _SLOW_LINKS = {"between": Link(SMALL_S, 2.5e9)}
 
 
-def _alone(run: Run) -> Run:
+def _with_one_replica(run: StudyRun) -> StudyRun:
     """One replica of it."""
     return replace(run, plan=replace(run.plan, data_parallel=1))
 
 
-PUBLISHED: tuple[Row, ...] = (
-    Row(
+PUBLISHED: tuple[PublishedResult, ...] = (
+    PublishedResult(
         "hy-fi/layers", "2.67x over layer parallelism, 2048 x 2048", 2.67, "times as fast", HY_FI, _HY_FI_ASSUMED,
         _HY_FI, replace(_HY_FI, plan=_LAYERS),
         (
-            Variant("8 GPUs a replica, layers with one image", _EIGHT, _EIGHT_LAYERS),
-            Variant("two pairs of batches", replace(_HY_FI, plan=replace(_ALL_FIVE, times=2))),
-            Variant("ResNet-110 v2, one image a direction", _RESNET, replace(_RESNET, plan=_LAYERS)),
+            RunVariant("8 GPUs a replica, layers with one image", _EIGHT, _EIGHT_LAYERS),
+            RunVariant("two pairs of batches", replace(_HY_FI, plan=replace(_ALL_FIVE, times=2))),
+            RunVariant("ResNet-110 v2, one image a direction", _RESNET, replace(_RESNET, plan=_LAYERS)),
         ),
     ),
-    Row(
+    PublishedResult(
         "hy-fi/pipeline", "1.68x over pipeline parallelism, 2048 x 2048", 1.68, "times as fast", HY_FI, _HY_FI_ASSUMED,
         _HY_FI, replace(_HY_FI, plan=_PIPELINE),
         (
-            Variant("8 GPUs a replica", _EIGHT, replace(_EIGHT, plan=replace(_EIGHT_LAYERS.plan, parts=2))),
-            Variant("two pairs of batches", replace(_HY_FI, plan=replace(_ALL_FIVE, times=2))),
+            RunVariant("8 GPUs a replica", _EIGHT, replace(_EIGHT, plan=replace(_EIGHT_LAYERS.plan, parts=2))),
+            RunVariant("two pairs of batches", replace(_HY_FI, plan=replace(_ALL_FIVE, times=2))),
         ),
     ),
-    Row(
+    PublishedResult(
         "hy-fi/scaling", "94.5 % on 2,048 V100", 94.5, "% of linear", HY_FI,
-        (*_HY_FI_ASSUMED, "linear is what 128 times one replica would do"), _HY_FI, _alone(_HY_FI),
-        (Variant("links between nodes a tenth as fast", changes=_SLOW_LINKS),),
+        (*_HY_FI_ASSUMED, "linear is what 128 times one replica would do"), _HY_FI, _with_one_replica(_HY_FI),
+        (RunVariant("links between nodes a tenth as fast", changes=_SLOW_LINKS),),
         "Of the 5.5 % that are lost nearly nothing is lost here, with links between nodes a tenth as fast neither. Why "
         "they lose it is not known; ranks of unequal speed, other jobs on the network and reading of images are not "
         "simulated.",
     ),
-    Row(
+    PublishedResult(
         "amoebanet/8192", "1.476x over spatial parallelism, 8192 x 8192", 1.476, "times as fast", VERY_LARGE,
         (*_SPATIAL_ASSUMED, "16 tiles, 128 GPUs"), _OVER_SPATIAL, _SPATIAL,
         (
-            Variant(
+            RunVariant(
                 "a halo before each windowed layer in both",
                 replace(_OVER_SPATIAL, plan=replace(_OVER_SPATIAL.plan, halo_d2=False)),
             ),
-            Variant("a message of a halo keeps its ranks for 0.25 ms: 2 ms with four neighbours", changes=_SLOW_HALOS),
+            RunVariant(
+                "a message of a halo keeps its ranks for 0.25 ms: 2 ms with four neighbours", changes=_SLOW_HALOS
+            ),
         ),
         _HALOS,
     ),
-    Row(
+    PublishedResult(
         "amoebanet/8192 strong", "2.26x over spatial parallelism, 8192 x 8192, strong scaling", 2.26, "times as fast",
         VERY_LARGE, (*_SPATIAL_ASSUMED, "Hy-Fi has twice the tiles and GPUs: 4 x 8 and 256"), _TWICE, _SPATIAL,
     ),
-    Row(
+    PublishedResult(
         "amoebanet/16384", "1.47x over spatial parallelism, 16,384 x 16,384", 1.47, "times as fast", VERY_LARGE,
         (*_SPATIAL_ASSUMED, "64 tiles, 512 GPUs"), _OVER_LARGER, _LARGER, (), _HALOS,
     ),
-    Row(
+    PublishedResult(
         "gems/resnet-1k", "97.32 % scaling of ResNet-1k on 1,024 V100", 97.32, "% of linear",
         "Jain et al., GEMS, SC 2020, abstract",
         (
@@ -145,27 +147,27 @@ PUBLISHED: tuple[Row, ...] = (
             "GEMS-Hybrid: 8 stages, one image in each of both directions, 128 replicas, on nodes like Lassen's",
             "linear is what 128 times one replica would do",
         ),
-        _GEMS, _alone(_GEMS),
-        (Variant("links between nodes a tenth as fast", changes=_SLOW_LINKS),),
+        _GEMS, _with_one_replica(_GEMS),
+        (RunVariant("links between nodes a tenth as fast", changes=_SLOW_LINKS),),
         "Of the 2.7 % that are lost nearly nothing is lost here: as for Hy-Fi's scaling.",
     ),
-    Row(
+    PublishedResult(
         "resnet-50/summit", "90 epochs in 4.5 minutes on 1,536 V100: 3 s an epoch", 3.0, "s per epoch",
         f"{TALK}, Distributed TensorFlow on ORNL Summit",
         ("64 images a GPU, as in the same talk's runs of ResNet-50", "synthetic images of 224 x 224"),
         _SUMMIT, None,
         (
-            Variant("32 images a GPU", replace(_SUMMIT, images=32)),
-            Variant("128 images a GPU", replace(_SUMMIT, images=128)),
+            RunVariant("32 images a GPU", replace(_SUMMIT, images=32)),
+            RunVariant("128 images a GPU", replace(_SUMMIT, images=128)),
         ),
     ),
-    Row(
+    PublishedResult(
         "resnet-50/frontera", "260,000 images/s on 2,048 CPU nodes", 260_000, "images/s",
         f"{TALK}, Distributed TensorFlow on TACC Frontera; Jain et al., DLS 2019, abstract (four processes a node)",
         ("64 images a process", "synthetic images of 224 x 224"), _FRONTERA, None,
         (
-            Variant("32 images a process", replace(_FRONTERA, images=32)),
-            Variant("128 images a process", replace(_FRONTERA, images=128)),
+            RunVariant("32 images a process", replace(_FRONTERA, images=32)),
+            RunVariant("128 images a process", replace(_FRONTERA, images=128)),
         ),
     ),
 )  # fmt: skip

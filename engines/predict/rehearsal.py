@@ -11,21 +11,29 @@ from itertools import pairwise
 
 from torch import nn
 
-from engines.bench.verify import batches
-from engines.comm.waiting import looked_s
+from engines.bench.verify import make_batches
+from engines.comm.waiting import get_wait_cpu_s
 from engines.comm.world import World
-from engines.layout import threads_of
+from engines.layout import compute_threads
 from engines.plan import Plan
-from engines.predict.actions import Work
-from engines.predict.cost import Prices, priced
-from engines.predict.count import tally
+from engines.predict.actions import ComputeWork
+from engines.predict.cost import CostModel, build_step_actions
+from engines.predict.count import build_tally
 from engines.predict.machine import Machine
-from engines.predict.noise import spread_of
+from engines.predict.noise import compute_spread
 from engines.predict.simulate import simulate
 from engines.program.compile import compile_plan
 from engines.training import RankTraining, Recipe, prepare
 
-__all__ = ["STEPS", "TURNS", "Programs", "Rehearsal", "Rehearsed", "Rehearsing", "explained"]
+__all__ = [
+    "STEPS",
+    "TURNS",
+    "CalibrationRecipes",
+    "CalibrationRuns",
+    "CalibrationTimes",
+    "RunComparison",
+    "fit_machine",
+]
 
 _WIDTHS, _DEPTH = (16, 32, 64), 4
 _STRIP_PX, _WIDTH_PX = 128, 128
@@ -37,7 +45,7 @@ _OVERHEADS = {"compute": "instruction_s", "halo": "exchange_s", "all-reduce": "s
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class CalibrationRecipes:
     """One network three times: in a strip for each rank, where every layer has a halo and a sum; in replicas of small
     images; and in stages, whose ranks take turns with all cores: of images that are worth it.
     """
@@ -47,16 +55,16 @@ class Rehearsal:
     turns: Recipe
 
     @classmethod
-    def of(cls, ranks: int) -> Rehearsal:
+    def of(cls, ranks: int) -> CalibrationRecipes:
         """For so many ranks."""
         strips = Plan(split_size=1, spatial_size=1, num_spatial_parts=ranks, slice_method="horizontal")
         replicas = Plan(split_size=1, spatial_size=0, data_parallel=ranks)
         stages = max(count for count in range(1, _MOST_STAGES + 1) if ranks % count == 0)
         turns = Plan(split_size=stages, spatial_size=0, data_parallel=ranks // stages)
         return cls(
-            prepare(_network(), strips, (1, 3, _STRIP_PX * ranks, _WIDTH_PX), device="cpu"),
-            prepare(_network(), replicas, (1, 3, _SMALL_PX, _SMALL_PX), device="cpu"),
-            prepare(_network(), turns, (1, 3, _LARGEST_PX, _LARGEST_PX), device="cpu"),
+            prepare(_build_network(), strips, (1, 3, _STRIP_PX * ranks, _WIDTH_PX), device="cpu"),
+            prepare(_build_network(), replicas, (1, 3, _SMALL_PX, _SMALL_PX), device="cpu"),
+            prepare(_build_network(), turns, (1, 3, _LARGEST_PX, _LARGEST_PX), device="cpu"),
         )
 
     @property
@@ -65,7 +73,7 @@ class Rehearsal:
         return (self.strips, False), (self.small, False), (self.turns, True)
 
 
-def _network() -> nn.Module:
+def _build_network() -> nn.Module:
     layers: list[nn.Module] = []
     read = 3
     for width in _WIDTHS:
@@ -77,7 +85,7 @@ def _network() -> nn.Module:
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsed:
+class CalibrationTimes:
     """Medians over steps: seconds of a step (of the slowest rank), and of each rank the processor's time from one of
     its instructions to the next, without looking for messages that had not come.
 
@@ -90,112 +98,117 @@ class Rehearsed:
     spread: float = 0.0
 
 
-_UNSEEN = Rehearsed(0.0, ())
+_UNSEEN = CalibrationTimes(0.0, ())
 
 
-class Rehearsing:
+class CalibrationRuns:
     """Some steps of each, a `turn` at a time; collective."""
 
-    def __init__(self, world: World, rehearsal: Rehearsal, steps: int = STEPS) -> None:
-        self._acts, self._steps = [_Act(world, *each) for each in rehearsal.acts], steps
+    def __init__(self, world: World, rehearsal: CalibrationRecipes, steps: int = STEPS) -> None:
+        self._acts, self._steps = [_CalibrationRun(world, *each) for each in rehearsal.acts], steps
 
-    def turn(self) -> None:
+    def run_round(self) -> None:
         """So many steps more of each."""
         for act in self._acts:
-            act.play(self._steps)
+            act.run_steps(self._steps)
 
-    def seen(self) -> list[Rehearsed]:
+    def gather_times(self) -> list[CalibrationTimes]:
         """What was found, the same on all ranks."""
-        return [act.seen() for act in self._acts]
+        return [act.gather_times() for act in self._acts]
 
 
-class _Act:
+class _CalibrationRun:
     """One training of a rehearsal, on this rank."""
 
     def __init__(self, world: World, recipe: Recipe, all_cores: bool) -> None:
         self.world, self.training = world, RankTraining(world, recipe)
         if not all_cores:
             self.training.threads = 1
-        self.inputs = self.training.cut(batches(recipe, 0, steps=1)[0])
+        self.inputs = self.training.cut(make_batches(recipe, 0, steps=1)[0])
         self.steps: list[float] = []
         self.spent: list[list[float]] = []
         self.apart: list[float] = []
 
-    def play(self, steps: int) -> None:
+    def run_steps(self, steps: int) -> None:
         """So many steps; the first ones bring back into caches what others have pushed out."""
-        found = [self._step() for _ in range(_WARM_UP + steps)][_WARM_UP:]
+        found = [self._run_step() for _ in range(_WARM_UP + steps)][_WARM_UP:]
         self.steps += [step_s for step_s, _ in found]
         self.spent += [spent_s for _, spent_s in found]
-        self.apart += [_apart(one, other) for (_, one), (_, other) in pairwise(found)]
+        self.apart += [_compute_difference(one, other) for (_, one), (_, other) in pairwise(found)]
 
-    def _step(self) -> tuple[float, list[float]]:
+    def _run_step(self) -> tuple[float, list[float]]:
         self.world.barrier()
         start_s = time.perf_counter()
         self.training.start(self.inputs)
-        spent_s = list(_spent_s(self.training))
+        spent_s = list(_measure_instructions(self.training))
         return time.perf_counter() - start_s, spent_s
 
-    def seen(self) -> Rehearsed:
+    def gather_times(self) -> CalibrationTimes:
         """By all ranks; collective."""
         own = (
-            statistics.median(self.steps), _medians(self.spent), statistics.median(self.apart), spread_of([self.steps])
-        )  # fmt: skip
+            statistics.median(self.steps),
+            _compute_medians(self.spent),
+            statistics.median(self.apart),
+            compute_spread([self.steps]),
+        )
         steps_s, spent_s, apart, spreads = zip(*self.world.all_gather(own), strict=True)
-        return Rehearsed(max(steps_s), spent_s, statistics.fmean(apart), statistics.fmean(spreads))
+        return CalibrationTimes(max(steps_s), spent_s, statistics.fmean(apart), statistics.fmean(spreads))
 
 
-def _spent_s(training: RankTraining) -> Iterator[float]:
+def _measure_instructions(training: RankTraining) -> Iterator[float]:
     """In each instruction of the step."""
-    before_s = time.thread_time() - looked_s()
+    before_s = time.thread_time() - get_wait_cpu_s()
     while not training.worker.done:
         training.advance()
-        now_s = time.thread_time() - looked_s()
+        now_s = time.thread_time() - get_wait_cpu_s()
         yield now_s - before_s
         before_s = now_s
 
 
-def _medians(steps: Sequence[Sequence[float]]) -> tuple[float, ...]:
+def _compute_medians(steps: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(statistics.median(each) for each in zip(*steps, strict=True))
 
 
-def _apart(one_s: Sequence[float], other_s: Sequence[float]) -> float:
+def _compute_difference(one_s: Sequence[float], other_s: Sequence[float]) -> float:
     """How far the instructions of a step are from those of the next one; of an exponential law that is its mean."""
     return min(1.0, sum(abs(one - other) for one, other in zip(one_s, other_s, strict=True)) / sum(other_s))
 
 
-def explained(machine: Machine, rehearsal: Rehearsal, seen: Sequence[Rehearsed]) -> Machine:
+def fit_machine(machine: Machine, rehearsal: CalibrationRecipes, seen: Sequence[CalibrationTimes]) -> Machine:
     """The machine whose ranks would have taken as long.
 
     What instructions take by themselves is seen where images are small; then what tiles compute longer since they wait
     for each other, how long waiting goes on after its end where others have all cores, and last what a kernel of
     several threads takes longer than its part. One rank alone has nobody to wait for.
     """
-    tiled, few, turns = played = [Programs(*act, each) for act, each in zip(rehearsal.acts, seen, strict=True)]
+    tiled, few, turns = played = [RunComparison(*act, each) for act, each in zip(rehearsal.acts, seen, strict=True)]
     bare = replace(machine, cold_copies=0.0, **dict.fromkeys(_OVERHEADS.values(), 0.0))
-    over = _typical(tiled.over_s(bare)) | {"instruction_s": _typical(few.over_s(bare))["instruction_s"]}
+    over = _reduce_to_medians(tiled.compute_overheads_s(bare)) | {
+        "instruction_s": _reduce_to_medians(few.compute_overheads_s(bare))["instruction_s"]
+    }
     over["instruction_s"] = max(over["instruction_s"], machine.instruction_s)  # where kernels were faster than alone
     machine = replace(bare, **over)
-    machine = _updating(replace(machine, cold_copies=tiled.cold_copies(machine)), played[:-1])
+    machine = _fit_update_s(replace(machine, cold_copies=tiled.fit_cold_copies(machine)), played[:-1])
     if len(tiled.programs) > 1:
         machine = replace(machine, jitter=tiled.seen.jitter)
     if machine.cores and len(tiled.programs) > machine.cores:
-        machine = tiled.as_long(machine, "resume_s")
-    return turns.as_long(machine, "thread_s")
+        machine = tiled.fit_parameter(machine, "resume_s")
+    return turns.fit_parameter(machine, "thread_s")
 
 
-def _typical(over: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def _reduce_to_medians(over: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The median of each number, where it was seen."""
     return {name: max(0.0, statistics.median(found)) for name, found in over.items() if found}
 
 
-def _updating(machine: Machine, played: Sequence[Programs]) -> Machine:
+def _fit_update_s(machine: Machine, played: Sequence[RunComparison]) -> Machine:
     """With updates that take as long as they did, whatever their weights and running statistics do not explain."""
-    taken_s = sum(each.taken_s("update") for each in played)
-    known_s = sum(each.total_s(machine, "update") for each in played)
+    taken_s = sum(each.get_measured_s("update") for each in played)
+    known_s = sum(each.estimate_total_s(machine, "update") for each in played)
     return replace(machine, update_s=max(0.0, (taken_s - known_s) / sum(len(each.programs) for each in played)))
 
 
-def _found(most: float, is_too_little: Callable[[float], bool]) -> float:
+def _bisect(most: float, is_too_little: Callable[[float], bool]) -> float:
     """The number between 0 and `most` up to which it is too little."""
     low, high = 0.0, most
     for _ in range(15):
@@ -205,36 +218,36 @@ def _found(most: float, is_too_little: Callable[[float], bool]) -> float:
 
 
 @dataclass
-class Programs:
+class RunComparison:
     """A rehearsal as a machine would run it, and as it was `seen`."""
 
     recipe: Recipe
     all_cores: bool = False
-    seen: Rehearsed = _UNSEEN
+    seen: CalibrationTimes = _UNSEEN
 
     def __post_init__(self) -> None:
         graph, plan = self.recipe.graph, self.recipe.plan
         self.programs = compile_plan(graph, plan)
-        self.tallies = [tally(program, graph) for program in self.programs]
+        self.tallies = [build_tally(program, graph) for program in self.programs]
 
-    def work_s(self, machine: Machine) -> list[list[float]]:
+    def estimate_work_s(self, machine: Machine) -> list[list[float]]:
         """What each rank computes in each step of its program while all of them are at work."""
-        prices, ranks = Prices(machine), zip(self.programs, self.tallies, strict=True)
-        slow = partial(machine.slowdown, len(self.programs))
+        prices, ranks = CostModel(machine), zip(self.programs, self.tallies, strict=True)
+        slow = partial(machine.compute_slowdown, len(self.programs))
         return [
-            [sum(each.seconds * slow(each.crowded) for each in step if isinstance(each, Work)) for step in steps]
-            for steps in (priced(*rank, prices, 1, again=False) for rank in ranks)
+            [sum(each.seconds * slow(each.crowded) for each in step if isinstance(each, ComputeWork)) for step in steps]
+            for steps in (build_step_actions(*rank, prices, 1, again=False) for rank in ranks)
         ]
 
-    def total_s(self, machine: Machine, kind: str) -> float:
+    def estimate_total_s(self, machine: Machine, kind: str) -> float:
         """That of one kind of instructions, of all ranks."""
-        return self._sum(self.work_s(machine), kind)
+        return self._sum_kind(self.estimate_work_s(machine), kind)
 
-    def taken_s(self, kind: str) -> float:
+    def get_measured_s(self, kind: str) -> float:
         """The same, as it was seen."""
-        return self._sum(self.seen.spent_s, kind)
+        return self._sum_kind(self.seen.spent_s, kind)
 
-    def _sum(self, seconds: Sequence[Sequence[float]], kind: str) -> float:
+    def _sum_kind(self, seconds: Sequence[Sequence[float]], kind: str) -> float:
         return sum(
             each_s
             for program, own_s in zip(self.programs, seconds, strict=True)
@@ -242,28 +255,28 @@ class Programs:
             if kind == step.instruction.kind
         )
 
-    def over_s(self, bare: Machine) -> dict[str, list[float]]:
+    def compute_overheads_s(self, bare: Machine) -> dict[str, list[float]]:
         """What instructions took beyond their kernels and copies, by the name that a machine has for it."""
         found: dict[str, list[float]] = {name: [] for name in _OVERHEADS.values()}
-        for program, works_s, spent_s in zip(self.programs, self.work_s(bare), self.seen.spent_s, strict=True):
+        for program, works_s, spent_s in zip(self.programs, self.estimate_work_s(bare), self.seen.spent_s, strict=True):
             for step, work_s, taken_s in zip(program.steps, works_s, spent_s, strict=True):
                 if name := _OVERHEADS.get(step.instruction.kind):
                     found[name].append(taken_s - work_s)
         return found
 
-    def cold_copies(self, machine: Machine) -> float:
+    def fit_cold_copies(self, machine: Machine) -> float:
         """How often ranks that waited must have copied what they worked on next, if that took as long as it did."""
-        warm_s, cold_s = (self.total_s(replace(machine, cold_copies=times), "compute") for times in (0.0, 1.0))
-        return max(0.0, self.taken_s("compute") - warm_s) / (cold_s - warm_s) if cold_s > warm_s else 0.0
+        warm_s, cold_s = (self.estimate_total_s(replace(machine, cold_copies=times), "compute") for times in (0.0, 1.0))
+        return max(0.0, self.get_measured_s("compute") - warm_s) / (cold_s - warm_s) if cold_s > warm_s else 0.0
 
-    def as_long(self, machine: Machine, name: str) -> Machine:
+    def fit_parameter(self, machine: Machine, name: str) -> Machine:
         """The machine with so much of `name` that a step takes as long as it did, as far as that explains it."""
         most_s, step_s = self.seen.step_s / len(_WIDTHS) / _DEPTH, self.seen.step_s
-        found_s = _found(most_s, lambda each_s: self.seconds(replace(machine, **{name: each_s})) < step_s)
+        found_s = _bisect(most_s, lambda each_s: self.simulate_seconds(replace(machine, **{name: each_s})) < step_s)
         return replace(machine, **{name: found_s})
 
-    def seconds(self, machine: Machine) -> float:
+    def simulate_seconds(self, machine: Machine) -> float:
         """Of a step of all ranks."""
         plan, cores = self.recipe.plan, machine.cores if self.all_cores else None
-        threads = [threads_of(plan, program.rank, cores or 1, machine.node_ranks) for program in self.programs]
+        threads = [compute_threads(plan, program.rank, cores or 1, machine.node_ranks) for program in self.programs]
         return simulate(self.programs, self.tallies, machine, threads).seconds

@@ -13,17 +13,26 @@ from torch import nn
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
-from engines.predict.machines import machine
-from engines.traces import Traces
+from engines.predict.machines import get_machine
+from engines.traces import TraceCache
 
-__all__ = ["MEASURES", "Found", "Model", "Outcome", "Replay", "Row", "Run", "Variant"]
+__all__ = [
+    "MEASURES",
+    "ModelReference",
+    "PublishedReplay",
+    "PublishedResult",
+    "ReplayOutcome",
+    "RunResult",
+    "RunVariant",
+    "StudyRun",
+]
 
 NEAR = 0.2
 """Simulated and published agree where they differ by at most so much."""
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelReference:
     """PACKAGE.MODULE:CALLABLE that returns a plain module, and its keywords."""
 
     path: str
@@ -31,10 +40,10 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Run:
+class StudyRun:
     """A plan, `images` in a batch of it, of (3, image_px, image_px), on a machine known by name."""
 
-    model: Model
+    model: ModelReference
     image_px: int
     images: int
     plan: Plan
@@ -42,20 +51,20 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Variant:
+class RunVariant:
     """The same row with something else in it, said in `words`; None: as in the row.
 
     `changes` are fields of the machine that are others, for both runs.
     """
 
     words: str
-    run: Run | None = None
-    against: Run | None = None
+    run: StudyRun | None = None
+    against: StudyRun | None = None
     changes: Mapping[str, Any] = field(hash=False, default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedResult:
     """A published number, the `run` that it is of, and what that run is compared `against`.
 
     `measure` names how the number comes from the two, `assumed` says what its source does not. `variants` show how
@@ -68,14 +77,14 @@ class Row:
     measure: str
     source: str
     assumed: tuple[str, ...]
-    run: Run
-    against: Run | None = None
-    variants: tuple[Variant, ...] = ()
+    run: StudyRun
+    against: StudyRun | None = None
+    variants: tuple[RunVariant, ...] = ()
     why: str = ""
 
 
 @dataclass(frozen=True)
-class Found:
+class RunResult:
     """What is kept of a forecast: of the time of all ranks the parts in which they work, handle messages and wait."""
 
     images_per_s: float
@@ -86,14 +95,14 @@ class Found:
     waiting: float
 
     @classmethod
-    def of(cls, found: Forecast) -> Found:
+    def of(cls, found: Forecast) -> RunResult:
         """Means over the ranks that were simulated."""
-        uses = found.timeline.uses.values()
+        uses = found.timeline.time_shares.values()
         sums = ([use.work for use in uses], [use.communication for use in uses], [use.waiting for use in uses])
         return cls(found.images_per_s, found.ranks, found.peak_bytes, *(sum(parts) / len(parts) for parts in sums))
 
 
-MEASURES: Mapping[str, Callable[[Found, Found], float]] = {
+MEASURES: Mapping[str, Callable[[RunResult, RunResult], float]] = {
     "times as fast": lambda run, against: run.images_per_s / against.images_per_s,
     "% of linear": lambda run, against: 100 * run.images_per_s / run.ranks / (against.images_per_s / against.ranks),
     "s per epoch": lambda run, _: 1_281_167 / run.images_per_s,
@@ -103,13 +112,13 @@ MEASURES: Mapping[str, Callable[[Found, Found], float]] = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ReplayOutcome:
     """What was simulated of a row, with its variants in their order; the forecasts are of the row itself."""
 
-    row: Row
+    row: PublishedResult
     simulated: float
-    run: Found
-    against: Found
+    run: RunResult
+    against: RunResult
     memory_bytes: int
     varied: tuple[tuple[str, float, bool], ...]
 
@@ -150,49 +159,51 @@ class Outcome:
         }  # fmt: skip
 
 
-class Replay:
+class PublishedReplay:
     """Simulates rows; models are traced once, and a run that several rows share is simulated once."""
 
     def __init__(self) -> None:
-        self._traces: dict[tuple[Model, int, int], Traces] = {}
-        self._known: dict[tuple[Run, str], Found] = {}
+        self._traces: dict[tuple[ModelReference, int, int], TraceCache] = {}
+        self._known: dict[tuple[StudyRun, str], RunResult] = {}
 
-    def outcome(self, row: Row) -> Outcome:
+    def simulate_result(self, row: PublishedResult) -> ReplayOutcome:
         """Raises PlanError where a model's package is not installed."""
-        run, against = self._pair(row, Variant("as it is"))
+        run, against = self._forecast_pair(row, RunVariant("as it is"))
         varied = []
         for variant in row.variants:
-            pair = self._pair(row, variant)
+            pair = self._forecast_pair(row, variant)
             value = MEASURES[row.measure](*pair)
-            varied.append((variant.words, value, max(each.peak_bytes for each in pair) <= _memory(row.run)))
-        return Outcome(row, MEASURES[row.measure](run, against), run, against, _memory(row.run), tuple(varied))
+            varied.append((variant.words, value, max(each.peak_bytes for each in pair) <= _get_memory_bytes(row.run)))
+        return ReplayOutcome(
+            row, MEASURES[row.measure](run, against), run, against, _get_memory_bytes(row.run), tuple(varied)
+        )
 
-    def _pair(self, row: Row, variant: Variant) -> tuple[Found, Found]:
+    def _forecast_pair(self, row: PublishedResult, variant: RunVariant) -> tuple[RunResult, RunResult]:
         run, against = variant.run or row.run, variant.against or row.against
-        found = self.forecast(run, variant.changes)
-        return found, self.forecast(against, variant.changes) if against else found
+        found = self.forecast_run(run, variant.changes)
+        return found, self.forecast_run(against, variant.changes) if against else found
 
-    def forecast(self, run: Run, changes: Mapping[str, Any] | None = None) -> Found:
+    def forecast_run(self, run: StudyRun, changes: Mapping[str, Any] | None = None) -> RunResult:
         """Of one run, on its machine or on one that is changed so."""
         key = run, repr(sorted((changes or {}).items()))
         if key not in self._known:
-            asked = replace(machine(run.machine), **(changes or {}))
-            self._known[key] = Found.of(forecast(self._traced(run).graph(run.plan), run.plan, asked))
+            asked = replace(get_machine(run.machine), **(changes or {}))
+            self._known[key] = RunResult.of(forecast(self._get_traces(run).get_graph(run.plan), run.plan, asked))
         return self._known[key]
 
-    def _traced(self, run: Run) -> Traces:
+    def _get_traces(self, run: StudyRun) -> TraceCache:
         key = run.model, run.image_px, run.images
         if key not in self._traces:
             shape = run.images, 3, run.image_px, run.image_px
-            self._traces[key] = Traces(built(run.model), shape, nn.CrossEntropyLoss())
+            self._traces[key] = TraceCache(build_meta_model(run.model), shape, nn.CrossEntropyLoss())
         return self._traces[key]
 
 
-def _memory(run: Run) -> int:
-    return machine(run.machine).memory_bytes or 0
+def _get_memory_bytes(run: StudyRun) -> int:
+    return get_machine(run.machine).memory_bytes or 0
 
 
-def built(model: Model) -> nn.Module:
+def build_meta_model(model: ModelReference) -> nn.Module:
     """The model without memory, whose batch norms keep no running statistics.
 
     The published systems keep those of each replica by itself, without a message. Raises PlanError where the model's

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.device import memory_format
-from engines.spatial.kernels import kernel
+from engines.comm.device import choose_memory_format
+from engines.spatial.kernels import get_kernel
 
-__all__ = ["Call", "Size", "calls"]
+__all__ = ["KernelCall", "LayerSize", "make_calls"]
 
-Call = tuple[str, tuple[Any, ...]]
+KernelCall = tuple[str, tuple[Any, ...]]
 """A kernel's name, and its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class LayerSize:
     """Channels, and pixels along a side, of the values of a layer."""
 
     channels: int
@@ -28,7 +28,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Filters:
+class ConvolutionSpec:
     """A convolution over so many images, of as many pixels along a side; `groups` and `bias` as in PyTorch."""
 
     read: int
@@ -55,14 +55,27 @@ _THREE_BY_THREE = {
 }  # pixels along a side, and images, by width
 
 _CONVOLUTIONS = (
-    Filters(3, 16, 3, 128), Filters(3, 16, 3, 128, images=4), Filters(3, 64, 7, 64), Filters(3, 64, 7, 64, images=4),
-    Filters(3, 64, 7, 160), Filters(3, 64, 7, 128, images=4),
-    *(Filters(width, width, 3, px, images=n) for width, sizes in _THREE_BY_THREE.items() for px, n in sizes),
-    Filters(16, 64, 1, 64), Filters(64, 16, 1, 64), Filters(64, 256, 1, 7, images=4), Filters(64, 256, 1, 56),
-    Filters(256, 64, 1, 14), Filters(256, 64, 1, 56), Filters(512, 128, 1, 14), Filters(128, 512, 1, 14),
-    Filters(32, 32, 3, 64, 32), Filters(256, 256, 3, 16, 256),
-    Filters(16, 3, 1, 64, bias=True), Filters(16, 3, 1, 256, bias=True), Filters(64, 4, 1, 64, bias=True),
-)  # fmt: skip
+    ConvolutionSpec(3, 16, 3, 128),
+    ConvolutionSpec(3, 16, 3, 128, images=4),
+    ConvolutionSpec(3, 64, 7, 64),
+    ConvolutionSpec(3, 64, 7, 64, images=4),
+    ConvolutionSpec(3, 64, 7, 160),
+    ConvolutionSpec(3, 64, 7, 128, images=4),
+    *(ConvolutionSpec(width, width, 3, px, images=n) for width, sizes in _THREE_BY_THREE.items() for px, n in sizes),
+    ConvolutionSpec(16, 64, 1, 64),
+    ConvolutionSpec(64, 16, 1, 64),
+    ConvolutionSpec(64, 256, 1, 7, images=4),
+    ConvolutionSpec(64, 256, 1, 56),
+    ConvolutionSpec(256, 64, 1, 14),
+    ConvolutionSpec(256, 64, 1, 56),
+    ConvolutionSpec(512, 128, 1, 14),
+    ConvolutionSpec(128, 512, 1, 14),
+    ConvolutionSpec(32, 32, 3, 64, 32),
+    ConvolutionSpec(256, 256, 3, 16, 256),
+    ConvolutionSpec(16, 3, 1, 64, bias=True),
+    ConvolutionSpec(16, 3, 1, 256, bias=True),
+    ConvolutionSpec(64, 4, 1, 64, bias=True),
+)
 """From the first layers of a network to its last ones, in tiles and whole, of one image and of several.
 
 PyTorch computes a small image that is alone in another way, which can be three times as fast, and shares several out
@@ -70,57 +83,57 @@ among cores more evenly. The last ones have a bias, which makes forward up to tw
 """
 
 
-def calls(sizes: Sequence[Size], most_operations: float = math.inf) -> list[Call]:
+def make_calls(sizes: Sequence[LayerSize], most_operations: float = math.inf) -> list[KernelCall]:
     """As networks of these sizes ask for them, of all classes, and all convolutions.
 
     Those of several images only up to so many operations.
     """
     convolutions = [
-        _convolution(each) for each in _CONVOLUTIONS if each.images == 1 or each.operations <= most_operations
+        _make_convolution(each) for each in _CONVOLUTIONS if each.images == 1 or each.operations <= most_operations
     ]
-    return [*(call for size in sizes for call in _calls(size)), *convolutions]
+    return [*(call for size in sizes for call in _make_size_calls(size)), *convolutions]
 
 
-def _convolution(filters: Filters) -> Call:
-    x = _values(filters.images, filters.read, filters.side_px, filters.side_px)
-    weight = _kernels(filters.made, filters.read // filters.groups, filters.kernel_px)
+def _make_convolution(filters: ConvolutionSpec) -> KernelCall:
+    x = _make_values(filters.images, filters.read, filters.side_px, filters.side_px)
+    weight = _make_weight(filters.made, filters.read // filters.groups, filters.kernel_px)
     pad = filters.kernel_px // 2
     bias = torch.zeros(filters.made, requires_grad=True) if filters.bias else None
     return "aten.conv2d.default", (x, weight, bias, [1, 1], [pad, pad], [1, 1], filters.groups)
 
 
-def _transposed(channels: int, side: int) -> Call:
+def _make_transposed(channels: int, side: int) -> KernelCall:
     """One that doubles the pixels along each side; of two images, see `_CONVOLUTIONS`."""
-    x, weight = _values(2, channels, side, side), _kernels(channels, max(1, channels // 2), 2)
+    x, weight = _make_values(2, channels, side, side), _make_weight(channels, max(1, channels // 2), 2)
     bias = torch.zeros(weight.shape[1], requires_grad=True)
     return "tile.conv_transpose", (x, weight, bias, [2, 2], [1, 1], 1, (0, 0, 0, 0))
 
 
-def _calls(size: Size) -> Iterator[Call]:
+def _make_size_calls(size: LayerSize) -> Iterator[KernelCall]:
     """What a network of that size is made of, beside its convolutions."""
     channels, side = size.channels, size.side_px
-    x = _values(1, channels, side, side)
+    x = _make_values(1, channels, side, side)
     gain, offset = torch.ones(channels, requires_grad=True), torch.zeros(channels, requires_grad=True)
-    moments = kernel("tile.moments")(x, 0, 1).detach().requires_grad_()
+    moments = get_kernel("tile.moments")(x, 0, 1).detach().requires_grad_()
     yield "tile.moments", (x, 0, 4)
     yield "tile.batch_norm", (x, moments, gain, offset, [side * side], 1e-5)
     yield "tile.whole_batch_norm", (x, gain, offset, 1e-5)
     yield "aten.relu.default", (x,)
     yield "aten.max_pool2d.default", (x, [2, 2], [2, 2])
-    yield "aten.cat.default", ([x, _values(1, channels, side, side)], 1)
+    yield "aten.cat.default", ([x, _make_values(1, channels, side, side)], 1)
     yield "tile.pad", (x, [1, 1, 1, 1], 0.0)
     yield "tile.pad", (x, [-1, 1, -1, 1], 0.0)
-    yield _transposed(channels, side)
-    few = _values(1, 4, side, side)
+    yield _make_transposed(channels, side)
+    few = _make_values(1, 4, side, side)
     labels = torch.zeros(1, side, side, dtype=torch.int64)
     yield "tile.cross_entropy_sums", (few, labels, None, -100, 0.0)
     yield "aten.gelu.default", (x,)
-    yield "aten.linear.default", (_values(16, channels * 4), _values(channels, channels * 4))
+    yield "aten.linear.default", (_make_values(16, channels * 4), _make_values(channels, channels * 4))
 
 
-def _values(*shape: int) -> Tensor:
-    return torch.empty(shape, memory_format=memory_format(len(shape))).fill_(0.5).requires_grad_()
+def _make_values(*shape: int) -> Tensor:
+    return torch.empty(shape, memory_format=choose_memory_format(len(shape))).fill_(0.5).requires_grad_()
 
 
-def _kernels(filters: int, channels: int, side: int) -> Tensor:
-    return _values(filters, channels, side, side)
+def _make_weight(filters: int, channels: int, side: int) -> Tensor:
+    return _make_values(filters, channels, side, side)

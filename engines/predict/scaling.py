@@ -11,20 +11,20 @@ from torch import nn
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
-from engines.predict.given import given
+from engines.predict.given import resolve_machine
 from engines.predict.machine import Machine
-from engines.predict.shares import shares_of
+from engines.predict.shares import compute_time_shares
 from engines.predict.sizes import Sizes
 from engines.traces import Loss
 
-__all__ = ["HOW", "Point", "Scaling", "scaling"]
+__all__ = ["HOW", "Scaling", "ScalingPoint", "scaling"]
 
 HOW = ("strong", "weak")
 STEP_PX = 32
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """One number of ranks: its forecast, and the images (N, C, H, W) of a batch of one replica."""
 
     forecast: Forecast
@@ -48,7 +48,7 @@ class Point:
     @property
     def shares(self) -> Mapping[str, float]:
         """Where the time goes, by `engines.predict.shares.SHARES`."""
-        return shares_of(self.forecast.timeline)
+        return compute_time_shares(self.forecast.timeline)
 
 
 @dataclass(frozen=True)
@@ -58,22 +58,22 @@ class Scaling:
     model: str
     machine: str
     how: str
-    points: tuple[Point, ...]
+    points: tuple[ScalingPoint, ...]
 
     @property
     def images_grow(self) -> bool:
         """Whether it is pixels per second that are compared."""
         return len({point.image_shape[2:] for point in self.points}) > 1
 
-    def ideal(self, point: Point) -> float:
+    def compute_ideal(self, point: ScalingPoint) -> float:
         """Images per second if every rank did as much as those of the first point."""
         first = self.points[0]
         per_rank = first.pixels_per_s / first.ranks
         return per_rank * point.ranks / math.prod(point.image_shape[2:])
 
-    def efficiency(self, point: Point) -> float:
+    def compute_efficiency(self, point: ScalingPoint) -> float:
         """What each rank does, as a part of what those of the first point do."""
-        return point.images_per_s / self.ideal(point)
+        return point.images_per_s / self.compute_ideal(point)
 
 
 def scaling(
@@ -100,23 +100,23 @@ def scaling(
     ... )
     >>> [point.ranks for point in weak.points]
     [2, 64, 2048]
-    >>> 0.5 < weak.efficiency(weak.points[-1]) <= 1
+    >>> 0.5 < weak.compute_efficiency(weak.points[-1]) <= 1
     True
     """
     if how not in HOW:
         raise PlanError(f"how={how!r} must be one of {', '.join(map(repr, HOW))}.")
-    machine = given(machine)
-    chosen = sorted(_plans(plans, ranks), key=lambda plan: plan.ranks)
+    machine = resolve_machine(machine)
+    chosen = sorted(_resolve_plans(plans, ranks), key=lambda plan: plan.ranks)
     if not chosen:
         raise PlanError("There is no plan to scale: give plans for two or more numbers of ranks, or ranks=(1, 2, 4).")
     sizes, points = Sizes.of(model, loss), []
     for plan in chosen:
-        shape = (_strong if how == "strong" else _weak)(tuple(image_shape), plan, chosen[0])
-        points.append(Point(forecast(sizes.graph(plan, shape), plan, machine, optimiser_states), shape))
+        shape = (_compute_strong_shape if how == "strong" else _compute_weak_shape)(tuple(image_shape), plan, chosen[0])
+        points.append(ScalingPoint(forecast(sizes.graph(plan, shape), plan, machine, optimiser_states), shape))
     return Scaling(sizes.name, machine.name, how, tuple(points))
 
 
-def _plans(plans: Plan | Sequence[Plan], ranks: Sequence[int] | None) -> Sequence[Plan]:
+def _resolve_plans(plans: Plan | Sequence[Plan], ranks: Sequence[int] | None) -> Sequence[Plan]:
     if not isinstance(plans, Plan):
         if ranks is not None:
             raise PlanError("ranks are for one plan, which is repeated to fill them, but several plans are given.")
@@ -127,7 +127,7 @@ def _plans(plans: Plan | Sequence[Plan], ranks: Sequence[int] | None) -> Sequenc
     return [replace(plans, data_parallel=count // each) for count in ranks or (plans.ranks,)]
 
 
-def _strong(image_shape: tuple[int, ...], plan: Plan, _first: Plan) -> tuple[int, ...]:
+def _compute_strong_shape(image_shape: tuple[int, ...], plan: Plan, _first: Plan) -> tuple[int, ...]:
     images = image_shape[0]
     if images % plan.batches:
         raise PlanError(
@@ -137,7 +137,7 @@ def _strong(image_shape: tuple[int, ...], plan: Plan, _first: Plan) -> tuple[int
     return (images // plan.batches, *image_shape[1:])
 
 
-def _weak(image_shape: tuple[int, ...], plan: Plan, first: Plan) -> tuple[int, ...]:
+def _compute_weak_shape(image_shape: tuple[int, ...], plan: Plan, first: Plan) -> tuple[int, ...]:
     grown = plan.replica_ranks / first.replica_ranks
     if grown == 1:
         return image_shape

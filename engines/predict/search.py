@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from engines.errors import PlanError, TraceError
 from engines.layer.graph import ModelGraph
 from engines.plan import Plan
-from engines.predict.bound import Bound, Bounds
-from engines.predict.cost import Prices
+from engines.predict.bound import BoundCalculator, PlanBound
+from engines.predict.cost import CostModel
 from engines.predict.forecast import Forecast, forecast
 from engines.predict.machine import Machine
 
-__all__ = ["Found", "plans", "search"]
+__all__ = ["SearchResult", "generate_plans", "search"]
 
 
 _MANY = 12
@@ -21,7 +21,7 @@ _MANY = 12
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The plans that can run, the fastest first; those that cannot, and why; those that need more than there is.
 
     `bounded` were not simulated, for it is known without that they do not fit, or are no faster than the best ones:
@@ -31,7 +31,7 @@ class Found:
     fitting: tuple[Forecast, ...]
     refused: tuple[tuple[Plan, str], ...] = ()
     too_large: tuple[Forecast, ...] = ()
-    bounded: tuple[Bound, ...] = ()
+    bounded: tuple[PlanBound, ...] = ()
 
 
 def search(
@@ -45,7 +45,7 @@ def search(
     asked: Sequence[Plan] | None = None,
     best: int | None = None,
     neutral_batch: int | None = None,
-) -> Found:
+) -> SearchResult:
     """The forecasts of all plans (or those `asked` for) for exactly `ranks` ranks, by predicted images per second.
 
     With a `neutral_batch`, the number of images in an update beyond which accuracy suffers, they are ordered by the
@@ -57,28 +57,28 @@ def search(
     others are left alone as soon as it is known that they are none of these (see `Bound`).
     Raises PlanError where no plan can run, with the reasons of some.
     """
-    asked = list(plans(ranks, batch)) if asked is None else asked
-    looking = _Search(
-        graph_of, Prices(machine), rank_bytes, optimiser_states, lambda done: seen(done, len(asked)), neutral_batch
+    asked = list(generate_plans(ranks, batch)) if asked is None else asked
+    looking = _PlanSearch(
+        graph_of, CostModel(machine), rank_bytes, optimiser_states, lambda done: seen(done, len(asked)), neutral_batch
     )
     if best is None:
         for plan in asked:
-            looking.forecast(plan)
+            looking.evaluate_plan(plan)
     else:
-        looking.look_for(best, asked)
+        looking.search_best(best, asked)
     if not looking.fitting:
-        raise PlanError(looking.nothing(ranks))
-    fitting = sorted(looking.fitting, key=lambda each: -each.pace(neutral_batch))
+        raise PlanError(looking.describe_failure(ranks))
+    fitting = sorted(looking.fitting, key=lambda each: -each.compute_throughput(neutral_batch))
     too_large = sorted(looking.too_large, key=lambda each: each.peak_bytes)
-    return Found(tuple(fitting), tuple(looking.refused), tuple(too_large), tuple(looking.bounded))
+    return SearchResult(tuple(fitting), tuple(looking.refused), tuple(too_large), tuple(looking.bounded))
 
 
 @dataclass
-class _Search:
+class _PlanSearch:
     """What has been found out so far; `seen` is told how many plans are done."""
 
     graph_of: Callable[[Plan], ModelGraph]
-    prices: Prices
+    prices: CostModel
     rank_bytes: int | None
     states: int
     seen: Callable[[int], None]
@@ -86,56 +86,62 @@ class _Search:
     fitting: list[Forecast] = field(default_factory=list)
     too_large: list[Forecast] = field(default_factory=list)
     refused: list[tuple[Plan, str]] = field(default_factory=list)
-    bounded: list[Bound] = field(default_factory=list)
+    bounded: list[PlanBound] = field(default_factory=list)
 
-    def forecast(self, plan: Plan) -> None:
+    def evaluate_plan(self, plan: Plan) -> None:
         """Simulate a plan, and where it does not fit, the same with activations that are computed again."""
         try:
-            found = self._simulated(plan)
-            if not self._fits(found) and not plan.checkpoint_activations:
-                found = min(found, self._simulated(_lean(plan)), key=lambda each: each.peak_bytes)
+            found = self._forecast_plan(plan)
+            if not self._can_fit(found) and not plan.checkpoint_activations:
+                found = min(found, self._forecast_plan(_with_checkpointing(plan)), key=lambda each: each.peak_bytes)
         except (PlanError, TraceError) as error:
             self._refuse(plan, error)
             return
-        (self.fitting if self._fits(found) else self.too_large).append(found)
-        self._tell()
+        (self.fitting if self._can_fit(found) else self.too_large).append(found)
+        self._report_progress()
 
-    def _simulated(self, plan: Plan) -> Forecast:
+    def _forecast_plan(self, plan: Plan) -> Forecast:
         return forecast(self.graph_of(plan), plan, self.prices, self.states)
 
-    def look_for(self, best: int, asked: Sequence[Plan]) -> None:
+    def search_best(self, best: int, asked: Sequence[Plan]) -> None:
         """Simulate plans until it is known which are the best, those first that may be fastest."""
         rates: list[float] = []  # of the best so far, the least first
-        for bound in sorted(self._bounds(asked), key=lambda each: -each.images_per_s):
+        for bound in sorted(self._compute_bounds(asked), key=lambda each: -each.images_per_s):
             is_slower = len(rates) == best and bound.images_per_s < rates[0]
-            if is_slower or not self._fits(bound):
+            if is_slower or not self._can_fit(bound):
                 self.bounded.append(bound)
-                self._tell()
+                self._report_progress()
                 continue
             count = len(self.fitting)
-            self.forecast(bound.plan)
-            rates = sorted([*rates, *(each.pace(self.neutral_batch) for each in self.fitting[count:])])[-best:]
+            self.evaluate_plan(bound.plan)
+            rates = sorted([*rates, *(each.compute_throughput(self.neutral_batch) for each in self.fitting[count:])])[
+                -best:
+            ]
 
-    def _bounds(self, asked: Sequence[Plan]) -> Iterator[Bound]:
-        bounds = Bounds(self.graph_of, self.prices, self.states)
+    def _compute_bounds(self, asked: Sequence[Plan]) -> Iterator[PlanBound]:
+        bounds = BoundCalculator(self.graph_of, self.prices, self.states)
         for plan in asked:
             try:
-                bound = bounds.of(plan)
-                yield bound if self._fits(bound) or plan.checkpoint_activations else bounds.of(_lean(plan))
+                bound = bounds.compute_bound(plan)
+                yield (
+                    bound
+                    if self._can_fit(bound) or plan.checkpoint_activations
+                    else bounds.compute_bound(_with_checkpointing(plan))
+                )
             except (PlanError, TraceError) as error:
                 self._refuse(plan, error)
 
-    def _fits(self, found: Forecast | Bound) -> bool:
+    def _can_fit(self, found: Forecast | PlanBound) -> bool:
         return self.rank_bytes is None or found.peak_bytes <= self.rank_bytes
 
     def _refuse(self, plan: Plan, error: Exception) -> None:
         self.refused.append((plan, str(error)))
-        self._tell()
+        self._report_progress()
 
-    def _tell(self) -> None:
+    def _report_progress(self) -> None:
         self.seen(len(self.fitting) + len(self.too_large) + len(self.refused) + len(self.bounded))
 
-    def nothing(self, ranks: int) -> str:
+    def describe_failure(self, ranks: int) -> str:
         """Why no plan was found."""
         if self.too_large or self.bounded:
             least = min([*(each.peak_bytes for each in self.too_large), *(each.peak_bytes for each in self.bounded)])
@@ -147,19 +153,19 @@ class _Search:
         return f"No plan for {ranks} ranks can run. {reasons}"
 
 
-def _lean(plan: Plan) -> Plan:
+def _with_checkpointing(plan: Plan) -> Plan:
     """The same with less memory, for more time."""
     return replace(plan, checkpoint_activations=True)
 
 
-def plans(ranks: int, batch: int) -> Iterator[Plan]:
+def generate_plans(ranks: int, batch: int) -> Iterator[Plan]:
     """Every plan for exactly `ranks` ranks that is worth a look, each once.
 
     Left out: grids whose tiles are thinner than they need be, but for strips; several spatial stages, but for two of
     different grids on 12 ranks of a replica or more; more stages on a rank than two; micro-batches of a number that is
     no power of two; and precision, which changes what is computed, and checkpoints, for which `search` sees.
 
-    >>> for plan in plans(2, batch=1):
+    >>> for plan in generate_plans(2, batch=1):
     ...     print(plan.summary)
     1 stage: 1x2 tiles; 2 ranks
     1 stage: 2x1 tiles; 2 ranks
@@ -172,34 +178,38 @@ def plans(ranks: int, batch: int) -> Iterator[Plan]:
     found: dict[Plan, None] = {}
     for replicas in (count for count in range(1, ranks + 1) if ranks % count == 0):
         each = ranks // replicas
-        tiled = (*_tiled(each, replicas), *_mixed(each, replicas, batch), *_narrowing(each, replicas, batch))
-        found.update(dict.fromkeys((*tiled, *_layered(each, replicas, batch))))
+        tiled = (
+            *_generate_tiled(each, replicas),
+            *_generate_mixed(each, replicas, batch),
+            *_generate_narrowing(each, replicas, batch),
+        )
+        found.update(dict.fromkeys((*tiled, *_generate_layered(each, replicas, batch))))
     yield from found
 
 
-def _grids(tiles: int) -> tuple[str, ...]:
+def _list_grids(tiles: int) -> tuple[str, ...]:
     """Strips both ways, and the grid closest to a square."""
     side = max(rows for rows in range(1, int(tiles**0.5) + 1) if tiles % rows == 0)
     return tuple(dict.fromkeys((f"{side}x{tiles // side}", f"1x{tiles}", f"{tiles}x1")))
 
 
-def _tiled(ranks: int, replicas: int) -> Iterator[Plan]:
+def _generate_tiled(ranks: int, replicas: int) -> Iterator[Plan]:
     """Tiles from the image to the loss."""
     if ranks > 1:
         for fused in (False, True):
-            for grid in _grids(ranks):
+            for grid in _list_grids(ranks):
                 yield Plan(
                     split_size=1, spatial_size=1, slice_method=grid, data_parallel=replicas, halo_d2=fused,
                     fused_layers="auto" if fused else 1,
                 )  # fmt: skip
 
 
-def _mixed(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
+def _generate_mixed(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
     """Tiles first, then stages, or ranks that share the images."""
     for tiles in range(2, ranks):
         behind = ranks - tiles
-        for grid in _grids(tiles):
-            for parts in _parts(batch):
+        for grid in _list_grids(tiles):
+            for parts in _generate_parts(batch):
                 order = "1f1b" if parts > 1 else "fill_drain"
                 yield Plan(
                     split_size=1 + behind, spatial_size=1, slice_method=grid, data_parallel=replicas, parts=parts,
@@ -209,26 +219,26 @@ def _mixed(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
                 yield Plan(split_size=2, spatial_size=1, slice_method=grid, local_dp=behind, data_parallel=replicas)
 
 
-def _narrowing(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
+def _generate_narrowing(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
     """Where there are many ranks, tiles in two stages, in the second a half or a quarter of them; stages behind."""
     for second in (2**power for power in range(1, ranks.bit_length())) if ranks >= _MANY else ():
         for first in (2 * second, 4 * second):
             behind = ranks - first - second
             if behind >= 0:
-                grids = _grids(first)[0], _grids(second)[0]
-                for parts in _parts(batch):
+                grids = _list_grids(first)[0], _list_grids(second)[0]
+                for parts in _generate_parts(batch):
                     yield Plan(
                         split_size=2 + behind, spatial_size=2, slice_method=grids, data_parallel=replicas, parts=parts,
                         schedule="1f1b" if parts > 1 else "fill_drain",
                     )  # fmt: skip
 
 
-def _layered(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
+def _generate_layered(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
     """Stages from the image to the loss, in every order of work; one stage is data parallelism alone."""
     if ranks == 1:
         yield Plan(split_size=1, spatial_size=0, data_parallel=replicas)
         return
-    for parts in _parts(batch):
+    for parts in _generate_parts(batch):
         for order in ("fill_drain", "1f1b", "zero_bubble") if parts > 1 else ("fill_drain",):
             yield Plan(split_size=ranks, spatial_size=0, data_parallel=replicas, parts=parts, schedule=order)
         if parts > 1:
@@ -239,6 +249,6 @@ def _layered(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
     yield Plan(split_size=ranks, spatial_size=0, data_parallel=replicas, bidirectional=True, schedule="gems")
 
 
-def _parts(batch: int) -> Iterator[int]:
+def _generate_parts(batch: int) -> Iterator[int]:
     """Powers of two that divide a batch, up to eight micro-batches."""
     return (parts for parts in (1, 2, 4, 8) if batch % parts == 0)

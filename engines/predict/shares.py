@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from engines.program.timeline import WORK, Timeline
 
-__all__ = ["SHARES", "shares_of"]
+__all__ = ["SHARES", "compute_time_shares"]
 
 SHARES = ("compute", "messages", "waiting for messages", "sums", "waiting for sums")
 """`compute` has updates in it; `messages` are halos and what goes from stage to stage, packed and unpacked; `sums` are
 those of gradients, norms and statistics. Waiting has the travel in it, and the others' delay."""
 
 
-def shares_of(timeline: Timeline) -> Mapping[str, float]:
+def compute_time_shares(timeline: Timeline) -> Mapping[str, float]:
     """Parts of all ranks' time, by `SHARES`; together 1."""
     found = dict.fromkeys(SHARES, 0.0)
     for event in timeline.events:

@@ -11,17 +11,25 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from engines.errors import PlanError
-from engines.predict.actions import Action, Await, Fetch, Finish, Join, Post, Work
-from engines.predict.cost import Prices, priced
-from engines.predict.links import Links, Passing
+from engines.predict.actions import (
+    Action,
+    ComputeWork,
+    CopyMessage,
+    JoinAllReduce,
+    PostSend,
+    WaitAllReduce,
+    WaitMessage,
+)
+from engines.predict.cost import CostModel, build_step_actions
+from engines.predict.links import BackgroundAllReduce, LinkQueues
 from engines.predict.machine import Link, Machine
-from engines.predict.processors import Nodes, Own, Processors
-from engines.predict.sums import SumCost
+from engines.predict.processors import CoreScheduler, DedicatedCores, SharedCores
+from engines.predict.sums import AllReduceCost
 from engines.predict.tallies import RankTally
 from engines.program.instructions import Phase
 from engines.program.program import Program, Step
-from engines.program.timeline import Event, Timeline
-from engines.program.traffic import sent
+from engines.program.timeline import Timeline, TimelineEvent
+from engines.program.traffic import count_step_traffic
 
 __all__ = ["simulate"]
 
@@ -29,7 +37,7 @@ __all__ = ["simulate"]
 def simulate(
     programs: Sequence[Program],
     tallies: Sequence[RankTally],
-    machine: Machine | Prices,
+    machine: Machine | CostModel,
     threads: Sequence[int],
     again: bool = False,
     copies: int = 1,
@@ -45,23 +53,27 @@ def simulate(
     other. Ranks that are not simulated do as those do: a sum waits for those of its ranks that are here, but takes as
     long as for all of them. Raises PlanError where ranks would wait for ever.
     """
-    prices = Prices.of_machine(machine)
+    prices = CostModel.from_machine(machine)
     ranks = [
-        (program, priced(program, tally, prices, count, again, away), [_sent_bytes(step) for step in program.steps])
+        (
+            program,
+            build_step_actions(program, tally, prices, count, again, away),
+            [_count_sent_bytes(step) for step in program.steps],
+        )
         for program, tally, count in zip(programs, tallies, threads, strict=True)
     ]
-    lanes = [_Lane(*rank, copy * len(programs), copy) for copy in range(copies) for rank in ranks]
+    lanes = [_RankState(*rank, copy * len(programs), copy) for copy in range(copies) for rank in ranks]
     counts = {lane.rank: count for lane, count in zip(lanes, list(threads) * copies, strict=True)}
-    processors = Nodes(prices.machine, counts) if prices.machine.cores else Own()
+    processors = SharedCores(prices.machine, counts) if prices.machine.cores else DedicatedCores()
     return _Simulation(lanes, processors, prices, len(programs)).run()
 
 
-def _sent_bytes(step: Step) -> int:
-    return sum(part.bytes for part in sent(step))
+def _count_sent_bytes(step: Step) -> int:
+    return sum(part.bytes for part in count_step_traffic(step))
 
 
 @dataclass
-class _Lane:
+class _RankState:
     """One rank's place in its program, or in that of the rank of the first replica which is `shift` before it."""
 
     program: Program
@@ -74,7 +86,7 @@ class _Lane:
     began_s: float = 0.0
     waits_from_s: float | None = None
     waited_s: float = 0.0
-    events: list[Event] = field(default_factory=list)
+    events: list[TimelineEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rank = self.program.rank + self.shift
@@ -84,7 +96,7 @@ class _Lane:
     def done(self) -> bool:
         return self.step == len(self.actions)
 
-    def go_on(self, now: float) -> None:
+    def resume(self, now: float) -> None:
         """Waiting, if it waited, is over."""
         if self.waits_from_s is not None:
             self.waited_s += now - self.waits_from_s
@@ -94,19 +106,19 @@ class _Lane:
         step = self.program.steps[self.step]
         if self.copy and step.phase is not Phase.UPDATE:
             step = replace(step, micro_batch=step.micro_batch + self.copy * len(self.program.directions))
-        self.events.append(Event.of(self.rank, step, self.began_s, now, self.sent[self.step], self.waited_s))
+        self.events.append(TimelineEvent.of(self.rank, step, self.began_s, now, self.sent[self.step], self.waited_s))
         self.step, self.action, self.began_s, self.waited_s = self.step + 1, 0, now, 0.0
 
 
 @dataclass
-class _Sum:
+class _AllReduceState:
     """A sum over ranks, of which some are `here`: how many have come, when it is complete, and who waits for that."""
 
-    cost: SumCost
+    cost: AllReduceCost
     here: Sequence[int]
     behind: bool
     come: int = 0
-    passing: Passing | None = None
+    passing: BackgroundAllReduce | None = None
     complete: bool = False
     waiting: list[int] = field(default_factory=list)
 
@@ -115,7 +127,7 @@ Route = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
+class _MessageArrival:
     """What comes to the link of its receiver's node."""
 
     route: Route
@@ -124,7 +136,7 @@ class _Message:
 
 
 @dataclass(frozen=True, slots=True)
-class _Late:
+class _DelayedRank:
     """A rank that has waited long enough for others to leave it a core."""
 
     rank: int
@@ -133,145 +145,147 @@ class _Late:
 class _Simulation:
     """Ranks that can go on do so; then time passes to the next end of work, arrival or sum."""
 
-    def __init__(self, lanes: Sequence[_Lane], processors: Processors, prices: Prices, replica_ranks: int) -> None:
+    def __init__(
+        self, lanes: Sequence[_RankState], processors: CoreScheduler, prices: CostModel, replica_ranks: int
+    ) -> None:
         self.lanes = {lane.rank: lane for lane in lanes}
         self.processors, self.prices, self.replica_ranks = processors, prices, replica_ranks
-        self.machine, self.links = prices.machine, Links(prices.machine)
+        self.machine, self.links = prices.machine, LinkQueues(prices.machine)
         self.now = 0.0
         self.ready = deque(self.lanes)
         self.arrived: dict[Route, float] = {}
         self.expected: dict[Route, int] = {}
-        self.sums: dict[Hashable, _Sum] = {}
-        self.later: list[tuple[float, int, int | _Late | _Message | _Sum]] = []
+        self.sums: dict[Hashable, _AllReduceState] = {}
+        self.later: list[tuple[float, int, int | _DelayedRank | _MessageArrival | _AllReduceState]] = []
         self.count = 0
 
     def run(self) -> Timeline:
         while True:
             while self.ready:
-                self._go_on(self.lanes[self.ready.popleft()])
-            then = min(self.processors.next_end(), self.later[0][0] if self.later else math.inf)
+                self._advance_rank(self.lanes[self.ready.popleft()])
+            then = min(self.processors.find_next_end(), self.later[0][0] if self.later else math.inf)
             if then == math.inf:
                 break
             self.now = max(self.now, then)
-            self.ready.extend(self.processors.ended(self.now))
+            self.ready.extend(self.processors.advance_to(self.now))
             while self.later and self.later[0][0] <= self.now:
-                self._happens(heapq.heappop(self.later)[2])
+                self._handle_event(heapq.heappop(self.later)[2])
         self._check_done()
         return Timeline.of(lane.events for lane in self.lanes.values())
 
-    def _at(self, then: float, what: int | _Late | _Message | _Sum) -> None:
+    def _schedule(self, then: float, what: int | _DelayedRank | _MessageArrival | _AllReduceState) -> None:
         self.count += 1  # what happens at the same time does so in the order in which it was foreseen
         heapq.heappush(self.later, (then, self.count, what))
 
-    def _happens(self, what: int | _Late | _Message | _Sum) -> None:
+    def _handle_event(self, what: int | _DelayedRank | _MessageArrival | _AllReduceState) -> None:
         """A rank goes on, a message comes to its second link, or a sum is complete if nothing has held it up."""
-        if isinstance(what, _Message):
+        if isinstance(what, _MessageArrival):
             seconds = what.bytes / what.link.bytes_per_s
-            start_s = self.links.begin(what.route[1], "in", seconds, self.now)
-            self._arrives(what.route, start_s + seconds + what.link.latency_s)
-        elif isinstance(what, _Sum):
-            self._ends(what)
-        elif isinstance(what, _Late):
+            start_s = self.links.schedule_message(what.route[1], "in", seconds, self.now)
+            self._record_arrival(what.route, start_s + seconds + what.link.latency_s)
+        elif isinstance(what, _AllReduceState):
+            self._end_all_reduce(what)
+        elif isinstance(what, _DelayedRank):
             self.ready.append(what.rank)
-        elif self.machine.resume_s and self.processors.taken(what):
-            self._at(self.now + self.machine.resume_s, _Late(what))
+        elif self.machine.resume_s and self.processors.is_saturated(what):
+            self._schedule(self.now + self.machine.resume_s, _DelayedRank(what))
         else:
             self.ready.append(what)
 
-    def _go_on(self, lane: _Lane) -> None:
+    def _advance_rank(self, lane: _RankState) -> None:
         """Do what can be done now, until the rank works or waits."""
-        lane.go_on(self.now)
+        lane.resume(self.now)
         while not lane.done:
             actions = lane.actions[lane.step]
             while lane.action < len(actions):
                 action = actions[lane.action]
                 lane.action += 1
-                if not self._do(lane, action):
-                    lane.waits_from_s = None if isinstance(action, Work | Fetch) else self.now
+                if not self._run_action(lane, action):
+                    lane.waits_from_s = None if isinstance(action, ComputeWork | CopyMessage) else self.now
                     return
             lane.end_step(self.now)
 
-    def _do(self, lane: _Lane, action: Action) -> bool:
+    def _run_action(self, lane: _RankState, action: Action) -> bool:
         """Whether the rank can go on at once; otherwise it will be told when."""
         match action:
-            case Work():
-                return self._work(lane, action)
-            case Post(route, count):
-                self._post(_moved(route, lane.shift), count)
+            case ComputeWork():
+                return self._start_work(lane, action)
+            case PostSend(route, count):
+                self._post_send(_shift_route(route, lane.shift), count)
                 return True
-            case Await(route):
-                return self._await(lane.rank, _moved(route, lane.shift))
-            case Fetch(route, count):
-                here = self.machine.copies_messages(*_moved(route, lane.shift)[:2])
-                return not here or self._work(lane, Work(count / self.machine.bytes_per_s))
-            case Join():
-                self._join(self._sum(lane, action))
+            case WaitMessage(route):
+                return self._wait_message(lane.rank, _shift_route(route, lane.shift))
+            case CopyMessage(route, count):
+                here = self.machine.needs_core_copy(*_shift_route(route, lane.shift)[:2])
+                return not here or self._start_work(lane, ComputeWork(count / self.machine.bytes_per_s))
+            case JoinAllReduce():
+                self._join_all_reduce(self._get_all_reduce(lane, action))
                 return True
-            case Finish():
-                return self._finish(lane.rank, self._sum(lane, action))
+            case WaitAllReduce():
+                return self._wait_all_reduce(lane.rank, self._get_all_reduce(lane, action))
 
-    def _work(self, lane: _Lane, work: Work) -> bool:
+    def _start_work(self, lane: _RankState, work: ComputeWork) -> bool:
         if work.seconds > 0:
             jitter = self.machine.jitter
-            drawn = work.times(1 - jitter + jitter * lane.random.expovariate(1.0)) if jitter else work
+            drawn = work.scale(1 - jitter + jitter * lane.random.expovariate(1.0)) if jitter else work
             self.processors.start(lane.rank, drawn, self.now)
         return work.seconds <= 0
 
-    def _await(self, rank: int, route: Route) -> bool:
+    def _wait_message(self, rank: int, route: Route) -> bool:
         then = self.arrived.pop(route, None)
         if then is None:
             self.expected[route] = rank
         elif then > self.now:
-            self._at(then, rank)
+            self._schedule(then, rank)
         return then is not None and then <= self.now
 
-    def _post(self, route: Route, count: int) -> None:
-        link = self.links.between(route[0], route[1])
+    def _post_send(self, route: Route, count: int) -> None:
+        link = self.links.find_link(route[0], route[1])
         if link is None:
-            travels = 0 if self.machine.copies_messages(route[0], route[1]) else count
-            self._arrives(route, self.now + (self.machine.latency_s + travels / self.machine.bytes_per_s))
+            travels = 0 if self.machine.needs_core_copy(route[0], route[1]) else count
+            self._record_arrival(route, self.now + (self.machine.latency_s + travels / self.machine.bytes_per_s))
         else:
-            start_s = self.links.begin(route[0], "out", count / link.bytes_per_s, self.now)
-            self._at(start_s, _Message(route, link, count))
+            start_s = self.links.schedule_message(route[0], "out", count / link.bytes_per_s, self.now)
+            self._schedule(start_s, _MessageArrival(route, link, count))
 
-    def _arrives(self, route: Route, then: float) -> None:
+    def _record_arrival(self, route: Route, then: float) -> None:
         if route in self.expected:
-            self._at(then, self.expected.pop(route))
+            self._schedule(then, self.expected.pop(route))
         else:
             self.arrived[route] = then
 
-    def _sum(self, lane: _Lane, action: Join | Finish) -> _Sum:
+    def _get_all_reduce(self, lane: _RankState, action: JoinAllReduce | WaitAllReduce) -> _AllReduceState:
         """Within a replica each copy has its own; over all replicas there is one."""
         own = len(action.group) <= self.replica_ranks and max(action.group) < self.replica_ranks
         name = (lane.copy if own else 0, action.name)
-        if isinstance(action, Join) and name not in self.sums:
+        if isinstance(action, JoinAllReduce) and name not in self.sums:
             group = tuple(rank + lane.shift for rank in action.group) if own else action.group
             here = group if own else group[: bisect_left(group, len(self.lanes))]
-            self.sums[name] = _Sum(self.prices.sum(group, action.bytes), here, action.behind)
+            self.sums[name] = _AllReduceState(self.prices.get_all_reduce_cost(group, action.bytes), here, action.behind)
         return self.sums[name]
 
-    def _join(self, total: _Sum) -> None:
+    def _join_all_reduce(self, total: _AllReduceState) -> None:
         total.come += 1
         if total.come < len(total.here):
             return
         cost = total.cost
         if total.behind:
-            total.passing = self.links.pass_behind(total.here, cost.carried_s, cost.crosses, self.now)
-            self._at(total.passing.end_s + cost.latency_s, total)
+            total.passing = self.links.schedule_background(total.here, cost.carried_s, cost.crosses, self.now)
+            self._schedule(total.passing.end_s + cost.latency_s, total)
         else:
-            start_s = self.links.carry(total.here, cost.carried_s, self.now) if cost.crosses else self.now
-            self._at(start_s + cost.carried_s + cost.latency_s, total)
+            start_s = self.links.schedule_all_reduce(total.here, cost.carried_s, self.now) if cost.crosses else self.now
+            self._schedule(start_s + cost.carried_s + cost.latency_s, total)
 
-    def _ends(self, total: _Sum) -> None:
-        more_s = self.links.more_s(total.passing) if total.passing else 0.0
+    def _end_all_reduce(self, total: _AllReduceState) -> None:
+        more_s = self.links.update_delay(total.passing) if total.passing else 0.0
         if more_s > 0:
-            self._at(self.now + more_s, total)
+            self._schedule(self.now + more_s, total)
         else:
             total.complete = True
             for rank in total.waiting:
-                self._at(self.now, rank)
+                self._schedule(self.now, rank)
 
-    def _finish(self, rank: int, total: _Sum) -> bool:
+    def _wait_all_reduce(self, rank: int, total: _AllReduceState) -> bool:
         if not total.complete:
             total.waiting.append(rank)
         return total.complete
@@ -289,5 +303,5 @@ class _Simulation:
             )
 
 
-def _moved(route: Route, shift: int) -> Route:
+def _shift_route(route: Route, shift: int) -> Route:
     return (route[0] + shift, route[1] + shift, route[2], route[3]) if shift else route

@@ -9,7 +9,7 @@ from torch import nn
 
 from engines.layer.graph import ModelGraph
 from engines.plan import Plan
-from engines.traces import Loss, Traces
+from engines.traces import Loss, TraceCache
 
 __all__ = ["Sizes"]
 
@@ -31,14 +31,14 @@ class Sizes:
     model: nn.Module
     loss: Loss | None = None
     title: str = ""
-    _traces: dict[tuple[int, ...], Traces] = field(default_factory=dict, repr=False, compare=False)
+    _traces: dict[tuple[int, ...], TraceCache] = field(default_factory=dict, repr=False, compare=False)
 
     def graph(self, plan: Plan, image_shape: Sequence[int]) -> ModelGraph:
         """What a plan is compiled from, of batches (N, C, H, W). Raises PlanError, TraceError or ImageError."""
         shape = tuple(image_shape)
         if shape not in self._traces:
-            self._traces[shape] = Traces(self.model, shape, self.loss or nn.CrossEntropyLoss())
-        return self._traces[shape].graph(plan)
+            self._traces[shape] = TraceCache(self.model, shape, self.loss or nn.CrossEntropyLoss())
+        return self._traces[shape].get_graph(plan)
 
     @classmethod
     def of(cls, model: nn.Module | Sizes, loss: Loss | None = None) -> Sizes:

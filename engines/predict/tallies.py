@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["OpTally", "RankTally", "SegmentTally", "WayTally"]
+__all__ = ["DirectionTally", "OpTally", "RankTally", "SegmentTally"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class SegmentTally:
 
 
 @dataclass(frozen=True)
-class WayTally:
+class DirectionTally:
     """One direction of a rank: for each value where it lies and whether it has a gradient; its segments by name.
 
     `bytes` is by key, `halo_bytes` the part of it that was borrowed, `inputs` the bytes of what the rank is fed with.
@@ -68,7 +68,7 @@ class WayTally:
 class RankTally:
     """All that is counted of one rank: its directions, and the bytes of what it owns."""
 
-    ways: Mapping[int, WayTally]
+    ways: Mapping[int, DirectionTally]
     weights: Mapping[str, int]
     buffers: Mapping[str, int]
     trained: frozenset[str] = field(default_factory=frozenset)

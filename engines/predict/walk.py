@@ -5,46 +5,46 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from engines.comm.sums import lent_bytes
+from engines.comm.sums import compute_workspace_bytes
 from engines.offload.least import LEAST_BYTES
 from engines.plan import Plan
-from engines.predict.ledger import Ledger
-from engines.predict.tallies import RankTally, SegmentTally, WayTally
+from engines.predict.ledger import MemoryTracker
+from engines.predict.tallies import DirectionTally, RankTally, SegmentTally
 from engines.program.instructions import AllReduce, Compute, Exchange, Instruction, Phase, SumGradients
-from engines.program.program import Program, Step, Way
-from engines.program.staging import is_kept, kept_bytes, staged
+from engines.program.program import DirectionProgram, Program, Step
+from engines.program.staging import compute_arena_bytes, count_staged_bytes, is_persistent
 
-__all__ = ["walked"]
+__all__ = ["simulate_memory"]
 
 
-def walked(
-    program: Program, tally: RankTally, plan: Plan, states: int, ledger: Ledger | None = None
-) -> tuple[Ledger, list[int]]:
+def simulate_memory(
+    program: Program, tally: RankTally, plan: Plan, states: int, ledger: MemoryTracker | None = None
+) -> tuple[MemoryTracker, list[int]]:
     """The account (`ledger`, or a new one) of a training step after the first; the bytes held after each step of it."""
-    ledger = ledger or Ledger()
-    _hold_all_along(ledger, program, tally, states)
+    ledger = ledger or MemoryTracker()
+    _hold_persistent(ledger, program, tally, states)
     walkers = {
-        number: _Lane(number, program.way(number), tally.ways[direction], ledger, plan)
+        number: _MicroBatchMemory(number, program.get_direction_program(number), tally.ways[direction], ledger, plan)
         for number, direction in program.directions.items()
     }
-    weights, after = _Weights(tally, ledger), []
+    weights, after = _WeightGradients(tally, ledger), []
     leaving: list[Hashable] = []
     for index, step in enumerate(program.steps):
         ledger.step = index
         left, leaving = leaving, []
         if isinstance(step.instruction, SumGradients):
-            weights.sum(step.instruction, begins=step.phase is not Phase.UPDATE)
+            weights.sum_bucket(step.instruction, begins=step.phase is not Phase.UPDATE)
         elif step.phase is not Phase.UPDATE:
-            leaving = walkers[step.micro_batch].do(step)
+            leaving = walkers[step.micro_batch].run_step(step)
             if step.phase is not Phase.FORWARD:
-                weights.train(step.instruction, step.phase, walkers[step.micro_batch].tally)
+                weights.add_segment(step.instruction, step.phase, walkers[step.micro_batch].tally)
         for key in left:
             ledger.release(key)
         after.append(ledger.total)
     return ledger, after
 
 
-def _hold_all_along(ledger: Ledger, program: Program, tally: RankTally, states: int) -> None:
+def _hold_persistent(ledger: MemoryTracker, program: Program, tally: RankTally, states: int) -> None:
     """What is there from the first step to the last."""
     trained = sum(tally.weights[name] for name in tally.trained)
     owned = sum(tally.weights.values()) + sum(tally.buffers.values())
@@ -52,21 +52,21 @@ def _hold_all_along(ledger: Ledger, program: Program, tally: RankTally, states: 
     for number, direction in program.directions.items():
         ledger.hold(("inputs", number), {"inputs": sum(tally.ways[direction].inputs.values())})
     exchanges = [item for item in program.forward if isinstance(item, Exchange)]
-    sums = {item.name: item for item in program.of_kind(SumGradients)}
-    lent = sum(lent_bytes(each.bytes, len(each.group)) for each in sums.values())
-    ledger.hold("messages", {"messages": lent + kept_bytes(exchanges)})
+    sums = {item.name: item for item in program.select_instructions(SumGradients)}
+    lent = sum(compute_workspace_bytes(each.bytes, len(each.group)) for each in sums.values())
+    ledger.hold("messages", {"messages": lent + compute_arena_bytes(exchanges)})
     ledger.hold("sums", {"gradients": sum(each.bytes for each in sums.values())})
 
 
 @dataclass
-class _Weights:
+class _WeightGradients:
     """Gradients of weights: there from the first backward that adds to them."""
 
     tally: RankTally
-    ledger: Ledger
+    ledger: MemoryTracker
     there: set[str] = field(default_factory=set)
 
-    def train(self, instruction: Instruction, phase: Phase, way: WayTally) -> None:
+    def add_segment(self, instruction: Instruction, phase: Phase, way: DirectionTally) -> None:
         """A step has gone back through a segment."""
         segment = way.segments.get(instruction.name)
         if segment is None or (phase is Phase.INPUTS and segment.late):
@@ -76,7 +76,7 @@ class _Weights:
                 self.there.add(name)
                 self.ledger.hold(("gradient", name), {"gradients": size})
 
-    def sum(self, bucket: SumGradients, begins: bool) -> None:
+    def sum_bucket(self, bucket: SumGradients, begins: bool) -> None:
         """Begun, it adds up a copy of the gradients, whose memory is kept; in the end that takes their place."""
         if not begins:
             for name in self.there.intersection(bucket.weights):
@@ -85,13 +85,13 @@ class _Weights:
 
 
 @dataclass
-class _Lane:
+class _MicroBatchMemory:
     """One micro-batch: which values are still to be read going forward, and which leaves and graphs backward needs."""
 
     number: int
-    way: Way
-    tally: WayTally
-    ledger: Ledger
+    way: DirectionProgram
+    tally: DirectionTally
+    ledger: MemoryTracker
     plan: Plan
     values: set[str] = field(default_factory=set)
     leaves: set[str] = field(default_factory=set)
@@ -104,7 +104,7 @@ class _Lane:
     def checkpoints(self) -> bool:
         return self.plan.checkpoint_activations
 
-    def do(self, step: Step) -> list[Hashable]:
+    def run_step(self, step: Step) -> list[Hashable]:
         """Walk one instruction; what leaves, and is looked after no earlier than behind the next instruction."""
         item, forward = step.instruction, step.phase is Phase.FORWARD
         self.leaving = []
@@ -117,31 +117,33 @@ class _Lane:
                 self._reduce(item) if forward else self._reduce_back(item)
         return self.leaving
 
-    def _hold(self, key: str) -> None:
+    def _hold_key(self, key: str) -> None:
         borrowed = self.tally.halo_bytes.get(key, 0)
         size = self.tally.bytes.get(key, 0) - borrowed
-        self._take((self.number, key), activations=size, halos=borrowed)
+        self._hold_block((self.number, key), activations=size, halos=borrowed)
 
-    def _take(self, key: Hashable, **kinds: int) -> None:
+    def _hold_block(self, key: Hashable, **kinds: int) -> None:
         """Hold a block that backward asks for; where it is put away, no longer than the step that makes it."""
         away = self.plan.offload_activations and sum(kinds.values()) >= LEAST_BYTES
         if away and key not in self.away:
             self.away[key] = sum(kinds.values())
-            self.ledger.for_a_while(**kinds)
+            self.ledger.add_transient(**kinds)
         self.ledger.hold(key, {} if away else kinds)
 
-    def _away_bytes(self, key: str) -> int:
+    def _get_offloaded_bytes(self, key: str) -> int:
         """Of a block that comes back for a segment's backward."""
         return self.away.get((self.number, key), 0)
 
-    def _inputs_away(self, item: Compute) -> int:
+    def _count_offloaded_inputs(self, item: Compute) -> int:
         """Bytes of the inputs of a segment that come back for it."""
-        return sum(self._away_bytes(key) for key in {self.tally.lies_in.get(name, name) for name in item.inputs})
+        return sum(
+            self._get_offloaded_bytes(key) for key in {self.tally.lies_in.get(name, name) for name in item.inputs}
+        )
 
     def _keep(self, name: str) -> None:
         for held in (self.values, self.leaves):
             held.add(name)
-            self._hold(self.tally.lies_in[name])
+            self._hold_key(self.tally.lies_in[name])
 
     def _drop(self, held: set[str], name: str) -> None:
         if name in held:
@@ -160,7 +162,7 @@ class _Lane:
 
     def _compute(self, item: Compute) -> None:
         segment = self.tally.segments[item.name]
-        self.ledger.for_a_while(passing=segment.inside + self._inputs_away(item))
+        self.ledger.add_transient(passing=segment.inside + self._count_offloaded_inputs(item))
         if item.differentiable and not self.checkpoints:
             self._hold_graph(item.name, segment)
         for name in item.outputs:
@@ -172,37 +174,37 @@ class _Lane:
         for key in segment.keeps:
             parts = {"activations": segment.fresh.get(key, 0)}
             if key in self.tally.bytes:
-                self._hold(key)
+                self._hold_key(key)
             else:
-                self._take((self.number, key), **parts)
+                self._hold_block((self.number, key), **parts)
 
     def _compute_back(self, item: Compute, phase: Phase) -> None:
         segment = self.tally.segments[item.name]
         if phase is Phase.WEIGHTS and not (segment.late and item.name in self.graphs):
             return
-        again = sum(segment.fresh.values()) + self._inputs_away(item) if self.checkpoints else 0
-        back = sum(map(self._away_bytes, segment.keeps)) if item.name in self.graphs else 0
-        self.ledger.for_a_while(passing=again + back + segment.back_inside)
-        self.ledger.for_a_while(passing=segment.inside if self.checkpoints else 0)
+        again = sum(segment.fresh.values()) + self._count_offloaded_inputs(item) if self.checkpoints else 0
+        back = sum(map(self._get_offloaded_bytes, segment.keeps)) if item.name in self.graphs else 0
+        self.ledger.add_transient(passing=again + back + segment.back_inside)
+        self.ledger.add_transient(passing=segment.inside if self.checkpoints else 0)
         if phase is not Phase.WEIGHTS:
             for name, size in segment.grads.items():
-                self._gradient(name, size)
+                self._hold_gradient(name, size)
         if phase is Phase.INPUTS and segment.late:
             self.graphs.add(item.name)
             return
         for name in item.outputs:
-            self._forget(name)
+            self._release_leaf(name)
         if not self.checkpoints and item.name in self.graphs:
             self.graphs.remove(item.name)
             for key in segment.keeps:
                 self.ledger.release((self.number, key))
 
-    def _gradient(self, name: str, size: int) -> None:
+    def _hold_gradient(self, name: str, size: int) -> None:
         if name not in self.grads:
             self.grads[name] = f"gradient of {name}"
             self.ledger.hold((self.number, self.grads[name]), {"passing": size})
 
-    def _forget(self, name: str) -> None:
+    def _release_leaf(self, name: str) -> None:
         """A leaf and its gradient have served."""
         if name not in self.way.lasting:
             self._drop(self.leaves, name)
@@ -210,35 +212,35 @@ class _Lane:
             self.ledger.release((self.number, self.grads.pop(name)))
 
     def _exchange(self, item: Exchange) -> None:
-        self._travel(item, forward=True)
+        self._hold_messages(item, forward=True)
         if item.window is not None:
             self._keep(item.target)
         if item.own is not None:
             self._release(item, (item.source,))
 
-    def _travel(self, item: Exchange, forward: bool) -> None:
+    def _hold_messages(self, item: Exchange, forward: bool) -> None:
         """Where a rank only sends, or only receives, nobody waits for what it sends."""
-        if is_kept(item):
+        if is_persistent(item):
             return
-        self.ledger.for_a_while(messages=sum(staged(item, forward)))
+        self.ledger.add_transient(messages=sum(count_staged_bytes(item, forward)))
         if (item.sends and not item.receives) if forward else (item.receives and not item.sends):
             # What leaves from tensor to tensor is held there; going back that is a gradient which is of no other use.
-            size = staged(item, forward)[0] if forward else item.bytes_of(item.receives)
+            size = count_staged_bytes(item, forward)[0] if forward else item.compute_bytes(item.receives)
             self.leaving.append((self.number, item.name, forward))
             self.ledger.hold(self.leaving[-1], {"messages": size})
 
     def _exchange_back(self, item: Exchange) -> None:
-        self._travel(item, forward=False)
+        self._hold_messages(item, forward=False)
         if item.own is not None and item.source in self.tally.needs_gradient:
             source = self.tally.bytes[self.tally.lies_in[item.source]]
-            self._gradient(item.source, source)
+            self._hold_gradient(item.source, source)
         if item.window is not None:
-            self._forget(item.target)
+            self._release_leaf(item.target)
 
     def _reduce(self, item: AllReduce) -> None:
         self._keep(item.target)
         self._release(item, (item.source,))
 
     def _reduce_back(self, item: AllReduce) -> None:
-        self._gradient(item.source, item.spec.bytes)
-        self._forget(item.target)
+        self._hold_gradient(item.source, item.spec.bytes)
+        self._release_leaf(item.target)

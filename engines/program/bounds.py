@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from engines.program.holdings import Value
-from engines.program.instructions import Compute, Linear
+from engines.program.holdings import ValueLayout
+from engines.program.instructions import Compute, ModelInstruction
 
-__all__ = ["bounded"]
+__all__ = ["resolve_segment_io"]
 
 
-def bounded(instructions: Iterable[Linear], values: Mapping[str, Value], kept: Iterable[str]) -> list[Linear]:
+def resolve_segment_io(
+    instructions: Iterable[ModelInstruction], values: Mapping[str, ValueLayout], kept: Iterable[str]
+) -> list[ModelInstruction]:
     """The same instructions, each segment with its inputs, and as outputs what later ones read or is `kept`."""
     wanted, done = set(kept), []
     for instruction in reversed(list(instructions)):
         if isinstance(instruction, Compute):
-            instruction = _bounded(instruction, values, wanted)
+            instruction = _resolve_segment(instruction, values, wanted)
             wanted.update(instruction.inputs)
         else:
             wanted.add(instruction.source)
@@ -24,7 +26,7 @@ def bounded(instructions: Iterable[Linear], values: Mapping[str, Value], kept: I
     return done[::-1]
 
 
-def _bounded(segment: Compute, values: Mapping[str, Value], wanted: set[str]) -> Compute:
+def _resolve_segment(segment: Compute, values: Mapping[str, ValueLayout], wanted: set[str]) -> Compute:
     made = {op.out for op in segment.ops}
     read = dict.fromkeys(name for op in segment.ops for name in op.reads)
     inputs = tuple(name for name in read if name in values and name not in made)

@@ -10,27 +10,27 @@ from typing import Any
 
 from engines.errors import TraceError
 from engines.layer.graph import WITHOUT_GRADIENT, Node, Ref, TensorSpec
-from engines.program.bounds import bounded
-from engines.program.holdings import Holdings, Value
-from engines.program.instructions import AllReduce, Compute, Exchange, Linear, LocalOp, RunningStatistics
-from engines.spatial.fusion import Read
-from engines.spatial.moves import Move, moves
+from engines.program.bounds import resolve_segment_io
+from engines.program.holdings import ValueLayout, ValueLayouts
+from engines.program.instructions import AllReduce, Compute, Exchange, LocalOp, ModelInstruction, RunningStatistics
+from engines.spatial.fusion import WindowRead
+from engines.spatial.moves import Move, compute_moves
 from engines.spatial.tiles import Tile
-from engines.spatial.windows import Shift, SpanRule, Window, window
+from engines.spatial.windows import Shift, SpanRule, Window, compute_window
 
-__all__ = ["POINT", "Borrowed", "Builder", "Value"]
+__all__ = ["POINT", "Builder", "HaloRead", "ValueLayout"]
 
-Moves = Mapping[int, tuple[Move, ...]]
+MovesByRank = Mapping[int, tuple[Move, ...]]
 
 POINT = Tile.whole(1, 1)
 """What a rank holds of a value that has no pixels."""
 
 
 @dataclass(frozen=True, slots=True)
-class Borrowed:
+class HaloRead:
     """A node's one window that needs an exchange: how it is read, and what all ranks want, in their order."""
 
-    read: Read
+    read: WindowRead
     wanted: tuple[Tile, ...]
     fill: float
 
@@ -41,18 +41,18 @@ class Borrowed:
 
 
 @dataclass
-class Builder(Holdings):
+class Builder(ValueLayouts):
     """Collects the instructions of tile `tile` of one stage, in graph order.
 
     Tags count up from `tag`, which is even; every rank of the stage counts the same exchanges, so equal tags meet.
     """
 
-    instructions: list[Linear] = field(default_factory=list)
+    instructions: list[ModelInstruction] = field(default_factory=list)
     statistics: list[RunningStatistics] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
     sync_batchnorm: bool = True
     overlaps: bool = False
-    reads: list[Read] = field(default_factory=list)
+    reads: list[WindowRead] = field(default_factory=list)
     strips: dict[tuple[Any, ...], tuple[tuple[str, Tile], ...]] = field(default_factory=dict)
     _open: list[LocalOp] = field(default_factory=list)
     _windows: dict[tuple[Any, ...], str] = field(default_factory=dict)
@@ -62,20 +62,20 @@ class Builder(Holdings):
     _before: tuple[int, list[LocalOp], list[int]] = field(default=(0, [], []))
 
     @property
-    def apart(self) -> tuple[int, ...]:
+    def local_stats_ranks(self) -> tuple[int, ...]:
         """The ranks of the stage, where each has batch norm's statistics of its own tile."""
         return () if self.sync_batchnorm or len(self.stage.ranks) == 1 else self.stage.ranks
 
-    def at(self, node: Node) -> None:
+    def begin_node(self, node: Node) -> None:
         """What follows belongs to this node."""
         self._module, self._node, self._graded = node.module, node.name, node.graded
         self._flops[node.name] = node.flops
-        self._before = self.tag, list(self._open), [len(made) for made in self._made]
+        self._before = self.tag, list(self._open), [len(made) for made in self._growing_state]
 
-    def forget(self) -> None:
+    def undo_node(self) -> None:
         """Take back what was begun for the present node."""
         self.tag, self._open, counts = self._before[0], list(self._before[1]), self._before[2]
-        for made, count in zip(self._made, counts, strict=True):
+        for made, count in zip(self._growing_state, counts, strict=True):
             if isinstance(made, dict):
                 for key in list(made)[count:]:
                     del made[key]
@@ -83,23 +83,23 @@ class Builder(Holdings):
                 del made[count:]
 
     @property
-    def _made(self) -> tuple[list[Any] | dict[Any, Any], ...]:
+    def _growing_state(self) -> tuple[list[Any] | dict[Any, Any], ...]:
         """What only grows while nodes are lowered."""
         return self.instructions, self.reads, self.statistics, self.values, self._windows
 
     @property
-    def borrowed(self) -> Borrowed | None:
+    def single_halo_read(self) -> HaloRead | None:
         """What the present node has read by a window and an exchange; None where that is not all it needs of others."""
         instructions, reads, statistics, _, windows = (
-            list(made)[count:] for made, count in zip(self._made, self._before[2], strict=True)
+            list(made)[count:] for made, count in zip(self._growing_state, self._before[2], strict=True)
         )
         sums = statistics or any(isinstance(item, AllReduce) for item in instructions)
         if sums or (len(reads), len(windows), self.tag - self._before[0]) != (1, 1, 2):
             return None
-        return Borrowed(reads[0], *windows[0][1:])
+        return HaloRead(reads[0], *windows[0][1:])
 
     @contextmanager
-    def piece(self, source: Ref, out: str | None = None, outputs: Tile | None = None) -> Iterator[None]:
+    def restrict_node(self, source: Ref, out: str | None = None, outputs: Tile | None = None) -> Iterator[None]:
         """While it lasts the present node reads `source`, which has all it needs; it makes `outputs` only, as `out`."""
         node, wide = self._node, self.wide
         self._from = source
@@ -110,7 +110,7 @@ class Builder(Holdings):
         finally:
             self._node, self.wide, self._from = node, wide, None
 
-    def local(
+    def add_local_op(
         self,
         out: str,
         kernel: str,
@@ -123,47 +123,49 @@ class Builder(Holdings):
         op = LocalOp(out, kernel, arguments, keywords, self._module, self._graded)
         self._open.append(op)
         may_carry = self._graded and like.is_floating and kernel not in WITHOUT_GRADIENT
-        differentiable = may_carry and any(self._carries(name) for name in op.reads)
-        self.values[out] = Value(out, like, axes, differentiable)
-        self.hold_wide(out)
+        differentiable = may_carry and any(self._needs_gradient(name) for name in op.reads)
+        self.values[out] = ValueLayout(out, like, axes, differentiable)
+        self.hold_extended(out)
         return Ref(out)
 
-    def _carries(self, name: str) -> bool:
+    def _needs_gradient(self, name: str) -> bool:
         return name in self.graph.trainable or (name in self.values and self.values[name].differentiable)
 
     def all_reduce(self, ref: Ref) -> Ref:
         """The sum of a value over the ranks of the stage."""
         if len(self.stage.ranks) == 1:
             return ref
-        value = self.value(ref)
+        value = self.get_value(ref)
         self.flush()
         target = f"{value.name}.total"
         self.instructions.append(
             AllReduce(target, value.name, target, value.spec, self.stage.ranks, value.differentiable)
         )
-        self.values[target] = Value(target, value.spec, None, value.differentiable)
+        self.values[target] = ValueLayout(target, value.spec, None, value.differentiable)
         return Ref(target)
 
-    def window(self, ref: Ref, out_px: tuple[int, int], rows: SpanRule, cols: SpanRule, fill: float = 0.0) -> Window:
+    def read_window(
+        self, ref: Ref, out_px: tuple[int, int], rows: SpanRule, cols: SpanRule, fill: float = 0.0
+    ) -> Window:
         """What this rank's part of an `out_px` image reads of a tiled value, borrowed where it lacks it."""
-        self.reads.append(Read(self._node, ref.name, rows, cols, fill))
+        self.reads.append(WindowRead(self._node, ref.name, rows, cols, fill))
         key = ("window", self._node, ref.name)
-        wanted = self.common.once(key, (self.outputs(out_px), rows, cols), _windows)
-        found = self._fetched(ref, wanted, fill)
-        return Window(found.name, self.holds(found)[self.rank], wanted[self.rank], fill)
+        wanted = self.common.get_or_compute(key, (self.get_output_tiles(out_px), rows, cols), _compute_windows)
+        found = self._fetch_window(ref, wanted, fill)
+        return Window(found.name, self.get_held_tiles(found)[self.rank], wanted[self.rank], fill)
 
-    def _fetched(self, ref: Ref, wanted: Mapping[int, Tile], fill: float) -> Ref:
+    def _fetch_window(self, ref: Ref, wanted: Mapping[int, Tile], fill: float) -> Ref:
         """A value that holds the pixels wanted: `ref` itself, or what comes of an exchange."""
         if self._from is not None:
             return self._from
-        given = self.value(ref).size_px, self.holds(ref), wanted
-        if not self.common.once(("lacks", self._node, ref.name), given, _lacks):
+        given = self.get_value(ref).size_px, self.get_held_tiles(ref), wanted
+        if not self.common.get_or_compute(("lacks", self._node, ref.name), given, _needs_exchange):
             return ref
-        if shared := self.wide.fetch(self._node, ref.name):
+        if shared := self.wide.get_fetched(self._node, ref.name):
             wanted, fill = shared, 0.0
         key = (ref.name, tuple(wanted.values()), fill)
         if key not in self._windows:
-            self._windows[key] = self.exchange(self.owned(ref), wanted, fill)
+            self._windows[key] = self.exchange(self.crop_to_own(ref), wanted, fill)
         return self._windows[key]
 
     def exchange(self, ref: Ref, wanted: Mapping[int, Tile], fill: float) -> Ref:
@@ -171,14 +173,14 @@ class Builder(Holdings):
         if self.in_turn and self.wide.groups:
             raise TraceError(f"{self._node} reads all pixels of {ref.name} at once, which no tile has by itself.")
         self.tag += 2
-        value, target = self.value(ref), f"{ref.name}.window{self.tag}"
-        owned = self.tiles(value.size_px)
+        value, target = self.get_value(ref), f"{ref.name}.window{self.tag}"
+        owned = self.get_tiles(value.size_px)
         name = self.transfer(value, "halo", target, target, self.tag, owned, wanted, fill)
         if name == target:
             self._held[target] = wanted
         return Ref(name)
 
-    def gathered(self, ref: Ref) -> Ref:
+    def all_gather(self, ref: Ref) -> Ref:
         """All of a tiled value, on every rank of the stage: its window is the whole image.
 
         Backward, what each rank found of the gradient goes home and is added there. It takes the memory of the
@@ -186,32 +188,34 @@ class Builder(Holdings):
         """
         target = f"{ref.name}.whole"
         if self.is_tiled(ref) and target not in self.values:
-            value = self.value(ref)
+            value = self.get_value(ref)
             everything = dict.fromkeys(self.stage.ranks, Tile.whole(*value.size_px))
-            window = self.exchange(self.owned(ref), everything, 0.0)
-            self.local(target, "aten.alias.default", window, like=value.spec)
+            window = self.exchange(self.crop_to_own(ref), everything, 0.0)
+            self.add_local_op(target, "aten.alias.default", window, like=value.spec)
         return Ref(target) if self.is_tiled(ref) else ref
 
-    def owned(self, ref: Ref) -> Ref:
+    def crop_to_own(self, ref: Ref) -> Ref:
         """The pixels of a tiled value that this rank owns; all of a value that is not tiled."""
         if not self.is_tiled(ref):
             return ref
-        own = self.tiles(self.value(ref).size_px)[self.rank]
-        return self.padded(Window(ref.name, self.holds(ref)[self.rank], own, 0.0))
+        own = self.get_tiles(self.get_value(ref).size_px)[self.rank]
+        return self.pad_window(Window(ref.name, self.get_held_tiles(ref)[self.rank], own, 0.0))
 
-    def beneath(self, ref: Ref) -> Ref:
+    def align_to_output(self, ref: Ref) -> Ref:
         """The pixels of a tiled value that lie where the present node's result does; all of one that is not tiled."""
         if not self.is_tiled(ref):
             return ref
-        return self.padded(self.window(ref, self.value(ref).size_px, Shift(0), Shift(0)))
+        return self.pad_window(self.read_window(ref, self.get_value(ref).size_px, Shift(0), Shift(0)))
 
     def transfer(
-        self, value: Value, purpose: str, name: str, target: str, tag: int,
+        self, value: ValueLayout, purpose: str, name: str, target: str, tag: int,
         owned: Mapping[int, Tile], wanted: Mapping[int, Tile], fill: float = 0.0,
     ) -> str:  # fmt: skip
         """Fill each rank's `wanted` tile; the name under which this rank has its own, if it had to borrow for it."""
         whole = Tile.whole(*value.size_px) if value.axes else POINT
-        sent, received = self.common.once(("transfer", purpose, tag), (owned, wanted, whole), _travelling)
+        sent, received = self.common.get_or_compute(
+            ("transfer", purpose, tag), (owned, wanted, whole), _compute_transfers
+        )
         sends, receives = sent.get(self.rank, ()), received.get(self.rank, ())
         if not (sends or receives):
             return value.name
@@ -224,16 +228,16 @@ class Builder(Holdings):
             )
         )  # fmt: skip
         if receives:
-            self.values[target] = Value(target, value.spec, value.axes, value.differentiable)
+            self.values[target] = ValueLayout(target, value.spec, value.axes, value.differentiable)
         return target if receives else value.name
 
-    def padded(self, window: Window) -> Ref:
+    def pad_window(self, window: Window) -> Ref:
         """The window as one tensor of just what is wanted, with what lies outside the image filled in."""
         if not any(window.margins):
             return Ref(window.name)
         value = self.values[window.name]
         name = f"{window.name}.padded{len(self._open)}_{len(self.instructions)}"
-        return self.local(
+        return self.add_local_op(
             name, "tile.pad", Ref(window.name), window.margins, window.fill, value.axes,
             like=value.spec, axes=value.axes,
         )  # fmt: skip
@@ -245,27 +249,29 @@ class Builder(Holdings):
             self.instructions.append(Compute(name, tuple(self._open), (), (), False, interior))
             self._open = []
 
-    def finished(self, kept: Iterable[str]) -> list[Linear]:
+    def finish(self, kept: Iterable[str]) -> list[ModelInstruction]:
         """All instructions, each segment with its inputs and outputs; `kept` values stay to the end."""
         self.flush()
-        return bounded(self.instructions, self.values, kept)
+        return resolve_segment_io(self.instructions, self.values, kept)
 
 
-def _windows(outputs: Mapping[int, Tile], rows: SpanRule, cols: SpanRule) -> dict[int, Tile]:
-    return {rank: window(tile, rows, cols) for rank, tile in outputs.items()}
+def _compute_windows(outputs: Mapping[int, Tile], rows: SpanRule, cols: SpanRule) -> dict[int, Tile]:
+    return {rank: compute_window(tile, rows, cols) for rank, tile in outputs.items()}
 
 
-def _lacks(size_px: tuple[int, int], held: Mapping[int, Tile], wanted: Mapping[int, Tile]) -> bool:
+def _needs_exchange(size_px: tuple[int, int], held: Mapping[int, Tile], wanted: Mapping[int, Tile]) -> bool:
     """Whether a rank lacks some of what it wants of an image."""
     whole = Tile.whole(*size_px)
-    return not all((tile & whole).lies_in(held[rank]) for rank, tile in wanted.items())
+    return not all((tile & whole).is_inside(held[rank]) for rank, tile in wanted.items())
 
 
-def _travelling(owned: Mapping[int, Tile], wanted: Mapping[int, Tile], whole: Tile) -> tuple[Moves, Moves]:
+def _compute_transfers(
+    owned: Mapping[int, Tile], wanted: Mapping[int, Tile], whole: Tile
+) -> tuple[MovesByRank, MovesByRank]:
     """What each rank sends to others, and what each receives."""
     sends: dict[int, list[Move]] = defaultdict(list)
     receives: dict[int, list[Move]] = defaultdict(list)
-    for move in moves(owned, {rank: tile & whole for rank, tile in wanted.items()}):
+    for move in compute_moves(owned, {rank: tile & whole for rank, tile in wanted.items()}):
         if move.source != move.target:
             sends[move.source].append(move)
             receives[move.target].append(move)

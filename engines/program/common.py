@@ -6,25 +6,25 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["Common"]
+__all__ = ["Memo"]
 
 T = TypeVar("T")
 
 
 @dataclass
-class Common:
+class Memo:
     """Answers that follow from what they were found from: whoever comes with the same takes the answer as it is.
 
-    >>> common = Common()
-    >>> common.once("sum", ([1, 2],), sum), common.once("sum", ([1, 2],), lambda _: "not called")
+    >>> common = Memo()
+    >>> common.get_or_compute("sum", ([1, 2],), sum), common.get_or_compute("sum", ([1, 2],), lambda _: "not called")
     (3, 3)
-    >>> common.once("sum", ([5, 2],), sum)
+    >>> common.get_or_compute("sum", ([5, 2],), sum)
     7
     """
 
     _found: dict[Hashable, tuple[tuple[Any, ...], Any]] = field(default_factory=dict)
 
-    def once(self, key: Hashable, given: tuple[Any, ...], find: Callable[..., T]) -> T:
+    def get_or_compute(self, key: Hashable, given: tuple[Any, ...], find: Callable[..., T]) -> T:
         """`find(*given)`, which must be a function of `given` alone; of each `key` the last answer is kept."""
         before = self._found.get(key)
         if before is None or before[0] != given:

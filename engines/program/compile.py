@@ -10,24 +10,24 @@ from functools import cached_property
 from engines.errors import PlanError
 from engines.layer.graph import ModelGraph
 from engines.layout import Layout, Role
-from engines.pipeline.schedule import Batch, Kind, Schedule, Work, schedule
+from engines.pipeline.schedule import ActionKind, Batch, PipelineAction, Schedule, make_schedule
 from engines.plan import Plan
 from engines.program.builder import Builder
-from engines.program.gradients import buckets, woven
+from engines.program.gradients import insert_gradient_sums, make_buckets
 from engines.program.instructions import (
-    Agree,
     Compute,
-    Half,
+    ExchangeHalf,
+    FiniteCheckAllReduce,
     Instruction,
-    Linear,
+    ModelInstruction,
     Phase,
-    ShareStatistics,
+    ReduceBatchStats,
     SumGradients,
     Update,
 )
-from engines.program.labels import counting_steps
+from engines.program.labels import make_count_steps
 from engines.program.lowering import STAGE_TAGS, Lowering
-from engines.program.program import Feed, Program, Step, Way
+from engines.program.program import DirectionProgram, Program, ShardSpec, Step
 
 __all__ = ["Compiler", "compile_plan"]
 
@@ -39,7 +39,7 @@ def compile_plan(graph: ModelGraph, plan: Plan, input_gradient: bool = False) ->
     Raises PlanError or TraceError where the plan does not fit the model.
     """
     compiler = Compiler(graph, plan, input_gradient)
-    return tuple(compiler.program(rank) for rank in range(compiler.layout.size))
+    return tuple(compiler.compile_rank(rank) for rank in range(compiler.layout.size))
 
 
 class Compiler:
@@ -55,18 +55,20 @@ class Compiler:
         self.lowering = Lowering(graph, plan, self.layout, input_gradient)
 
     @cached_property
-    def _trained_by(self) -> dict[str, tuple[int, ...]]:
+    def _ranks_by_weight(self) -> dict[str, tuple[int, ...]]:
         """The ranks that hold each trained weight, in any stage of any copy of the model."""
         stages: dict[str, list[int]] = defaultdict(list)
         for stage, reads in enumerate(self.lowering.reads):
             for name in reads:
                 stages[name].append(stage)
-        return {name: self.layout.ranks_of(stages[name]) for name in self.graph.weights if name in self.graph.trainable}
+        return {
+            name: self.layout.find_ranks(stages[name]) for name in self.graph.weights if name in self.graph.trainable
+        }
 
     @cached_property
-    def sums(self) -> tuple[SumGradients, ...]:
+    def gradient_buckets(self) -> tuple[SumGradients, ...]:
         """The sums of gradients over all ranks that hold the same weights."""
-        found = buckets(self.graph, self._trained_by, STAGE_TAGS // 2)
+        found = make_buckets(self.graph, self._ranks_by_weight, STAGE_TAGS // 2)
         if found and found[-1].tag + 2 > STAGE_TAGS:
             raise PlanError(
                 f"The gradients travel in {len(found)} messages, and there are tags for {STAGE_TAGS // 4}. "
@@ -82,106 +84,108 @@ class Compiler:
         numbers = range(plan.replica_batches * plan.parts)
         batches = [numbers[index * plan.parts :][: plan.parts] for index in range(plan.replica_batches)]
         flushes = [Batch(index % len(placement), tuple(batch)) for index, batch in enumerate(batches)]
-        return schedule(plan.schedule, placement, flushes)
+        return make_schedule(plan.schedule, placement, flushes)
 
-    def program(self, rank: int) -> Program:
+    def compile_rank(self, rank: int) -> Program:
         """What rank `rank` does in one training step, or for one prediction."""
         roles = self.layout.roles[rank]
         ways = {
-            direction: self._way([role for role in roles if role.direction == direction])
+            direction: self._make_direction_program([role for role in roles if role.direction == direction])
             for direction in sorted({role.direction for role in roles})
         }
-        work = self._order(roles[0].replica, rank)
+        work = self._get_rank_actions(roles[0].replica, rank)
         held = {role.stage for role in roles}
-        sums = [each for each in self.sums if rank in each.group]
-        trained = self._trained if self.overlap else lambda _: set()
-        steps = woven(self._walked(work, ways), sums, trained)
-        ends = (*sums, *self._updates(rank, roles, work)) if self.graph.loss else ()
+        sums = [each for each in self.gradient_buckets if rank in each.group]
+        trained = self._get_trained_weights if self.overlap else lambda _: set()
+        steps = insert_gradient_sums(self._make_steps(work, ways), sums, trained)
+        ends = (*sums, *self._make_updates(rank, roles, work)) if self.graph.loss else ()
         program = Program(
             rank=rank,
             steps=(*steps, *(Step(item, Phase.UPDATE) for item in ends)),
             ways=ways,
             directions={item.micro_batch: item.direction for item in work},
             micro_batches=self.plan.micro_batches,
-            weights=self.lowering.owned(held, self.graph.weights),
-            buffers=self.lowering.owned(held, self.graph.buffers),
+            weights=self.lowering.select_read_names(held, self.graph.weights),
+            buffers=self.lowering.select_read_names(held, self.graph.buffers),
         )
-        before = counting_steps(self.graph, self.plan, self.layout, program)
+        before = make_count_steps(self.graph, self.plan, self.layout, program)
         return replace(program, steps=(*before, *program.steps))
 
-    def _order(self, replica: int, rank: int) -> list[Work]:
+    def _get_rank_actions(self, replica: int, rank: int) -> list[PipelineAction]:
         """What a rank does in turn; its replica's micro-batches follow those of the replica before."""
         first = replica * self.plan.replica_batches * self.plan.parts
-        order = self.schedule.order(rank % self.plan.replica_ranks)
-        asked = [work for work in order if self.graph.loss or work.kind is Kind.FORWARD]
+        order = self.schedule.get_actions(rank % self.plan.replica_ranks)
+        asked = [work for work in order if self.graph.loss or work.kind is ActionKind.FORWARD]
         return [replace(work, micro_batch=first + work.micro_batch) for work in asked]
 
-    def _walked(self, work: Iterable[Work], ways: dict[int, Way]) -> Iterable[Step]:
+    def _make_steps(self, work: Iterable[PipelineAction], ways: dict[int, DirectionProgram]) -> Iterable[Step]:
         apart = self.plan.schedule == "zero_bubble"
         for item in work:
             forward = ways[item.direction].stages[item.stage]
-            if item.kind is Kind.FORWARD:
+            if item.kind is ActionKind.FORWARD:
                 yield from (Step(each, Phase.FORWARD, item.micro_batch) for each in forward)
             else:
-                phase = Phase.WEIGHTS if item.kind is Kind.WEIGHTS else Phase.INPUTS if apart else Phase.BACKWARD
-                back = (each for each in reversed(forward) if self._goes_back(each, phase))
-                adjoint = (each.adjoint if isinstance(each, Half) else each for each in back)
+                phase = Phase.WEIGHTS if item.kind is ActionKind.WEIGHTS else Phase.INPUTS if apart else Phase.BACKWARD
+                back = (each for each in reversed(forward) if self._has_backward(each, phase))
+                adjoint = (each.adjoint if isinstance(each, ExchangeHalf) else each for each in back)
                 yield from (Step(each, phase, item.micro_batch) for each in adjoint)
 
-    def _goes_back(self, item: Linear, phase: Phase) -> bool:
-        late = not self.graph.matrices.isdisjoint(self._trained(item))
+    def _has_backward(self, item: ModelInstruction, phase: Phase) -> bool:
+        late = not self.graph.matrices.isdisjoint(self._get_trained_weights(item))
         return item.differentiable and (phase is not Phase.WEIGHTS or late)
 
-    def _trained(self, item: Instruction) -> set[str]:
+    def _get_trained_weights(self, item: Instruction) -> set[str]:
         """The weights that a segment reads and that are trained."""
         ops = item.ops if isinstance(item, Compute) else ()
         return self.graph.trainable & {name for op in ops if op.graded for name in op.reads}
 
-    def _way(self, roles: Sequence[Role]) -> Way:
+    def _make_direction_program(self, roles: Sequence[Role]) -> DirectionProgram:
         """What a rank does in one direction, for each of its stages."""
-        builders = {role: self.lowering.builder(role) for role in roles}
+        builders = {role: self.lowering.get_builder(role) for role in roles}
         last = next((role for role in roles if role.stage == self.plan.split_size - 1), None)
         lasting = {entry.moments for builder in builders.values() for entry in builder.statistics}
         ends = (self.graph.prediction, *([self.graph.loss] if self.graph.loss else []))
         lasting.update(ends if last else ())
-        return Way(
-            stages={role.stage: self.lowering.forward(role, lasting) for role in roles},
-            feeds={name: feed for role in roles for name, feed in self.lowering.feeds(role)},
+        return DirectionProgram(
+            stages={role.stage: self.lowering.build_forward(role, lasting) for role in roles},
+            feeds={name: feed for role in roles for name, feed in self.lowering.get_input_shards(role)},
             loss=self.graph.loss if last else None,
             prediction=self.graph.prediction if last else None,
-            predicts=self._predicts(last) if last else None,
+            predicts=self._get_prediction_shard(last) if last else None,
             seeds_loss=self.graph.loss is not None and last is not None and last.tile == 0,
             lasting=frozenset(lasting),
         )
 
-    def _predicts(self, role: Role) -> Feed | None:
+    def _get_prediction_shard(self, role: Role) -> ShardSpec | None:
         """What of the prediction is this rank's to tell; what all tiles hold is told by the first."""
-        found = self.lowering.predicts(role)
+        found = self.lowering.get_prediction_shard(role)
         own = found.axes is not None or (found.tile is not None and found.tile.images is not None)
         return found if own or role.tile == 0 else None
 
-    def _updates(self, rank: int, roles: Sequence[Role], work: Sequence[Work]) -> Iterable[Instruction]:
+    def _make_updates(self, rank: int, roles: Sequence[Role], work: Sequence[PipelineAction]) -> Iterable[Instruction]:
         """What follows when all gradients are summed: statistics, agreement, and the optimiser's step."""
         stages = {role.stage for role in roles}
-        builders = {role.stage: self.lowering.builder(role) for role in roles}
+        builders = {role.stage: self.lowering.get_builder(role) for role in roles}
         for stage in sorted(stages):
-            yield from self._shared_statistics(stage, builders[stage], roles, work)
+            yield from self._make_stats_reduction(stage, builders[stage], roles, work)
         if self.layout.size > 1:
             counted = tuple(
-                name for name in self.lowering.owned(stages, self._trained_by) if self._trained_by[name][0] == rank
+                name
+                for name in self.lowering.select_read_names(stages, self._ranks_by_weight)
+                if self._ranks_by_weight[name][0] == rank
             )
-            yield Agree("agree", tuple(range(self.layout.size)), counted)
+            yield FiniteCheckAllReduce("agree", tuple(range(self.layout.size)), counted)
         statistics = tuple(
-            replace(entry, mean_over=self.layout.ranks_of([stage])) if entry.mean_over else entry
+            replace(entry, mean_over=self.layout.find_ranks([stage])) if entry.mean_over else entry
             for stage in sorted(stages)
             for entry in builders[stage].statistics
         )
         counters = {name: grown for builder in builders.values() for name, grown in builder.counters.items()}
         yield Update("update", statistics, {name: self.plan.micro_batches * grown for name, grown in counters.items()})
 
-    def _shared_statistics(
-        self, stage: int, builder: Builder, roles: Sequence[Role], work: Sequence[Work]
-    ) -> Iterable[ShareStatistics]:
+    def _make_stats_reduction(
+        self, stage: int, builder: Builder, roles: Sequence[Role], work: Sequence[PipelineAction]
+    ) -> Iterable[ReduceBatchStats]:
         """Where copies of the model see different micro-batches, each learns what the others counted."""
         moments = tuple(entry.moments for entry in builder.statistics if not entry.mean_over)
         if not moments or len(self.layout.pipes) == 1:
@@ -189,4 +193,4 @@ class Compiler:
         first = {role.direction for role in roles if role.stage == stage and role.tile == 0}
         tells = sorted({item.micro_batch for item in work if item.stage == stage and item.direction in first})
         count = self.plan.micro_batches * sum(builder.values[name].spec.bytes for name in moments)
-        yield ShareStatistics(f"statistics{stage}", moments, tuple(tells), count, self.layout.ranks_of([stage]))
+        yield ReduceBatchStats(f"statistics{stage}", moments, tuple(tells), count, self.layout.find_ranks([stage]))

@@ -20,11 +20,11 @@ from torch import Tensor, fx, nn
 from engines.errors import PlanError, RankError
 from engines.layer.graph import Ref
 from engines.program.instructions import DEVICE, SEED, Compute, LocalOp
-from engines.program.room import Room
-from engines.program.segment import Segment, run_of
-from engines.spatial.kernels import kernel
+from engines.program.room import OutputAllocator
+from engines.program.segment import Segment, bind_kernel
+from engines.spatial.kernels import get_kernel
 
-__all__ = ["Compiled", "check_compiler"]
+__all__ = ["SegmentCompiler", "check_compiler"]
 
 # A process that compiles has none of its own for it, which might outlive it. Read when TorchInductor is imported.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -43,7 +43,7 @@ def check_compiler(device: str) -> None:
 
 
 @dataclass
-class Compiled:
+class SegmentCompiler:
     """Makes the segments of one rank. Those with weights that do the same share a function, compiled when it is called.
 
     Single kernels are not compiled, since they have no neighbours, nor is what draws random numbers: each seed would be
@@ -55,16 +55,18 @@ class Compiled:
     def __post_init__(self) -> None:
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")  # of constants
 
-    def __call__(self, segment: Compute, owned: Mapping[str, Any], rooms: Mapping[str, Room] | None = None) -> Segment:
+    def __call__(
+        self, segment: Compute, owned: Mapping[str, Any], rooms: Mapping[str, OutputAllocator] | None = None
+    ) -> Segment:
         kernels = [op.kernel for op in segment.ops if op.kernel != "getitem"]
         if len(kernels) < 2 or any(SEED.name in op.reads for op in segment.ops):
             return Segment(segment, owned, rooms)
         read = dict.fromkeys(name for op in segment.ops for name in op.reads if name in owned and name != DEVICE.name)
         names = (*segment.inputs, *read)
-        traced = _traced(segment, names, owned[DEVICE.name])
+        traced = _trace_segment(segment, names, owned[DEVICE.name])
         # Sizes are compiled in, and a function has some few versions at most: weights tell most of them apart.
         sizes = tuple(owned[name].shape for name in read)
-        alike = traced.code, *map(kernel, kernels), sizes or segment.name
+        alike = traced.code, *map(get_kernel, kernels), sizes or segment.name
         if alike not in self._functions:
             self._functions[alike] = torch.compile(traced, dynamic=False)
         return _CompiledSegment(segment, owned, names, self._functions[alike])
@@ -80,17 +82,17 @@ class _CompiledSegment(Segment):
     def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:
         """As `Segment`, but for the last bits."""
         arguments = [values[name] if name in values else self.owned[name] for name in self.names]
-        with _named(self.name):
+        with _translate_compile_errors(self.name):
             return tuple(self.function(*arguments))
 
-    def back(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """As `Segment`; the first time it is compiled."""
-        with _named(self.name):
-            super().back(roots, grads)
+        with _translate_compile_errors(self.name):
+            super().backward(roots, grads)
 
 
 @contextmanager
-def _named(segment: str) -> Iterator[None]:
+def _translate_compile_errors(segment: str) -> Iterator[None]:
     """Raises RankError where the segment cannot be compiled."""
     try:
         yield
@@ -104,33 +106,33 @@ def _named(segment: str) -> Iterator[None]:
         ) from error
 
 
-def _traced(segment: Compute, names: tuple[str, ...], device: torch.device) -> fx.GraphModule:
+def _trace_segment(segment: Compute, names: tuple[str, ...], device: torch.device) -> fx.GraphModule:
     """The kernels of a segment as a graph of `names`. Its values have numbers: all that do the same look the same."""
     graph = fx.Graph()
     nodes: dict[str, Any] = {name: graph.placeholder(f"value_{number}") for number, name in enumerate(names)}
     nodes[DEVICE.name] = device
     for op in segment.ops:
-        arguments = tuple(_put(list(op.arguments), nodes))
-        nodes[op.out] = graph.call_function(_function(op), arguments, _put(dict(op.keywords), nodes))
+        arguments = tuple(_replace_refs(list(op.arguments), nodes))
+        nodes[op.out] = graph.call_function(_make_function(op), arguments, _replace_refs(dict(op.keywords), nodes))
     graph.output(tuple(nodes[name] for name in segment.outputs))
     return fx.GraphModule(nn.Module(), graph)
 
 
-def _put(value: Any, nodes: Mapping[str, Any]) -> Any:
+def _replace_refs(value: Any, nodes: Mapping[str, Any]) -> Any:
     """The same with nodes where the `Ref`s are."""
     match value:
         case Ref(name):
             return nodes[name]
         case list() | tuple():
-            return [_put(item, nodes) for item in value]
+            return [_replace_refs(item, nodes) for item in value]
         case dict():
-            return {key: _put(item, nodes) for key, item in value.items()}
+            return {key: _replace_refs(item, nodes) for key, item in value.items()}
     return value
 
 
-def _function(op: LocalOp) -> Function:
+def _make_function(op: LocalOp) -> Function:
     """An operator's kernel as a function that has a name, as `fx` wants them."""
-    run = run_of(op, op.kernel)
+    run = bind_kernel(op, op.kernel)
     if isinstance(run, torch._ops.OpOverload):
         return run
 

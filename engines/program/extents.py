@@ -13,16 +13,16 @@ from engines.layer.graph import Ref
 from engines.layout import Role
 from engines.program.builder import Builder
 from engines.program.compile import Compiler
-from engines.program.instructions import AllReduce, Compute, Exchange, Half, Phase
-from engines.program.places import Place
+from engines.program.instructions import AllReduce, Compute, Exchange, ExchangeHalf, Phase
+from engines.program.places import StepLabel
 from engines.program.program import Program
 from engines.spatial.tiles import Grid, Span, Tile
 
-__all__ = ["Extent", "Extents", "joined"]
+__all__ = ["Shard", "ShardIndex", "assemble_shards"]
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class Shard:
     """`name` on one rank: of the `shape` of the whole micro-batch it holds `held`, which may reach beyond the image.
 
     `module` made it. It owns `own`. `axes` are the spatial ones, counted from the end. These three are None where it
@@ -50,31 +50,31 @@ class Extent:
         return self.shape[rows], self.shape[cols]
 
 
-class Extents:
+class ShardIndex:
     """The values of all ranks of a plan; `programs` are those that `compiler` makes."""
 
     def __init__(self, compiler: Compiler, programs: Sequence[Program]) -> None:
         self.compiler, self.programs = compiler, programs
         self.modules = {node.name: node.module for node in compiler.graph.nodes}
 
-    def of(self, rank: int, direction: int, stage: int, name: str) -> Extent | None:
+    def find_shard(self, rank: int, direction: int, stage: int, name: str) -> Shard | None:
         """What a rank has of a value in a stage; None where the stage does not know it."""
         for role in self.compiler.layout.roles[rank]:
-            builder = self.compiler.lowering.builder(role)
+            builder = self.compiler.lowering.get_builder(role)
             if (role.direction, role.stage) == (direction, stage) and name in builder.values:
-                return replace(_extent(builder, role, name), module=self.modules.get(name.partition(".")[0], ""))
+                return replace(_make_shard(builder, role, name), module=self.modules.get(name.partition(".")[0], ""))
         return None
 
-    def shown(self, rank: int, place: Place) -> Extent | None:
+    def find_step_shard(self, rank: int, place: StepLabel) -> Shard | None:
         """What a step made, or going back, of what it found the gradient; None where that is not one value."""
         if place.work is None:
             return None
         direction, stage = place.work.direction, place.work.stage
-        found = [self.of(rank, direction, stage, name) for name in _touched(place)]
+        found = [self.find_shard(rank, direction, stage, name) for name in _get_value_names(place)]
         extents = [extent for extent in found if extent is not None]
-        return max(extents, key=lambda each: (each.axes is not None, _size(each.shape)), default=None)
+        return max(extents, key=lambda each: (each.axes is not None, _count_elements(each.shape)), default=None)
 
-    def find(self, micro_batch: int, name: str) -> Iterator[tuple[int, Extent]]:
+    def find_shards(self, micro_batch: int, name: str) -> Iterator[tuple[int, Shard]]:
         """(rank, extent) of a value of a micro-batch by its own name, or by that of the module that makes it.
 
         Only ends of segments are kept, so that of a module the last of its operators counts whose result is.
@@ -83,11 +83,11 @@ class Extents:
             direction = program.directions.get(micro_batch)
             stages = program.ways[direction].stages if direction is not None else {}
             for stage in stages:
-                made = self._made(program, direction, stage, name)
-                if made and (extent := self.of(rank, direction, stage, made)) is not None:
+                made = self._find_output_name(program, direction, stage, name)
+                if made and (extent := self.find_shard(rank, direction, stage, made)) is not None:
                     yield rank, extent
 
-    def _made(self, program: Program, direction: int, stage: int, name: str) -> str | None:
+    def _find_output_name(self, program: Program, direction: int, stage: int, name: str) -> str | None:
         way, last = program.ways[direction], None
         if name in way.feeds:
             return name
@@ -98,7 +98,7 @@ class Extents:
         return last
 
 
-def joined(parts: Iterable[tuple[Extent, Tensor]], adds: bool) -> Tensor:
+def assemble_shards(parts: Iterable[tuple[Shard, Tensor]], adds: bool) -> Tensor:
     """The whole value of a micro-batch from what ranks hold of it; gradients add, where several ranks have some.
 
     Raises PlanError where there are no parts, or they are not what they should be.
@@ -107,14 +107,14 @@ def joined(parts: Iterable[tuple[Extent, Tensor]], adds: bool) -> Tensor:
     for extent, tensor in parts:
         if whole is None:
             whole = tensor.new_zeros(extent.shape)
-        into, source = _place(extent, whole, tensor)
+        into, source = _get_copy_views(extent, whole, tensor)
         into.add_(source) if adds else into.copy_(source)
     if whole is None:
         raise PlanError("No rank holds this value now.")
     return whole
 
 
-def _place(extent: Extent, whole: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor]:
+def _get_copy_views(extent: Shard, whole: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Where a part lies in the whole value, and what of the part lies in the image."""
     into = whole if extent.images is None else whole[extent.images.start : extent.images.stop]
     if extent.axes is None:
@@ -130,19 +130,19 @@ def _place(extent: Extent, whole: Tensor, tensor: Tensor) -> tuple[Tensor, Tenso
     return into, tensor
 
 
-def _extent(builder: Builder, role: Role, name: str) -> Extent:
+def _make_shard(builder: Builder, role: Role, name: str) -> Shard:
     value, ref = builder.values[name], Ref(name)
-    if builder.is_parted(ref):
+    if builder.is_batch_sharded(ref):
         shape = (value.spec.shape[0] * builder.stage.shares, *value.spec.shape[1:])
-        images = Grid.spans(shape[0], builder.stage.shares)[role.tile]
-        return Extent(name, shape, *_undivided(shape), images)
+        images = Grid.split_axis(shape[0], builder.stage.shares)[role.tile]
+        return Shard(name, shape, *_get_whole_tiles(shape), images)
     if value.axes is None:
-        return Extent(name, value.spec.shape, *_undivided(value.spec.shape), None)
-    held, own = builder.holds(ref)[builder.rank], builder.tiles(value.size_px)[builder.rank]
-    return Extent(name, value.spec.shape, value.axes, held, own, None)
+        return Shard(name, value.spec.shape, *_get_whole_tiles(value.spec.shape), None)
+    held, own = builder.get_held_tiles(ref)[builder.rank], builder.get_tiles(value.size_px)[builder.rank]
+    return Shard(name, value.spec.shape, value.axes, held, own, None)
 
 
-def _undivided(shape: Sequence[int]) -> tuple[tuple[int, int] | None, Tile | None, Tile | None]:
+def _get_whole_tiles(shape: Sequence[int]) -> tuple[tuple[int, int] | None, Tile | None, Tile | None]:
     """An image that one rank has all of; or no image."""
     if len(shape) != 4:
         return None, None, None
@@ -150,7 +150,7 @@ def _undivided(shape: Sequence[int]) -> tuple[tuple[int, int] | None, Tile | Non
     return (-2, -1), whole, whole
 
 
-def _touched(place: Place) -> tuple[str, ...]:
+def _get_value_names(place: StepLabel) -> tuple[str, ...]:
     forward = place.step.phase is Phase.FORWARD
     match place.step.instruction:
         case Compute(inputs=inputs, outputs=outputs):
@@ -159,12 +159,12 @@ def _touched(place: Place) -> tuple[str, ...]:
             if forward:
                 return (exchange.target if exchange.window is not None else exchange.source,)
             return (exchange.source,) if exchange.own is not None else ()  # else all of it has gone home
-        case Half(exchange=exchange):
+        case ExchangeHalf(exchange=exchange):
             return (exchange.source,)
         case AllReduce(source=source, target=target):
             return (target if forward else source,)
     return ()
 
 
-def _size(shape: Sequence[int]) -> int:
+def _count_elements(shape: Sequence[int]) -> int:
     return int(torch.Size(shape).numel())

@@ -9,10 +9,10 @@ from engines.layer.graph import ModelGraph
 from engines.program.instructions import Instruction, Phase, SumGradients
 from engines.program.program import Step
 
-__all__ = ["buckets", "woven"]
+__all__ = ["insert_gradient_sums", "make_buckets"]
 
 
-def buckets(
+def make_buckets(
     graph: ModelGraph, holders: Mapping[str, tuple[int, ...]], tag: int, bucket_bytes: int = 1 << 22
 ) -> tuple[SumGradients, ...]:
     """The sums of one training step over all ranks; `holders` are the ranks that hold each weight, ascending.
@@ -27,13 +27,13 @@ def buckets(
             groups[holders[name]].append(name)
     found: list[SumGradients] = []
     for group, names in sorted(groups.items()):
-        for part in _filled(names, graph, bucket_bytes):
+        for part in _fill_buckets(names, graph, bucket_bytes):
             count = sum(graph.weights[name].bytes for name in part)
             found.append(SumGradients(f"gradients{len(found)}", tuple(part), count, group, tag + 2 * len(found)))
     return tuple(found)
 
 
-def _filled(names: Sequence[str], graph: ModelGraph, bucket_bytes: int) -> Iterator[list[str]]:
+def _fill_buckets(names: Sequence[str], graph: ModelGraph, bucket_bytes: int) -> Iterator[list[str]]:
     part: list[str] = []
     filled = 0
     for name in names:
@@ -46,7 +46,7 @@ def _filled(names: Sequence[str], graph: ModelGraph, bucket_bytes: int) -> Itera
         yield part
 
 
-def woven(
+def insert_gradient_sums(
     steps: Iterable[Step], sums: Sequence[SumGradients], trained: Callable[[Instruction], set[str]]
 ) -> Iterator[Step]:
     """The steps of a rank with each sum begun behind the last one that adds to a gradient in it.

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.streams import fetched
+from engines.comm.streams import copy_to_device
 from engines.comm.world import Pending, World
-from engines.program.carry import Carrier, carriers
-from engines.program.instructions import Exchange, Half, Linear
-from engines.program.outbox import Outbox
-from engines.program.parcels import index_of, outside
+from engines.program.carry import ExchangeRunner, make_exchange_runners
+from engines.program.instructions import Exchange, ExchangeHalf, ModelInstruction
+from engines.program.outbox import SendQueue
+from engines.program.parcels import find_outside, make_index
 from engines.spatial.tiles import Tile
 
-__all__ = ["Halves", "UnderWay", "in_halves"]
+__all__ = ["AsyncExchangeRunner", "StartedExchange", "make_async_runners"]
 
 
 @dataclass(frozen=True, slots=True)
-class UnderWay:
+class StartedExchange:
     """An exchange that has begun: its messages, and of these the parcels that are `expected`.
 
     `strips` are to be filled, or going back hold the gradients that are added at the end.
@@ -36,61 +36,61 @@ class UnderWay:
     strips: Sequence[Tensor | None]
 
 
-class Halves(Carrier):
+class AsyncExchangeRunner(ExchangeRunner):
     """Both halves of an exchange on one rank, there and back: of its window it makes the strips `tiles`."""
 
     def __init__(
-        self, tiles: Sequence[Tile], exchange: Exchange, world: World, device: torch.device, outbox: Outbox,
+        self, tiles: Sequence[Tile], exchange: Exchange, world: World, device: torch.device, outbox: SendQueue,
         arena: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__(exchange, world, device, outbox, arena)
         self.tiles = tiles
-        self._frames = [outside(exchange, tile) for tile in self.tiles]
+        self._frames = [find_outside(exchange, tile) for tile in self.tiles]
         own = [(tile, exchange.own & tile) for tile in self.tiles] if exchange.own else []
         self._shared = [
-            (number, index_of(exchange, part, exchange.own), index_of(exchange, part, tile))
+            (number, make_index(exchange, part, exchange.own), make_index(exchange, part, tile))
             for number, (tile, part) in enumerate(own)
             if part
         ]
         arrivals = product(enumerate(exchange.receives), enumerate(self.tiles))
         self._arrivals = [
-            (parcel, number, index_of(exchange, part, move.tile), index_of(exchange, part, tile))
+            (parcel, number, make_index(exchange, part, move.tile), make_index(exchange, part, tile))
             for (parcel, move), (number, tile) in arrivals
             if (part := move.tile & tile)
         ]
 
-    def begin(self, source: Tensor | None) -> tuple[UnderWay, int]:
+    def start_forward(self, source: Tensor | None) -> tuple[StartedExchange, int]:
         """Messages are posted and what is here already is in its place; the bytes that this rank sends."""
         with torch.no_grad():
-            route = self._route_of()
-            pending = self.outbox.depart(self._pack(route.lent, source), route.start_there)
-            strips = [self._filled(number) for number in range(len(self.tiles))]
+            route = self._get_message_set()
+            pending = self.outbox.start_after(self._pack(route.lent, source), route.start_there)
+            strips = [self._make_strip(number) for number in range(len(self.tiles))]
             for number, here, there in self._shared:
                 strips[number][there].copy_(source[here])
-        return UnderWay(pending, route.borrowed, strips), self._sent[0]
+        return StartedExchange(pending, route.borrowed, strips), self._sent[0]
 
-    def end(self, begun: UnderWay) -> Sequence[Tensor]:
+    def wait_forward(self, begun: StartedExchange) -> Sequence[Tensor]:
         """The strips, when all has arrived."""
         with torch.no_grad():
             self._finish(begun.pending, begun.expected)
-            pixels = fetched([parcel.pixels for parcel in begun.expected], self.device, self._where)
+            pixels = copy_to_device([parcel.pixels for parcel in begun.expected], self.device, self._where)
             for parcel, number, arrived, there in self._arrivals:
                 begun.strips[number][there].copy_(pixels[parcel][arrived])
-            self._tell(begun.expected)
+            self._record_received(begun.expected)
         return begun.strips
 
-    def begin_back(self, grads: Sequence[Tensor | None]) -> tuple[UnderWay, int]:
+    def start_backward(self, grads: Sequence[Tensor | None]) -> tuple[StartedExchange, int]:
         """Gradients of borrowed pixels leave; the bytes that this rank sends. A pixel may lie in several strips."""
         with torch.no_grad():
-            route = self._route_of()
+            route = self._get_message_set()
             sums = [torch.zeros_like(parcel.pixels, device=self.device) for parcel in route.borrowed]
             for parcel, number, arrived, there in self._arrivals:
                 if grads[number] is not None:
                     sums[parcel][arrived].add_(grads[number][there])
-            pending = self.outbox.depart(self._fill(route.borrowed, sums), route.start_back)
-        return UnderWay(pending, route.lent, grads), self._sent[1]
+            pending = self.outbox.start_after(self._fill(route.borrowed, sums), route.start_back)
+        return StartedExchange(pending, route.lent, grads), self._sent[1]
 
-    def end_back(self, begun: UnderWay, source: Tensor | None) -> None:
+    def wait_backward(self, begun: StartedExchange, source: Tensor | None) -> None:
         """What came home, and what never left, is added to the gradient of `source` (None where that is not asked)."""
         with torch.no_grad():
             self._finish(begun.pending, begun.expected)
@@ -101,17 +101,21 @@ class Halves(Carrier):
             for number, here, there in self._shared:
                 if begun.strips[number] is not None:
                     source.grad[here].add_(begun.strips[number][there])
-            self._land(self.exchange.sends, begun.expected, source.grad, adds=True)
+            self._unpack(self.exchange.sends, begun.expected, source.grad, adds=True)
 
-    def _filled(self, number: int) -> Tensor:
+    def _make_strip(self, number: int) -> Tensor:
         """Memory for a strip, with the fill where it lies outside the image."""
-        strip = self._empty(self.tiles[number])
+        strip = self._allocate(self.tiles[number])
         for index in self._frames[number]:
             strip[index].fill_(self.exchange.fill)
         return strip
 
 
-def in_halves(forward: Iterable[Linear], world: World, device: torch.device, outbox: Outbox) -> dict[str, Halves]:
+def make_async_runners(
+    forward: Iterable[ModelInstruction], world: World, device: torch.device, outbox: SendQueue
+) -> dict[str, AsyncExchangeRunner]:
     """The exchanges of a program that are done in halves, made ready, by name."""
-    found = {item.exchange: [tile for _, tile in item.strips] for item in forward if isinstance(item, Half)}
-    return carriers(found, world, device, outbox, lambda exchange, *rest: Halves(found[exchange], exchange, *rest))
+    found = {item.exchange: [tile for _, tile in item.strips] for item in forward if isinstance(item, ExchangeHalf)}
+    return make_exchange_runners(
+        found, world, device, outbox, lambda exchange, *rest: AsyncExchangeRunner(found[exchange], exchange, *rest)
+    )

@@ -10,7 +10,7 @@ from collections import Counter
 from engines.program.instructions import Compute, LocalOp
 from engines.spatial.kernels import has_kernel
 
-__all__ = ["IN_PLACE", "in_place"]
+__all__ = ["IN_PLACE", "find_in_place"]
 
 IN_PLACE = {"aten.relu.default": "aten.relu_.default"}
 """By kernels the ones that write over their argument."""
@@ -22,14 +22,14 @@ FORGETFUL = (
 """Kernels that make new memory, and whose backward does not ask for what they made."""
 
 
-def in_place(segment: Compute) -> frozenset[str]:
+def find_in_place(segment: Compute) -> frozenset[str]:
     """The results of a segment that may lie where what they are made of lay.
 
     >>> from engines.layer.graph import Ref
     >>> ops = LocalOp("y", "aten.add.Tensor", (Ref("a"), Ref("b"))), LocalOp("z", "aten.relu.default", (Ref("y"),))
-    >>> sorted(in_place(Compute("s", ops, ("a", "b"), ("z",), True)))
+    >>> sorted(find_in_place(Compute("s", ops, ("a", "b"), ("z",), True)))
     ['z']
-    >>> sorted(in_place(Compute("s", ops, ("a", "b"), ("y", "z"), True)))
+    >>> sorted(find_in_place(Compute("s", ops, ("a", "b"), ("y", "z"), True)))
     []
     """
     active = [op for op in segment.ops if op.kernel in IN_PLACE and not _is_replaced(op)]

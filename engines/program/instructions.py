@@ -11,7 +11,7 @@ from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from engines.layer.graph import Ref, TensorSpec, references
+from engines.layer.graph import Ref, TensorSpec, find_ref_names
 from engines.spatial.moves import Move
 from engines.spatial.tiles import Tile
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 __all__ = [
     "DEVICE",
     "SEED",
-    "Agree",
     "AllReduce",
     "Compute",
     "CountLabels",
     "Exchange",
-    "Half",
+    "ExchangeHalf",
+    "FiniteCheckAllReduce",
     "Instruction",
-    "Linear",
     "LocalOp",
+    "ModelInstruction",
     "Phase",
+    "ReduceBatchStats",
     "RunningStatistics",
-    "ShareStatistics",
     "SumGradients",
     "Update",
-    "arriving",
-    "prefixed",
+    "get_received_exchange",
+    "with_prefix",
 ]
 
 DEVICE = Ref("@device")
@@ -73,7 +73,7 @@ class LocalOp:
     @cached_property
     def reads(self) -> tuple[str, ...]:
         """Names of the values that it reads, in order."""
-        return tuple(references((self.arguments, self.keywords)))
+        return tuple(find_ref_names((self.arguments, self.keywords)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Exchange:
     tag: int
     differentiable: bool
 
-    def shape_of(self, tile: Tile) -> tuple[int, ...]:
+    def compute_shape(self, tile: Tile) -> tuple[int, ...]:
         """The shape of the pixels of `tile`: all channels, all its images."""
         shape = list(self.shape)
         if tile.images is not None:
@@ -132,12 +132,12 @@ class Exchange:
             shape[self.axes[0]], shape[self.axes[1]] = tile.shape
         return tuple(shape)
 
-    def bytes_of(self, moves: Iterable[Move]) -> int:
+    def compute_bytes(self, moves: Iterable[Move]) -> int:
         """What travels with these moves."""
-        return sum(TensorSpec(self.shape_of(move.tile), self.dtype).bytes for move in moves)
+        return sum(TensorSpec(self.compute_shape(move.tile), self.dtype).bytes for move in moves)
 
     @property
-    def surrounds(self) -> bool:
+    def window_covers_own(self) -> bool:
         """Whether all that this rank holds of the source lies in its window."""
         return bool(self.own and self.window) and self.own & self.window == self.own  # type: ignore[operator]
 
@@ -148,7 +148,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Half:
+class ExchangeHalf:
     """The first or the second half of an exchange, between which this rank computes what needs no other rank.
 
     It `begins` as messages are posted, and ends when they are here and `strips` hold their pixels: of the window no
@@ -181,14 +181,14 @@ class Half:
         return self.exchange.purpose
 
     @property
-    def adjoint(self) -> Half:
+    def adjoint(self) -> ExchangeHalf:
         """What stands in its place going back."""
         return replace(self, begins=not self.begins)
 
 
-def arriving(instruction: Instruction) -> Exchange | None:
+def get_received_exchange(instruction: Instruction) -> Exchange | None:
     """The exchange whose messages are here when this instruction is done."""
-    if isinstance(instruction, Half):
+    if isinstance(instruction, ExchangeHalf):
         return None if instruction.begins else instruction.exchange
     return instruction if isinstance(instruction, Exchange) else None
 
@@ -236,7 +236,7 @@ class SumGradients:
 
 
 @dataclass(frozen=True, slots=True)
-class Agree:
+class FiniteCheckAllReduce:
     """All ranks in `group` have come this far: none updates its weights if another one has failed before.
 
     They agree whether all gradients are finite, and on their norm: each weight is `counted` by one rank only.
@@ -274,7 +274,7 @@ class CountLabels:
 
 
 @dataclass(frozen=True, slots=True)
-class ShareStatistics:
+class ReduceBatchStats:
     """All ranks in `group` learn the moments of every micro-batch, whichever copy of the model it went through.
 
     `tells` are the micro-batches of which this rank tells the others.
@@ -326,14 +326,14 @@ class Update:
         return "update"
 
 
-Linear = Compute | Exchange | Half | AllReduce
+ModelInstruction = Compute | Exchange | ExchangeHalf | AllReduce
 """What a micro-batch's forward pass is made of."""
 
-Instruction = Linear | CountLabels | SumGradients | ShareStatistics | Agree | Update
+Instruction = ModelInstruction | CountLabels | SumGradients | ReduceBatchStats | FiniteCheckAllReduce | Update
 
 
-def prefixed(item: Linear, prefix: str) -> Linear:
+def with_prefix(item: ModelInstruction, prefix: str) -> ModelInstruction:
     """The same instruction under a longer name."""
-    if isinstance(item, Half):
+    if isinstance(item, ExchangeHalf):
         return replace(item, exchange=replace(item.exchange, name=f"{prefix}{item.exchange.name}"))
     return replace(item, name=f"{prefix}{item.name}")

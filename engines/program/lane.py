@@ -10,39 +10,39 @@ from torch import Tensor
 
 from engines.comm.total import all_reduce
 from engines.comm.world import World
-from engines.program.carry import Carrier
-from engines.program.halves import Halves, UnderWay
-from engines.program.instructions import AllReduce, Compute, Exchange, Half, Linear, Phase
-from engines.program.program import Way
+from engines.program.carry import ExchangeRunner
+from engines.program.halves import AsyncExchangeRunner, StartedExchange
+from engines.program.instructions import AllReduce, Compute, Exchange, ExchangeHalf, ModelInstruction, Phase
+from engines.program.program import DirectionProgram
 from engines.program.segment import Segment
 
-__all__ = ["Lane", "Tools"]
+__all__ = ["MicroBatchState", "Runtime"]
 
 
 @dataclass(frozen=True)
-class Tools:
+class Runtime:
     """What all micro-batches of a rank are worked with. Carriers, segments and halves go by the instruction's name.
 
     `keeps_graphs`: a segment's local graph waits for its backward, which otherwise computes it again.
     """
 
     world: World
-    carriers: Mapping[str, Carrier]
+    carriers: Mapping[str, ExchangeRunner]
     segments: dict[str, Segment]
     keeps_graphs: bool = True
-    halves: Mapping[str, Halves] = field(default_factory=dict)
+    halves: Mapping[str, AsyncExchangeRunner] = field(default_factory=dict)
 
 
 @dataclass
-class Lane:
+class MicroBatchState:
     """Values live as leaf tensors, so that the gradients of all who read them add up in `.grad`.
 
     `values` are those still to be read going forward, `leaves` those that backward will ask for. `seed` is what
     random numbers follow from, `loss_gradient` what the gradient of the loss starts from.
     """
 
-    tools: Tools
-    way: Way
+    tools: Runtime
+    way: DirectionProgram
     inputs: Mapping[str, Tensor]
     seed: int
     loss_gradient: float
@@ -50,24 +50,24 @@ class Lane:
     leaves: dict[str, Tensor] = field(default_factory=dict)
     _made: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     _late: dict[str, tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
-    _under_way: dict[str, UnderWay] = field(default_factory=dict)
+    _under_way: dict[str, StartedExchange] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.values.update(self.inputs)
         self.leaves.update(self.inputs)
 
-    def do(self, instruction: Linear, phase: Phase) -> int:
+    def run_instruction(self, instruction: ModelInstruction, phase: Phase) -> int:
         """Walk one instruction; the bytes that were sent."""
         forward = phase is Phase.FORWARD
         match instruction:
             case Compute() as segment:
-                return self._compute(segment) if forward else self._compute_back(segment, phase)
+                return self._compute(segment) if forward else self._compute_backward(segment, phase)
             case Exchange() as exchange:
-                return self._exchange(exchange) if forward else self._exchange_back(exchange)
-            case Half() as half:
-                return self._half(half) if forward else self._half_back(half)
+                return self._exchange(exchange) if forward else self._exchange_backward(exchange)
+            case ExchangeHalf() as half:
+                return self._run_half(half) if forward else self._run_half_backward(half)
             case AllReduce() as reduction:
-                return self._reduce(reduction) if forward else self._reduce_back(reduction)
+                return self._reduce(reduction) if forward else self._reduce_backward(reduction)
 
     @property
     def loss(self) -> float | None:
@@ -75,7 +75,7 @@ class Lane:
         return self.leaves[self.way.loss].item() if self.way.loss in self.leaves else None
 
     @property
-    def waits_for_backward(self) -> bool:
+    def has_pending_backward(self) -> bool:
         """Whether local graphs, with the activations in them, are held for it."""
         return bool(self._made or self._late)
 
@@ -91,14 +91,14 @@ class Lane:
             if tensor.is_leaf and tensor.grad is not None:
                 yield tensor.grad
 
-    def at_hand(self, tensor: Tensor) -> Tensor:
+    def fetch(self, tensor: Tensor) -> Tensor:
         """One of its tensors, where it can be looked at."""
         return tensor
 
-    def put_away(self) -> None:
+    def offload(self) -> None:
         """Nothing is computed with what it holds for a while."""
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """Keep only what outlives the step."""
         kept = self.way.lasting | self.inputs.keys()
         self.leaves = {name: leaf for name, leaf in self.leaves.items() if name in kept}
@@ -110,7 +110,7 @@ class Lane:
             differentiable and (leaf.is_floating_point() or leaf.is_complex())
         )
 
-    def _release(self, instruction: Linear, names: tuple[str, ...]) -> None:
+    def _release(self, instruction: ModelInstruction, names: tuple[str, ...]) -> None:
         """Forget what is not read again going forward; backward keeps its own hold on what it asks for."""
         asked_for = instruction.differentiable and not isinstance(instruction, Compute)
         for name in names:
@@ -130,73 +130,75 @@ class Lane:
             for name in self.way.interiors.keys() & set(segment.inputs):
                 del self.leaves[name]  # it is begun again for backward
         if self.way.loss in segment.outputs:
-            self._seed(self.leaves[self.way.loss])
+            self._seed_gradient(self.leaves[self.way.loss])
         return 0
 
-    def _seed(self, loss: Tensor) -> None:
+    def _seed_gradient(self, loss: Tensor) -> None:
         """The gradient starts here, once: the tiles that share this loss start from nothing."""
         loss.grad = torch.full_like(loss, self.loss_gradient if self.way.seeds_loss else 0.0)
 
-    def _compute_back(self, segment: Compute, phase: Phase) -> int:
-        roots, grads = self._late.pop(segment.name, ([], [])) if phase is Phase.WEIGHTS else self._roots(segment)
+    def _compute_backward(self, segment: Compute, phase: Phase) -> int:
+        roots, grads = (
+            self._late.pop(segment.name, ([], [])) if phase is Phase.WEIGHTS else self._collect_roots(segment)
+        )
         if not roots:
             return 0
         ready = self.tools.segments[segment.name]
         if phase is Phase.BACKWARD or not ready.late:
-            ready.back(roots, grads)
+            ready.backward(roots, grads)
         else:
-            self._one_way(segment, roots, grads, phase)
+            self._run_split_backward(segment, roots, grads, phase)
         if phase is not Phase.WEIGHTS:
-            self._part_gradients(segment, self._late.get(segment.name, ((), ()))[1])
+            self._copy_shared_gradients(segment, self._late.get(segment.name, ((), ()))[1])
         return 0
 
-    def _roots(self, segment: Compute) -> tuple[list[Tensor], list[Tensor]]:
+    def _collect_roots(self, segment: Compute) -> tuple[list[Tensor], list[Tensor]]:
         """What a segment made, and the gradients that have gathered for it."""
         if segment.name not in self._made:
-            self._make_again(segment)
+            self._recompute(segment)
         made = self._made.pop(segment.name)
-        grads = [self._taken(name) for name in segment.outputs]
+        grads = [self._take_gradient(name) for name in segment.outputs]
         pairs = [(v, g) for v, g in zip(made, grads, strict=True) if g is not None and v.requires_grad]
         return [value for value, _ in pairs], [grad for _, grad in pairs]
 
-    def _make_again(self, segment: Compute) -> None:
+    def _recompute(self, segment: Compute) -> None:
         """What a segment makes, and first what an interior of it began, whose own backward follows."""
         for name in self.way.interiors.keys() & set(segment.inputs):
             interior = self.way.interiors[name]
-            self._make_again(interior)
+            self._recompute(interior)
             for begun, value in zip(interior.outputs, self._made[interior.name], strict=True):
                 self.leaves[begun] = value.detach().requires_grad_(value.requires_grad)
         self._made[segment.name] = self.tools.segments[segment.name](self.leaves, self.seed, again=True)
 
-    def _one_way(self, segment: Compute, roots: list[Tensor], grads: list[Tensor], phase: Phase) -> None:
+    def _run_split_backward(self, segment: Compute, roots: list[Tensor], grads: list[Tensor], phase: Phase) -> None:
         """Gradients of the inputs alone, or of the weights alone (Qi et al., 2024, arXiv:2401.10241, section 2)."""
         late = self.tools.segments[segment.name].late
         if phase is Phase.WEIGHTS:
             torch.autograd.backward(roots, grads, inputs=late)
             return
-        inputs = [leaf for leaf in self._inputs(segment) if leaf.requires_grad]
+        inputs = [leaf for leaf in self._get_inputs(segment) if leaf.requires_grad]
         if inputs:
             torch.autograd.backward(roots, grads, inputs=inputs, retain_graph=True)
         self._late[segment.name] = roots, grads
 
-    def _part_gradients(self, segment: Compute, kept: Sequence[Tensor]) -> None:
+    def _copy_shared_gradients(self, segment: Compute, kept: Sequence[Tensor]) -> None:
         """Give each leaf a gradient of its own, which is no weight's either, nor one `kept` for those of the weights.
 
         Autograd may leave two with one buffer (where both reach a sum through views); whatever is added to one of them
         later would be added to both, or to a message that is leaving.
         """
         weights = (weight.grad for weight in self.tools.segments[segment.name].trained)
-        seen = {_address(grad) for grad in (*weights, *kept) if grad is not None}
-        for leaf in self._inputs(segment):
+        seen = {_get_address(grad) for grad in (*weights, *kept) if grad is not None}
+        for leaf in self._get_inputs(segment):
             if leaf.grad is not None:
-                leaf.grad = leaf.grad.clone() if _address(leaf.grad) in seen else leaf.grad
-                seen.add(_address(leaf.grad))
+                leaf.grad = leaf.grad.clone() if _get_address(leaf.grad) in seen else leaf.grad
+                seen.add(_get_address(leaf.grad))
 
-    def _inputs(self, segment: Compute) -> list[Tensor]:
+    def _get_inputs(self, segment: Compute) -> list[Tensor]:
         """What a segment has read, as far as backward asks for it."""
         return [self.leaves[name] for name in segment.inputs if name in self.leaves]
 
-    def _taken(self, name: str) -> Tensor | None:
+    def _take_gradient(self, name: str) -> Tensor | None:
         """The gradient that has gathered for a value, which is not needed any more."""
         leaf = self.leaves.get(name) if name in self.way.lasting else self.leaves.pop(name, None)
         if leaf is None:
@@ -206,35 +208,37 @@ class Lane:
 
     def _exchange(self, exchange: Exchange) -> int:
         source = self.values.get(exchange.source) if exchange.own else None
-        window, sent = self.tools.carriers[exchange.name].there(source)
+        window, sent = self.tools.carriers[exchange.name].forward(source)
         if window is not None:
             self._keep(exchange.target, window, exchange.differentiable)
         self._release(exchange, (exchange.source,))
         return sent
 
-    def _exchange_back(self, exchange: Exchange) -> int:
-        grad = self._taken(exchange.target) if exchange.window else None
+    def _exchange_backward(self, exchange: Exchange) -> int:
+        grad = self._take_gradient(exchange.target) if exchange.window else None
         source = self.leaves[exchange.source] if exchange.own else None
         alone = len(self.way.reads[exchange.source]) == 1
-        return self.tools.carriers[exchange.name].back(grad, source, alone)
+        return self.tools.carriers[exchange.name].backward(grad, source, alone)
 
-    def _half(self, half: Half) -> int:
+    def _run_half(self, half: ExchangeHalf) -> int:
         halves, name = self.tools.halves[half.exchange.name], half.exchange.name
         if half.begins:
             source = self.values.get(half.source) if half.exchange.own else None
-            self._under_way[name], sent = halves.begin(source)
+            self._under_way[name], sent = halves.start_forward(source)
             self._release(half, (half.source,))
             return sent
-        for (strip, _), pixels in zip(half.strips, halves.end(self._under_way.pop(name)), strict=True):
+        for (strip, _), pixels in zip(half.strips, halves.wait_forward(self._under_way.pop(name)), strict=True):
             self._keep(strip, pixels, half.differentiable)
         return 0
 
-    def _half_back(self, half: Half) -> int:
+    def _run_half_backward(self, half: ExchangeHalf) -> int:
         halves, name = self.tools.halves[half.exchange.name], half.exchange.name
         if half.begins:
-            self._under_way[name], sent = halves.begin_back([self._taken(strip) for strip, _ in half.strips])
+            self._under_way[name], sent = halves.start_backward(
+                [self._take_gradient(strip) for strip, _ in half.strips]
+            )
             return sent
-        halves.end_back(self._under_way.pop(name), self.leaves.get(half.source) if half.exchange.own else None)
+        halves.wait_backward(self._under_way.pop(name), self.leaves.get(half.source) if half.exchange.own else None)
         return 0
 
     def _reduce(self, reduction: AllReduce) -> int:
@@ -245,8 +249,8 @@ class Lane:
         self._release(reduction, (reduction.source,))
         return under_way.sent_bytes
 
-    def _reduce_back(self, reduction: AllReduce) -> int:
-        source, grad = self.leaves[reduction.source], self._taken(reduction.target)
+    def _reduce_backward(self, reduction: AllReduce) -> int:
+        source, grad = self.leaves[reduction.source], self._take_gradient(reduction.target)
         total = torch.zeros_like(source) if grad is None else grad.clone()
         under_way = all_reduce(self.tools.world, total, reduction.group)
         under_way.wait()
@@ -254,6 +258,6 @@ class Lane:
         return under_way.sent_bytes
 
 
-def _address(tensor: Tensor) -> int:
+def _get_address(tensor: Tensor) -> int:
     """Of the memory that it lies in."""
     return tensor.untyped_storage().data_ptr()

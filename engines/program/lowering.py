@@ -10,21 +10,21 @@ from functools import cached_property
 import engines.spatial.entries  # noqa: F401  (fills the operator table)
 from engines.errors import PlanError
 from engines.layer.graph import ModelGraph, Node, Ref
-from engines.layer.stages import cut, layers
+from engines.layer.stages import cut_stages, find_layers
 from engines.layout import Layout, Role, StageRanks
 from engines.plan import Plan
 from engines.program.builder import POINT, Builder
-from engines.program.common import Common
-from engines.program.holdings import Value
-from engines.program.instructions import Linear, prefixed
-from engines.program.program import Feed
-from engines.spatial.fusion import Wide, widened
-from engines.spatial.grouping import HaloCost, cheapest, evenly
+from engines.program.common import Memo
+from engines.program.holdings import ValueLayout
+from engines.program.instructions import ModelInstruction, with_prefix
+from engines.program.program import ShardSpec
+from engines.spatial.fusion import ExtendedTiles, extend_tiles
+from engines.spatial.grouping import HaloCost, group_cheapest, group_evenly
 from engines.spatial.ops import lower
-from engines.spatial.share import of_share, parted_names
+from engines.spatial.share import find_sharded_names, shard_graph
 from engines.spatial.tiles import Grid, Span, Tile
 
-__all__ = ["STAGE_TAGS", "Lowering", "receive_inputs"]
+__all__ = ["STAGE_TAGS", "Lowering", "add_inputs"]
 
 STAGE_TAGS = 1 << 14
 """Tags are even, the next odd one is for the gradient going home. Each stage's exchanges, in each direction, lie in one
@@ -32,7 +32,7 @@ such block, transfers between stages in the first half of the first; some transp
 
 
 @dataclass(frozen=True, slots=True)
-class _Crossing:
+class _CrossStageValue:
     """A value made in one stage and read in a later one.
 
     `travels` is false where the ranks of `target` have it from an earlier stage of theirs.
@@ -45,14 +45,14 @@ class _Crossing:
     travels: bool
 
 
-def receive_inputs(builder: Builder, gradient: bool = False) -> None:
+def add_inputs(builder: Builder, gradient: bool = False) -> None:
     """The inputs of the graph as the ranks of a stage have them: in tiles where these can be cut."""
     for name, spec in builder.graph.inputs.items():
         grid = builder.stage.grid
         cuts = len(spec.shape) > 2 and grid.rows <= spec.shape[-2] and grid.cols <= spec.shape[-1]
         axes = (-2, -1) if builder.stage.shares == 1 and (cuts or name == "images") else None
-        builder.values[name] = Value(name, spec, axes, gradient and spec.is_floating)
-        builder.hold_wide(name)
+        builder.values[name] = ValueLayout(name, spec, axes, gradient and spec.is_floating)
+        builder.hold_extended(name)
 
 
 class Lowering:
@@ -68,76 +68,76 @@ class Lowering:
     ) -> None:
         self.graph, self.plan, self.layout = graph, plan, layout
         self.input_gradient, self.in_turn = input_gradient, in_turn
-        self.layers = layers(graph)
-        self.spans = cut(self.layers, plan)
-        self.stage_of = {node.name: index for index, span in enumerate(self.spans) for node in self._nodes(span)}
-        self.reads = [{name for node in self._nodes(span) for name in node.reads} for span in self.spans]
+        self.layers = find_layers(graph)
+        self.spans = cut_stages(self.layers, plan)
+        self.stage_of = {node.name: index for index, span in enumerate(self.spans) for node in self._get_nodes(span)}
+        self.reads = [{name for node in self._get_nodes(span) for name in node.reads} for span in self.spans]
         if graph.whole:
             self.reads[-1] |= graph.whole.reads  # the last stage counts what the loss divides by
-        self.crossings = tuple(self._crossings())
+        self.crossings = tuple(self._find_crossings())
         self._check_tags()
-        self.crossing_values: dict[str, Value] = {}
+        self.crossing_values: dict[str, ValueLayout] = {}
         self._builders: dict[Role, Builder] = {}
-        self._commons: dict[Role, Common] = defaultdict(Common)
-        self._wides: dict[Role, Wide] = {}
+        self._commons: dict[Role, Memo] = defaultdict(Memo)
+        self._wides: dict[Role, ExtendedTiles] = {}
         self._scouts: dict[Role, Builder] = {}
         for stage in range(len(self.spans)):
-            builder = self.builder(Role(stage, 0))
-            made = {node.name for node in self._nodes(self.spans[stage])}
+            builder = self.get_builder(Role(stage, 0))
+            made = {node.name for node in self._get_nodes(self.spans[stage])}
             self.crossing_values.update({name: builder.values[name] for name in made & builder.values.keys()})
         self._check_statistics()
 
-    def builder(self, role: Role) -> Builder:
+    def get_builder(self, role: Role) -> Builder:
         """The stage as tile `role.tile` sees it: what arrives, its nodes, what leaves."""
         if role not in self._builders:
-            builder = self._lowered(role, self._wide(role), self.plan.overlap_halos)
+            builder = self._lower_stage(role, self._get_extended_tiles(role), self.plan.overlap_halos)
             self._send(builder, role)
             self._builders[role] = builder
         return self._builders[role]
 
-    def forget(self, role: Role) -> None:
+    def drop_builder(self, role: Role) -> None:
         """Of many tiles in turn no more is kept than that of the one whose turn it is."""
         self._builders.pop(role, None)
         self._wides.pop(role, None)
 
-    def forward(self, role: Role, lasting: Iterable[str]) -> tuple[Linear, ...]:
+    def build_forward(self, role: Role, lasting: Iterable[str]) -> tuple[ModelInstruction, ...]:
         """The instructions of a rank's stage going forward; `lasting` values stay to the end of the step."""
         kept = {crossing.value for crossing in self.crossings if crossing.source == role.stage}
         prefix = f"{'mirrored.' * role.direction}stage{role.stage}."
-        return tuple(prefixed(item, prefix) for item in self.builder(role).finished(kept.union(lasting)))
+        return tuple(with_prefix(item, prefix) for item in self.get_builder(role).finish(kept.union(lasting)))
 
-    def feeds(self, role: Role) -> Iterable[tuple[str, Feed]]:
+    def get_input_shards(self, role: Role) -> Iterable[tuple[str, ShardSpec]]:
         """The parts of the inputs that a rank needs for its stage."""
-        builder = self.builder(role)
+        builder = self.get_builder(role)
         for name in self.graph.inputs:
             if name in self.reads[role.stage]:
-                yield name, self._feed(builder, name)
+                yield name, self._make_shard_spec(builder, name)
 
-    def predicts(self, role: Role) -> Feed:
+    def get_prediction_shard(self, role: Role) -> ShardSpec:
         """The part of the prediction that a rank of the last stage has, once it is made."""
-        return self._feed(self.builder(role), self.graph.prediction)
+        return self._make_shard_spec(self.get_builder(role), self.graph.prediction)
 
-    def _feed(self, builder: Builder, name: str) -> Feed:
+    def _make_shard_spec(self, builder: Builder, name: str) -> ShardSpec:
         value = replace(builder.values[name], spec=self.graph.specs.get(name, builder.values[name].spec))
         if self.in_turn and value.axes:
-            return Feed(builder.holds(Ref(name))[builder.rank], value.axes)
-        return Feed(self._parts(builder.stage, value, name)[builder.rank], value.axes)
+            return ShardSpec(builder.get_held_tiles(Ref(name))[builder.rank], value.axes)
+        return ShardSpec(self._get_stage_tiles(builder.stage, value, name)[builder.rank], value.axes)
 
-    def owned(self, stages: Iterable[int], names: Iterable[str]) -> tuple[str, ...]:
+    def select_read_names(self, stages: Iterable[int], names: Iterable[str]) -> tuple[str, ...]:
         """Those of the names that some of the stages read."""
         reads = set().union(*(self.reads[stage] for stage in stages))
         return tuple(name for name in names if name in reads)
 
     @cached_property
-    def parted(self) -> frozenset[str]:
+    def batch_sharded(self) -> frozenset[str]:
         """The values of which ranks that share a micro-batch hold their own images each."""
-        return parted_names(self.graph, self.graph.share) if self.graph.share else frozenset()
+        return find_sharded_names(self.graph, self.graph.share) if self.graph.share else frozenset()
 
     @cached_property
-    def _seen(self) -> tuple[ModelGraph, ...]:
+    def _stage_graphs(self) -> tuple[ModelGraph, ...]:
         """The model as the ranks of each stage have it."""
         return tuple(
-            of_share(self.graph, self.graph.share, self._nodes(span))
+            shard_graph(self.graph, self.graph.share, self._get_nodes(span))
             if ranks.shares > 1 and self.graph.share
             else self.graph
             for span, ranks in zip(self.spans, self.layout.stages, strict=True)
@@ -155,7 +155,7 @@ class Lowering:
     def _check_statistics(self) -> None:
         """Raises PlanError where a stage reads what another one writes at its update."""
         for stage in range(len(self.spans)):
-            builder = self.builder(Role(stage, 0))
+            builder = self.get_builder(Role(stage, 0))
             written = {name for entry in builder.statistics for name in (entry.mean_buffer, entry.variance_buffer)}
             for other, reads in enumerate(self.reads):
                 if other != stage and (shared := sorted((written | builder.counters.keys()) & reads)):
@@ -164,42 +164,44 @@ class Lowering:
                         "their order. Put the layers that share it into one stage (balance, or a smaller split_size)."
                     )
 
-    def _groups(self, stage: int, scout: Builder) -> dict[str, int]:
+    def _group_nodes(self, stage: int, scout: Builder) -> dict[str, int]:
         """The group of each node of a stage. The prediction is one by itself: the loss gets own tiles of it."""
         if self.in_turn:
             return dict.fromkeys((*self.graph.inputs, *(node.name for node in self.graph.nodes)), 0)
         span = self.spans[stage]
-        names = [[n.name for n in self._nodes(layer.nodes)] for layer in self.layers if layer.nodes.start in span]
+        names = [[n.name for n in self._get_nodes(layer.nodes)] for layer in self.layers if layer.nodes.start in span]
         fused = self.plan.fused_layers
         if isinstance(fused, str):
-            work = {name: scout.work(name) for name in scout.values if scout.is_tiled(Ref(name))}
-            sizes = cheapest(names, scout.reads, scout.extent, work, HaloCost())
+            work = {name: scout.estimate_cost(name) for name in scout.values if scout.is_tiled(Ref(name))}
+            sizes = group_cheapest(names, scout.reads, scout.get_image_tiles, work, HaloCost())
         else:
-            sizes = evenly(len(names), fused)
+            sizes = group_evenly(len(names), fused)
         numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
         groups = {name: number for number, layer in zip(numbers, names, strict=True) for name in layer}
         return groups | ({self.graph.prediction: -1} if self.graph.loss else {})
 
-    def _wide(self, role: Role) -> Wide:
+    def _get_extended_tiles(self, role: Role) -> ExtendedTiles:
         """What the ranks of a stage hold beyond their tiles, for fused halos; of tiles in turn it is one by one."""
         key = role if self.in_turn else replace(role, tile=0)
         if key not in self._wides:
-            self._wides[key] = Wide()
-            if self.plan.halo_d2 and self._ranks(role, role.stage).grid.tiles > 1:
-                scout = self._scout(role)
+            self._wides[key] = ExtendedTiles()
+            if self.plan.halo_d2 and self._get_stage_ranks(role, role.stage).grid.tiles > 1:
+                scout = self._get_unfused_builder(role)
                 scout.tile = key.tile
-                self._wides[key] = widened(scout.reads, self._groups(role.stage, scout), scout.extent)
+                self._wides[key] = extend_tiles(
+                    scout.reads, self._group_nodes(role.stage, scout), scout.get_image_tiles
+                )
         return self._wides[key]
 
-    def _scout(self, role: Role) -> Builder:
+    def _get_unfused_builder(self, role: Role) -> Builder:
         """A stage without fused halos: what its nodes read, which is the same for every tile."""
         first = replace(role, tile=0)
         if first not in self._scouts:
-            self._scouts[first] = self._lowered(first, Wide(), overlaps=False)
+            self._scouts[first] = self._lower_stage(first, ExtendedTiles(), overlaps=False)
         return self._scouts[first]
 
     @cached_property
-    def _ends_segment(self) -> set[str]:
+    def _segment_starts(self) -> set[str]:
         """The nodes before which a segment ends even where nothing is communicated: the first of each layer.
 
         Where gradients of weights are computed apart, an operator with weights stands alone: the rest of its segment
@@ -211,10 +213,10 @@ class Lowering:
         after = [False, *weighted[:-1]]
         return {n.name for n, here, before in zip(self.graph.nodes, weighted, after, strict=True) if here or before}
 
-    def _nodes(self, span: Span) -> Sequence[Node]:
+    def _get_nodes(self, span: Span) -> Sequence[Node]:
         return self.graph.nodes[span.start : span.stop]
 
-    def _crossings(self) -> Iterable[_Crossing]:
+    def _find_crossings(self) -> Iterable[_CrossStageValue]:
         pairs = dict.fromkeys(
             (name, self.stage_of[name], self.stage_of[node.name])
             for node in self.graph.nodes
@@ -224,26 +226,26 @@ class Lowering:
         has = {(name, self.layout.stages[source].ranks) for name, source, _ in pairs}
         for index, (name, source, target) in enumerate(pairs):
             ranks = self.layout.stages[target].ranks
-            yield _Crossing(name, source, target, 2 + 2 * index, travels=(name, ranks) not in has)
+            yield _CrossStageValue(name, source, target, 2 + 2 * index, travels=(name, ranks) not in has)
             has.add((name, ranks))
 
-    def _ranks(self, role: Role, stage: int) -> StageRanks:
+    def _get_stage_ranks(self, role: Role, stage: int) -> StageRanks:
         """The ranks of a stage of the same copy of the model."""
-        return self.layout.pipe(role).stages[stage]
+        return self.layout.get_pipeline(role).stages[stage]
 
-    def _lowered(self, role: Role, wide: Wide, overlaps: bool) -> Builder:
+    def _lower_stage(self, role: Role, wide: ExtendedTiles, overlaps: bool) -> Builder:
         block = 1 + role.stage + role.direction * len(self.spans)
-        ranks = self._ranks(role, role.stage)
-        parted = self.parted if ranks.shares > 1 else frozenset()
+        ranks = self._get_stage_ranks(role, role.stage)
+        parted = self.batch_sharded if ranks.shares > 1 else frozenset()
         builder = Builder(
-            self._seen[role.stage], ranks, role.tile, STAGE_TAGS * block, wide=wide, parted=parted,
+            self._stage_graphs[role.stage], ranks, role.tile, STAGE_TAGS * block, wide=wide, parted=parted,
             in_turn=self.in_turn, sync_batchnorm=self.plan.sync_batchnorm, overlaps=overlaps,
             common=self._commons[replace(role, tile=0)],
         )  # fmt: skip
         self._receive(builder, role)
         span = self.spans[role.stage]
         for node in builder.graph.nodes[span.start : span.stop]:
-            if node.name in self._ends_segment:
+            if node.name in self._segment_starts:
                 builder.flush()
             try:
                 lower(builder, node)
@@ -252,11 +254,11 @@ class Lowering:
         return builder
 
     def _receive(self, builder: Builder, role: Role) -> None:
-        receive_inputs(builder, self.input_gradient)
+        add_inputs(builder, self.input_gradient)
         for crossing in self.crossings:
             if crossing.target == role.stage:
                 value = self.crossing_values[crossing.value]
-                self._cross(builder, role, crossing, value)
+                self._add_transfer(builder, role, crossing, value)
                 spec = builder.graph.specs.get(value.name, value.spec)
                 axes = value.axes if builder.stage.shares == 1 else None
                 builder.values[value.name] = replace(value, spec=spec, axes=axes)
@@ -264,16 +266,16 @@ class Lowering:
     def _send(self, builder: Builder, role: Role) -> None:
         for crossing in self.crossings:
             if crossing.source == role.stage:
-                value = builder.value(builder.owned(Ref(crossing.value)))
-                self._cross(builder, role, crossing, value)
+                value = builder.get_value(builder.crop_to_own(Ref(crossing.value)))
+                self._add_transfer(builder, role, crossing, value)
 
-    def _cross(self, builder: Builder, role: Role, crossing: _Crossing, value: Value) -> None:
+    def _add_transfer(self, builder: Builder, role: Role, crossing: _CrossStageValue, value: ValueLayout) -> None:
         """Carry a value between two stages: the joint, a repartition or a copy, by their tiles alone."""
         if not crossing.travels:
             return
         whole = replace(value, spec=self.graph.specs.get(crossing.value, value.spec))
-        stages = (self._ranks(role, stage) for stage in (crossing.source, crossing.target))
-        owned, wanted = (self._parts(stage, whole, crossing.value) for stage in stages)
+        stages = (self._get_stage_ranks(role, stage) for stage in (crossing.source, crossing.target))
+        owned, wanted = (self._get_stage_tiles(stage, whole, crossing.value) for stage in stages)
         wanted = {rank: tile for rank, tile in wanted.items() if owned.get(rank) != tile}
         if len(set(owned.values())) == 1:
             owned = dict(list(owned.items())[:1])  # all source ranks hold the same: the first one sends
@@ -281,16 +283,16 @@ class Lowering:
         tag = crossing.tag + 2 * role.direction * len(self.crossings)
         builder.transfer(whole, "stage", name, value.name, tag, owned, wanted)
 
-    def _parts(self, stage: StageRanks, value: Value, name: str) -> dict[int, Tile]:
+    def _get_stage_tiles(self, stage: StageRanks, value: ValueLayout, name: str) -> dict[int, Tile]:
         """What each rank of a stage holds of what the model calls `name`, and how it lies, for all images.
 
         Without pixels it is a point that all hold, or their images.
         """
         if stage.shares > 1:
             tile = Tile.whole(*value.size_px) if value.axes else POINT
-            if name not in self.parted:
+            if name not in self.batch_sharded:
                 return dict.fromkeys(stage.ranks, tile)
-            images = Grid.spans(value.spec.shape[0], stage.shares)
+            images = Grid.split_axis(value.spec.shape[0], stage.shares)
             return {rank: replace(tile, images=span) for rank, span in zip(stage.ranks, images, strict=True)}
         if value.axes is None:
             return dict.fromkeys(stage.ranks, POINT)

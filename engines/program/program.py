@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from engines.facts import facts_table
-from engines.program.instructions import Compute, Half, Instruction, Linear, Phase
-from engines.program.traffic import traffic
+from engines.facts import format_html_table
+from engines.program.instructions import Compute, ExchangeHalf, Instruction, ModelInstruction, Phase
+from engines.program.traffic import count_traffic
 from engines.spatial.tiles import Tile
 
-__all__ = ["Feed", "Program", "Step", "Way"]
+__all__ = ["DirectionProgram", "Program", "ShardSpec", "Step"]
 
 Kind = TypeVar("Kind", bound=Instruction)
 
@@ -28,7 +28,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class ShardSpec:
     """The part of a micro-batch's input, or prediction, that a rank has: `tile` of it, or all where that is None."""
 
     tile: Tile | None
@@ -36,7 +36,7 @@ class Feed:
 
 
 @dataclass(frozen=True)
-class Way:
+class DirectionProgram:
     """What a rank does for the micro-batches of one direction: the forward pass of each of its stages.
 
     `feeds` are the parts of the inputs that it needs; `loss` is the name of the loss where it has it, `prediction` that
@@ -45,16 +45,16 @@ class Way:
     of the step.
     """
 
-    stages: Mapping[int, tuple[Linear, ...]]
-    feeds: Mapping[str, Feed]
+    stages: Mapping[int, tuple[ModelInstruction, ...]]
+    feeds: Mapping[str, ShardSpec]
     loss: str | None
     prediction: str | None
     seeds_loss: bool
     lasting: frozenset[str]
-    predicts: Feed | None = None
+    predicts: ShardSpec | None = None
 
     @property
-    def forward(self) -> tuple[Linear, ...]:
+    def forward(self) -> tuple[ModelInstruction, ...]:
         """The instructions of the forward pass of one micro-batch."""
         return tuple(item for stage in sorted(self.stages) for item in self.stages[stage])
 
@@ -69,16 +69,16 @@ class Way:
         """The instructions of the forward pass that read each value, in order."""
         found: dict[str, tuple[str, ...]] = {}
         for instruction in self.forward:
-            names = _read_by(instruction)
+            names = _get_read_values(instruction)
             found.update({name: (*found.get(name, ()), instruction.name) for name in names})
         return found
 
 
-def _read_by(instruction: Linear) -> tuple[str, ...]:
+def _get_read_values(instruction: ModelInstruction) -> tuple[str, ...]:
     """The values that an instruction reads going forward."""
     if isinstance(instruction, Compute):
         return instruction.inputs
-    return () if isinstance(instruction, Half) and not instruction.begins else (instruction.source,)
+    return () if isinstance(instruction, ExchangeHalf) and not instruction.begins else (instruction.source,)
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,27 +91,27 @@ class Program:
 
     rank: int
     steps: tuple[Step, ...]
-    ways: Mapping[int, Way]
+    ways: Mapping[int, DirectionProgram]
     directions: Mapping[int, int]
     micro_batches: int
     weights: tuple[str, ...]
     buffers: tuple[str, ...]
 
-    def way(self, micro_batch: int) -> Way:
+    def get_direction_program(self, micro_batch: int) -> DirectionProgram:
         """What the rank does for one of its micro-batches."""
         return self.ways[self.directions[micro_batch]]
 
     @property
-    def forward(self) -> tuple[Linear, ...]:
+    def forward(self) -> tuple[ModelInstruction, ...]:
         """The instructions of all its forward passes, each once."""
         return tuple(item for way in self.ways.values() for item in way.forward)
 
     @property
-    def feeds(self) -> Mapping[int, Mapping[str, Feed]]:
+    def feeds(self) -> Mapping[int, Mapping[str, ShardSpec]]:
         """The parts of the inputs that the rank needs, by micro-batch."""
-        return {number: self.way(number).feeds for number in self.directions}
+        return {number: self.get_direction_program(number).feeds for number in self.directions}
 
-    def of_kind(self, kind: type[Kind]) -> Iterable[Kind]:
+    def select_instructions(self, kind: type[Kind]) -> Iterable[Kind]:
         """Its instructions of a kind, as often as they are walked."""
         return (step.instruction for step in self.steps if isinstance(step.instruction, kind))
 
@@ -119,7 +119,7 @@ class Program:
     def facts(self) -> dict[str, str]:
         """What the rank does in a training step, in a few lines: its instructions by kind, and what it sends."""
         done = Counter(step.instruction.kind for step in self.steps)
-        sent = {kind: part for kind, part in traffic(self).items() if part.messages}
+        sent = {kind: part for kind, part in count_traffic(self).items() if part.messages}
         stages = (f"{stage}{' (mirrored)' * way}" for way, held in self.ways.items() for stage in sorted(held.stages))
         return {
             "stages": ", ".join(stages),
@@ -134,4 +134,4 @@ class Program:
         return f"<Program of rank {self.rank}: {told}>"
 
     def _repr_html_(self) -> str:
-        return facts_table(f"Program of rank {self.rank}", self.facts)
+        return format_html_table(f"Program of rank {self.rank}", self.facts)

@@ -13,9 +13,9 @@ from engines.layout import Layout, Role
 from engines.plan import Plan
 from engines.program.builder import Builder
 from engines.program.lowering import Lowering
-from engines.spatial.fusion import Read
+from engines.spatial.fusion import WindowRead
 from engines.spatial.tiles import Span, Tile
-from engines.spatial.windows import window
+from engines.spatial.windows import compute_window
 
 __all__ = ["ReceptiveField", "ReceptiveFields"]
 
@@ -44,19 +44,19 @@ class ReceptiveFields:
     >>> from engines.training import prepare
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.AvgPool2d(2), nn.Conv2d(4, 4, 3, padding=1))
     >>> fields = ReceptiveFields(prepare(model, Plan(split_size=1), (1, 3, 32, 32)).graph)
-    >>> fields.of("conv2d_1", 5, 5).image.shape
+    >>> fields.compute_field("conv2d_1", 5, 5).image.shape
     (8, 8)
     """
 
     def __init__(self, graph: ModelGraph) -> None:
         self.graph = graph
 
-    def of(self, node: str, row: int, col: int) -> ReceptiveField:
+    def compute_field(self, node: str, row: int, col: int) -> ReceptiveField:
         """The receptive field of one pixel of what `node` makes.
 
         Raises PlanError where there is no such value of rows and columns, or no such pixel.
         """
-        rows, cols = self.size_px(node)
+        rows, cols = self.get_size_px(node)
         if row not in range(rows) or col not in range(cols):
             raise PlanError(
                 f"Pixel ({row}, {col}) is not one of the {rows} x {cols} of {node}: "
@@ -65,11 +65,11 @@ class ReceptiveFields:
         found = {node: Tile(Span(row, row + 1), Span(col, col + 1))}
         for each in reversed(self.graph.nodes):
             if each.name in found:
-                for name, tile in self._read_by(each, found[each.name]):
+                for name, tile in self._find_reads(each, found[each.name]):
                     found[name] = found[name] | tile if name in found else tile
         return ReceptiveField(node, (row, col), found)
 
-    def size_px(self, node: str) -> tuple[int, int]:
+    def get_size_px(self, node: str) -> tuple[int, int]:
         """Rows and columns of what a node makes. Raises PlanError where it has none."""
         value = self._builder.values.get(node)
         if value is None or value.axes is None:
@@ -80,27 +80,27 @@ class ReceptiveFields:
     def _builder(self) -> Builder:
         """The whole model on one rank, which knows what each operator reads."""
         plan = Plan(split_size=1, spatial_size=0)
-        return Lowering(self.graph, plan, Layout.of(plan), input_gradient=False).builder(Role(0, 0))
+        return Lowering(self.graph, plan, Layout.of(plan), input_gradient=False).get_builder(Role(0, 0))
 
     @cached_property
-    def _rules(self) -> Mapping[tuple[str, str], list[Read]]:
-        found: dict[tuple[str, str], list[Read]] = defaultdict(list)
+    def _rules(self) -> Mapping[tuple[str, str], list[WindowRead]]:
+        found: dict[tuple[str, str], list[WindowRead]] = defaultdict(list)
         for read in self._builder.reads:
             found[read.node, read.value].append(read)
         return found
 
-    def _read_by(self, node: Node, outputs: Tile) -> Iterable[tuple[str, Tile]]:
+    def _find_reads(self, node: Node, outputs: Tile) -> Iterable[tuple[str, Tile]]:
         """What some outputs of a node read of each tiled value."""
         for name in dict.fromkeys(node.reads):
             value = self._builder.values.get(name)
             if value is not None and value.axes is not None:
                 whole = Tile.whole(*value.size_px)
-                for tile in self._windows(node, name, outputs, whole):
+                for tile in self._compute_windows(node, name, outputs, whole):
                     yield name, tile & whole
 
-    def _windows(self, node: Node, name: str, outputs: Tile, whole: Tile) -> Iterable[Tile]:
+    def _compute_windows(self, node: Node, name: str, outputs: Tile, whole: Tile) -> Iterable[Tile]:
         if rules := self._rules.get((node.name, name)):
-            return [window(outputs, rule.rows, rule.cols) for rule in rules]
+            return [compute_window(outputs, rule.rows, rule.cols) for rule in rules]
         made = self._builder.values.get(node.name)
         beneath = made is not None and made.axes is not None and made.size_px == whole.shape
         gathered = f"{name}.whole" in self._builder.values

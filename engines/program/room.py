@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.program.carry import Carrier
+from engines.program.carry import ExchangeRunner
 from engines.program.instructions import Compute, Exchange, LocalOp
-from engines.program.program import Way
+from engines.program.program import DirectionProgram
 
-__all__ = ["Room", "find_rooms", "roomy"]
+__all__ = ["OutputAllocator", "find_out_kernel", "find_output_allocators"]
 
-Room = Callable[[], Tensor]
+OutputAllocator = Callable[[], Tensor]
 """A fresh tensor for a value, with free memory around it."""
 
 
-def _into(room: Room, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def _allocate_out(room: OutputAllocator, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """The room, where a value of that shape and type fits it."""
     there = room()
     return (
@@ -32,7 +32,7 @@ def _into(room: Room, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pointwise:
+class _PointwiseRule:
     """How to write an activation into given memory, and its gradient from what it read, or (`by_result`) what it made.
 
     Both take the operator's other arguments, as ATen has them.
@@ -42,16 +42,16 @@ class _Pointwise:
     gradient: Callable[..., Tensor]
     by_result: bool = False
 
-    def __call__(self, room: Room, x: Tensor, *arguments: Any) -> Tensor:
-        return _PointwiseInto.apply(x, room, self, *arguments)
+    def __call__(self, room: OutputAllocator, x: Tensor, *arguments: Any) -> Tensor:
+        return _PointwiseOut.apply(x, room, self, *arguments)
 
 
-class _PointwiseInto(torch.autograd.Function):
+class _PointwiseOut(torch.autograd.Function):
     """(N, C, h, w) -> the same, in the memory that `room` gives."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, room: Room, rule: _Pointwise, *arguments: Any) -> Tensor:
-        made = _into(room, x.shape, x.dtype)
+    def forward(ctx: Any, x: Tensor, room: OutputAllocator, rule: _PointwiseRule, *arguments: Any) -> Tensor:
+        made = _allocate_out(room, x.shape, x.dtype)
         rule.write(x, *arguments, out=made)
         ctx.rule, ctx.arguments = rule, arguments
         ctx.save_for_backward(made if rule.by_result else x)
@@ -63,51 +63,53 @@ class _PointwiseInto(torch.autograd.Function):
         return ctx.rule.gradient(grad, kept, *ctx.arguments), None, None, *(None for _ in ctx.arguments)
 
 
-class _CatInto(torch.autograd.Function):
+class _CatOut(torch.autograd.Function):
     """Tensors that follow each other along `dim`, in the memory that `room` gives."""
 
     @staticmethod
-    def forward(ctx: Any, room: Room, dim: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, room: OutputAllocator, dim: int, *tensors: Tensor) -> Tensor:
         ctx.dim, ctx.sizes = dim, [tensor.shape[dim] for tensor in tensors]
         shape = list(tensors[0].shape)
         shape[dim] = sum(ctx.sizes)
-        return torch.cat(tensors, dim, out=_into(room, torch.Size(shape), _promoted(tensors)))
+        return torch.cat(tensors, dim, out=_allocate_out(room, torch.Size(shape), _promote_types(tensors)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *grad.split(ctx.sizes, ctx.dim)
 
 
-def _promoted(tensors: Sequence[Tensor]) -> torch.dtype:
+def _promote_types(tensors: Sequence[Tensor]) -> torch.dtype:
     return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 # Only what has the same bits whatever memory it is written to: exponentials have not, where memory has gaps.
 _aten = torch.ops.aten
 _INTO: Mapping[str, Callable[..., Tensor]] = {
-    "aten.relu.default": _Pointwise(
+    "aten.relu.default": _PointwiseRule(
         lambda x, out: torch.clamp_min(x, 0, out=out),
         lambda grad, made: _aten.threshold_backward(grad, made, 0),
         by_result=True,
     ),
-    "aten.leaky_relu.default": _Pointwise(
+    "aten.leaky_relu.default": _PointwiseRule(
         _aten.leaky_relu.out, lambda grad, x, slope=0.01: _aten.leaky_relu_backward(grad, x, slope, False)
     ),
-    "aten.hardswish.default": _Pointwise(_aten.hardswish.out, _aten.hardswish_backward),
-    "aten.cat.default": lambda room, tensors, dim=0: _CatInto.apply(room, dim, *tensors),
+    "aten.hardswish.default": _PointwiseRule(_aten.hardswish.out, _aten.hardswish_backward),
+    "aten.cat.default": lambda room, tensors, dim=0: _CatOut.apply(room, dim, *tensors),
 }
 
 
-def find_rooms(way: Way, carriers: Mapping[str, Carrier]) -> dict[str, Room]:
+def find_output_allocators(way: DirectionProgram, carriers: Mapping[str, ExchangeRunner]) -> dict[str, OutputAllocator]:
     """The values that one exchange and nothing else reads, and that lie whole in its window."""
     return {
-        item.source: carriers[item.name].room
+        item.source: carriers[item.name].allocate_source
         for item in way.forward
-        if isinstance(item, Exchange) and len(way.reads[item.source]) == 1 and carriers[item.name].has_room
+        if isinstance(item, Exchange) and len(way.reads[item.source]) == 1 and carriers[item.name].can_allocate_source
     }
 
 
-def roomy(segment: Compute, op: LocalOp, rooms: Mapping[str, Room]) -> Callable[..., Tensor] | None:
+def find_out_kernel(
+    segment: Compute, op: LocalOp, rooms: Mapping[str, OutputAllocator]
+) -> Callable[..., Tensor] | None:
     """The kernel of `op` that writes where its window will be; None where there is no such place or kernel.
 
     Who else reads the value would get memory with gaps, which costs a convolution the copy that is saved.

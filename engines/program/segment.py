@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from engines.layer.graph import Ref
-from engines.program.in_place import IN_PLACE, in_place
+from engines.program.in_place import IN_PLACE, find_in_place
 from engines.program.instructions import SEED, Compute, LocalOp
-from engines.program.room import Room, roomy
-from engines.spatial.kernels import kernel
+from engines.program.room import OutputAllocator, find_out_kernel
+from engines.spatial.kernels import get_kernel
 
-__all__ = ["Segment", "read_last", "run_of"]
+__all__ = ["Segment", "bind_kernel", "find_last_reads"]
 
 Lookup = Callable[[dict[str, Any]], Any]
 
@@ -29,23 +29,25 @@ class Segment:
     `rooms` says where values may be made so that the exchange that reads them need not copy them.
     """
 
-    def __init__(self, segment: Compute, owned: Mapping[str, Tensor], rooms: Mapping[str, Room] | None = None) -> None:
+    def __init__(
+        self, segment: Compute, owned: Mapping[str, Tensor], rooms: Mapping[str, OutputAllocator] | None = None
+    ) -> None:
         self.inputs, self.outputs, self.owned = segment.inputs, segment.outputs, owned
         read = {name for op in segment.ops if op.graded for name in op.reads}
         self.trained = [owned[name] for name in sorted(read & owned.keys()) if _is_trained(owned[name])]
         self.late = self.trained if any(weight.dim() > 1 for weight in self.trained) else []
-        over = in_place(segment)
-        plain = [run_of(op, IN_PLACE[op.kernel] if op.out in over else op.kernel) for op in segment.ops]
+        over = find_in_place(segment)
+        plain = [bind_kernel(op, IN_PLACE[op.kernel] if op.out in over else op.kernel) for op in segment.ops]
         self.calls = [
             (
                 op.out,
-                (roomy(segment, op, rooms or {}) if op.graded else None) or run,
+                (find_out_kernel(segment, op, rooms or {}) if op.graded else None) or run,
                 run,
-                _lookup(op.arguments),
-                _lookup(dict(op.keywords)),
+                _make_lookup(op.arguments),
+                _make_lookup(dict(op.keywords)),
                 of_no_use,
             )
-            for op, run, of_no_use in zip(segment.ops, plain, read_last(segment), strict=True)
+            for op, run, of_no_use in zip(segment.ops, plain, find_last_reads(segment), strict=True)
         ]
 
     def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:
@@ -60,25 +62,25 @@ class Segment:
                 del scope[name]
         return tuple(scope[name] for name in self.outputs)
 
-    def back(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """From gradients of what it made, those of its inputs and weights, added to what these have already."""
         torch.autograd.backward(roots, grads)
 
 
-def run_of(op: LocalOp, name: str) -> Callable[..., Any]:
+def bind_kernel(op: LocalOp, name: str) -> Callable[..., Any]:
     """The kernel of that name, as the operator runs it."""
-    run = kernel(name)
+    run = get_kernel(name)
     if op.graded:
         return run
 
-    def without_gradient(*arguments: Any, **keywords: Any) -> Any:
+    def run_without_gradient(*arguments: Any, **keywords: Any) -> Any:
         with torch.no_grad():
             return run(*arguments, **keywords)
 
-    return without_gradient
+    return run_without_gradient
 
 
-def read_last(segment: Compute) -> list[list[str]]:
+def find_last_reads(segment: Compute) -> list[list[str]]:
     """For each operator the names of what the segment makes that is of no use behind it, and may go."""
     needed, made, found = set(segment.outputs), {op.out for op in segment.ops}, []
     for op in reversed(segment.ops):
@@ -92,23 +94,23 @@ def _is_trained(owned: Any) -> bool:
     return isinstance(owned, Tensor) and owned.requires_grad
 
 
-def _lookup(value: Any) -> Lookup:
+def _make_lookup(value: Any) -> Lookup:
     """A function that puts live tensors where the `Ref`s are."""
     match value:
         case Ref(name):
             return lambda scope: scope[name]
         case list() | tuple():
-            if not any(_holds_ref(item) for item in value):
+            if not any(_has_ref(item) for item in value):
                 fixed = list(value)
                 return lambda scope: fixed
-            parts = [_lookup(item) for item in value]
+            parts = [_make_lookup(item) for item in value]
             return lambda scope: [part(scope) for part in parts]
         case dict():
-            entries = {key: _lookup(item) for key, item in value.items()}
+            entries = {key: _make_lookup(item) for key, item in value.items()}
             return lambda scope: {key: part(scope) for key, part in entries.items()}
         case _:
             return lambda scope: value
 
 
-def _holds_ref(value: Any) -> bool:
-    return isinstance(value, Ref) or (isinstance(value, list | tuple) and any(_holds_ref(item) for item in value))
+def _has_ref(value: Any) -> bool:
+    return isinstance(value, Ref) or (isinstance(value, list | tuple) and any(_has_ref(item) for item in value))

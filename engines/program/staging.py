@@ -9,57 +9,64 @@ from engines.program.instructions import Exchange
 from engines.spatial.moves import Move
 from engines.spatial.tiles import Tile
 
-__all__ = ["ALIGNED_BYTES", "in_a_row", "is_kept", "kept_bytes", "lends_all", "staged"]
+__all__ = [
+    "ALIGNED_BYTES",
+    "compute_arena_bytes",
+    "count_staged_bytes",
+    "is_all_sent",
+    "is_persistent",
+    "is_tile_contiguous",
+]
 
 _KEPT_BYTES = 1 << 24  # more than this is not held between steps: time goes into moving it, not into preparing
 ALIGNED_BYTES = 64
 
 
-def staging_bytes(exchange: Exchange) -> int:
+def compute_staging_bytes(exchange: Exchange) -> int:
     """Memory for all messages of an exchange on one rank."""
-    each = (exchange.bytes_of([move]) for move in (*exchange.sends, *exchange.receives))
+    each = (exchange.compute_bytes([move]) for move in (*exchange.sends, *exchange.receives))
     return sum(-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in each)
 
 
-def is_kept(exchange: Exchange) -> bool:
+def is_persistent(exchange: Exchange) -> bool:
     """Whether its messages have a place between steps. What goes one way only does not: nobody waits until it left."""
-    return bool(exchange.sends and exchange.receives) and staging_bytes(exchange) <= _KEPT_BYTES
+    return bool(exchange.sends and exchange.receives) and compute_staging_bytes(exchange) <= _KEPT_BYTES
 
 
-def kept_bytes(exchanges: Iterable[Exchange]) -> int:
+def compute_arena_bytes(exchanges: Iterable[Exchange]) -> int:
     """Of the place that those that are kept share: one at a time is under way."""
-    return max(map(staging_bytes, filter(is_kept, exchanges)), default=0)
+    return max(map(compute_staging_bytes, filter(is_persistent, exchanges)), default=0)
 
 
-def lends_all(exchange: Exchange) -> bool:
+def is_all_sent(exchange: Exchange) -> bool:
     """Whether each pixel that this rank holds goes to exactly one other rank, and none stays."""
     if not exchange.own or (exchange.window and exchange.own & exchange.window):
         return False
     apart = not any(one.tile & other.tile for one, other in combinations(exchange.sends, 2))
-    return apart and exchange.bytes_of(exchange.sends) == exchange.bytes_of([Move(0, 0, exchange.own)])
+    return apart and exchange.compute_bytes(exchange.sends) == exchange.compute_bytes([Move(0, 0, exchange.own)])
 
 
-def in_a_row(exchange: Exchange, tile: Tile, frame: Tile) -> bool:
+def is_tile_contiguous(exchange: Exchange, tile: Tile, frame: Tile) -> bool:
     """Whether the pixels of `tile` follow each other in a tensor that holds those of `frame`, channels last."""
-    part, whole = (_as_they_lie(exchange.shape_of(each)) for each in (tile, frame))
+    part, whole = (_to_memory_order(exchange.compute_shape(each)) for each in (tile, frame))
     cut = [index for index, (here, all_here) in enumerate(zip(part, whole, strict=True)) if here < all_here]
     return all(size == 1 for size in part[: max(cut, default=0)])
 
 
-def _as_they_lie(shape: Sequence[int]) -> tuple[int, ...]:
+def _to_memory_order(shape: Sequence[int]) -> tuple[int, ...]:
     return (shape[0], *shape[2:], shape[1]) if len(shape) == 4 else tuple(shape)
 
 
-def staged(exchange: Exchange, forward: bool) -> tuple[int, int]:
+def count_staged_bytes(exchange: Exchange, forward: bool) -> tuple[int, int]:
     """Bytes that are copied into messages, and out of messages: all but what goes from tensor to tensor."""
-    lent = _copied_bytes(exchange, exchange.sends, exchange.own)
-    borrowed = _copied_bytes(exchange, exchange.receives, exchange.window)
+    lent = _count_copied_bytes(exchange, exchange.sends, exchange.own)
+    borrowed = _count_copied_bytes(exchange, exchange.receives, exchange.window)
     if forward:
         return lent, borrowed
-    return borrowed, lent if lends_all(exchange) else exchange.bytes_of(exchange.sends)
+    return borrowed, lent if is_all_sent(exchange) else exchange.compute_bytes(exchange.sends)
 
 
-def _copied_bytes(exchange: Exchange, ends: Sequence[Move], frame: Tile | None) -> int:
-    if frame is None or is_kept(exchange):
-        return exchange.bytes_of(ends)
-    return exchange.bytes_of(move for move in ends if not in_a_row(exchange, move.tile, frame))
+def _count_copied_bytes(exchange: Exchange, ends: Sequence[Move], frame: Tile | None) -> int:
+    if frame is None or is_persistent(exchange):
+        return exchange.compute_bytes(ends)
+    return exchange.compute_bytes(move for move in ends if not is_tile_contiguous(exchange, move.tile, frame))

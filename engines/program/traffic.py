@@ -6,22 +6,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from engines.comm.sums import sent_by_each
+from engines.comm.sums import count_sends
 from engines.program.instructions import (
-    Agree,
     AllReduce,
     CountLabels,
     Exchange,
-    Half,
+    ExchangeHalf,
+    FiniteCheckAllReduce,
     Phase,
-    ShareStatistics,
+    ReduceBatchStats,
     SumGradients,
 )
 
 if TYPE_CHECKING:
     from engines.program.program import Program, Step
 
-__all__ = ["Traffic", "sent", "traffic"]
+__all__ = ["Traffic", "count_step_traffic", "count_traffic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Traffic:
         return Traffic(self.messages + other.messages, self.bytes + other.bytes)
 
 
-def traffic(program: Program) -> dict[str, Traffic]:
+def count_traffic(program: Program) -> dict[str, Traffic]:
     """What the rank of this program sends in a training step, forward and back, by kind of instruction.
 
     Kinds are `halo`, `stage` (from one stage to the next) and `all-reduce`, as in a timeline.
@@ -43,23 +43,23 @@ def traffic(program: Program) -> dict[str, Traffic]:
     found: dict[str, Traffic] = {}
     for step in program.steps:
         kind = step.instruction.kind
-        for part in sent(step):
+        for part in count_step_traffic(step):
             found[kind] = found.get(kind, Traffic(0, 0)) + part
     return found
 
 
-def sent(step: Step) -> Iterable[Traffic]:
+def count_step_traffic(step: Step) -> Iterable[Traffic]:
     """What one step sends, if it sends."""
     match step.instruction:
-        case Half(exchange=exchange, begins=begins):
-            yield from sent(replace(step, instruction=exchange)) if begins else ()
+        case ExchangeHalf(exchange=exchange, begins=begins):
+            yield from count_step_traffic(replace(step, instruction=exchange)) if begins else ()
         case Exchange() as exchange:
             moves = exchange.sends if step.phase is Phase.FORWARD else exchange.receives
-            yield Traffic(len(moves), exchange.bytes_of(moves))
+            yield Traffic(len(moves), exchange.compute_bytes(moves))
         case CountLabels(program=program, bytes=count_bytes, group=group):
-            yield from traffic(program).values()
-            yield Traffic(*sent_by_each(count_bytes, len(group)))
+            yield from count_traffic(program).values()
+            yield Traffic(*count_sends(count_bytes, len(group)))
         case SumGradients() if step.phase is Phase.UPDATE:
             return  # it has begun before
-        case AllReduce() | SumGradients() | ShareStatistics() | Agree() as total:
-            yield Traffic(*sent_by_each(total.bytes, len(total.group)))
+        case AllReduce() | SumGradients() | ReduceBatchStats() | FiniteCheckAllReduce() as total:
+            yield Traffic(*count_sends(total.bytes, len(total.group)))

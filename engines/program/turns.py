@@ -15,16 +15,16 @@ from engines.errors import PlanError, TraceError
 from engines.layer.graph import ModelGraph
 from engines.layout import Layout, Role
 from engines.plan import Plan
-from engines.program.instructions import AllReduce, Compute, Linear, Phase
+from engines.program.instructions import AllReduce, Compute, ModelInstruction, Phase
 from engines.program.lowering import Lowering
-from engines.program.program import Feed, Program, Step, Way
+from engines.program.program import DirectionProgram, Program, ShardSpec, Step
 from engines.spatial.tiles import Grid
 
-__all__ = ["Turn", "Turns"]
+__all__ = ["TilePass", "TilePasses"]
 
 
 @dataclass(frozen=True)
-class Turn:
+class TilePass:
     """One tile in one walk: what it computes, and the `sums` that its part is to be added to.
 
     `prediction` is the part of the prediction that it makes; None where the walk is for sums alone, or where all tiles
@@ -33,20 +33,20 @@ class Turn:
 
     program: Program
     sums: tuple[AllReduce, ...]
-    prediction: Feed | None
+    prediction: ShardSpec | None
 
     @property
-    def window(self) -> Feed | None:
+    def window(self) -> ShardSpec | None:
         """What it reads of the image; None where sums that are known already are enough."""
         return self.program.ways[0].feeds.get("images")
 
     @property
-    def ends(self) -> bool:
+    def is_last(self) -> bool:
         """Whether it makes the prediction."""
         return not self.sums
 
 
-class Turns:
+class TilePasses:
     """The tiles of a model without a loss over `grid`.
 
     Raises TraceError or PlanError where a layer needs all pixels at once.
@@ -63,18 +63,21 @@ class Turns:
         except (TraceError, PlanError) as error:
             raise type(error)(f"The image cannot be computed in {grid} tiles one after another. {error}") from error
 
-    def turn(self, tile: int, known: Iterable[str] = ()) -> Turn:
+    def make_pass(self, tile: int, known: Iterable[str] = ()) -> TilePass:
         """What one tile computes where some sums are known: as far as the next sums, or the prediction."""
         role, known = Role(0, tile), frozenset(known)
-        forward = self.lowering.forward(role, [self.graph.prediction])
-        window, predicts = dict(self.lowering.feeds(role))["images"], self.lowering.predicts(role)
-        self.lowering.forget(role)
-        able, sums, blocked = _as_far_as(forward, known)
+        forward = self.lowering.build_forward(role, [self.graph.prediction])
+        window, predicts = (
+            dict(self.lowering.get_input_shards(role))["images"],
+            self.lowering.get_prediction_shard(role),
+        )
+        self.lowering.drop_builder(role)
+        able, sums, blocked = _find_computable(forward, known)
         ends = self.graph.prediction not in blocked
         wanted = {self.graph.prediction} if ends else {each.source for each in sums}
-        run = _needed(able, wanted)
+        run = _select_needed(able, wanted)
         reads = {name for item in run for name in item.inputs}
-        way = Way(
+        way = DirectionProgram(
             stages={0: run}, feeds={"images": window} if "images" in reads else {}, loss=None,
             prediction=self.graph.prediction if ends else None, seeds_loss=False, lasting=frozenset(wanted),
         )  # fmt: skip
@@ -82,10 +85,12 @@ class Turns:
             rank=0, steps=tuple(Step(item, Phase.FORWARD) for item in run), ways={0: way}, directions={0: 0},
             micro_batches=1, weights=tuple(self.graph.weights), buffers=tuple(self.graph.buffers),
         )  # fmt: skip
-        return Turn(program, () if ends else tuple(sums), predicts if ends and predicts.axes else None)
+        return TilePass(program, () if ends else tuple(sums), predicts if ends and predicts.axes else None)
 
 
-def _as_far_as(forward: Iterable[Linear], known: frozenset[str]) -> tuple[list[Compute], list[AllReduce], set[str]]:
+def _find_computable(
+    forward: Iterable[ModelInstruction], known: frozenset[str]
+) -> tuple[list[Compute], list[AllReduce], set[str]]:
     """The segments that can be computed with the sums that are known, the sums they lead to, and what has to wait."""
     able: list[Compute] = []
     sums: list[AllReduce] = []
@@ -105,7 +110,7 @@ def _as_far_as(forward: Iterable[Linear], known: frozenset[str]) -> tuple[list[C
     return able, sums, blocked
 
 
-def _needed(able: Sequence[Compute], wanted: Iterable[str]) -> tuple[Compute, ...]:
+def _select_needed(able: Sequence[Compute], wanted: Iterable[str]) -> tuple[Compute, ...]:
     """Those that something wanted is made of."""
     names, found = set(wanted), []
     for item in reversed(able):

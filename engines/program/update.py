@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from engines.comm.nccl import NcclSum
-from engines.comm.streams import Mark, fetched, leaving, marked
-from engines.comm.total import Total, all_reduce
+from engines.comm.nccl import NcclAllReduce
+from engines.comm.streams import DeviceEvent, copy_to_device, record_event, use_send_stream
+from engines.comm.total import AllReduceRequest, all_reduce
 from engines.comm.world import World
 from engines.program.instructions import RunningStatistics, SumGradients, Update
-from engines.program.parcels import memory_for, place_for
-from engines.spatial.kernels import batch_statistics
+from engines.program.parcels import choose_message_device, make_message_allocator
+from engines.spatial.kernels import compute_batch_statistics
 
-__all__ = ["GOOD_STEPS", "SCALE", "Descent", "GradientSum", "Scheduler", "UpdateRules", "update_buffers"]
+__all__ = ["GOOD_STEPS", "SCALE", "GradientBucket", "OptimiserStep", "Scheduler", "UpdateRules", "update_buffers"]
 
 Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
@@ -28,7 +28,7 @@ SCALE, GROWTH, BACKOFF, GOOD_STEPS = 2.0**16, 2.0, 0.5, 2000
 """How a loss is scaled: at first, times what after how many good steps in a row, and times what after a bad one."""
 
 
-class GradientSum:
+class GradientBucket:
     """The sum of some weights' gradients over a group of ranks, in one message; begun and finished in every step.
 
     It is made where messages lie: of a GPU that MPI does not reach, on the host. Of what is `added` otherwise, on the
@@ -40,36 +40,38 @@ class GradientSum:
         weights: Mapping[str, Tensor],
         bucket: SumGradients,
         world: World,
-        added: Callable[[Tensor], NcclSum] | None = None,
+        added: Callable[[Tensor], NcclAllReduce] | None = None,
     ) -> None:
         self.shared = [weights[name] for name in bucket.weights]
         sizes, (first, *_) = [weight.numel() for weight in self.shared], self.shared
         self.device = first.device
-        self.where = self.device if added else place_for(self.device, world)
+        self.where = self.device if added else choose_message_device(self.device, world)
         on_device = partial(torch.empty, dtype=torch.uint8, device=self.device)
-        memory = on_device if added else memory_for(self.device, world)
+        memory = on_device if added else make_message_allocator(self.device, world)
         self.flat = memory(sum(sizes) * first.itemsize).view(first.dtype)
         pairs = zip(self.shared, self.flat.split(sizes), strict=True)
         # Each lies as its weight does: copies and updates go straight through memory.
         self.sums = [part.as_strided(weight.shape, weight.stride()) for weight, part in pairs]
-        self.read = marked(self.device, self.device)  # what came last
-        self.total = added(self.flat) if added else Total(world, self.flat, bucket.group, bucket.tag, again=True)
+        self.read = record_event(self.device, self.device)  # what came last
+        self.total = (
+            added(self.flat) if added else AllReduceRequest(world, self.flat, bucket.group, bucket.tag, again=True)
+        )
 
-    def pack(self) -> Mark:
+    def pack(self) -> DeviceEvent:
         """Have the gradients copied as they are now; `total.begin` may start to add them up when that has been done."""
         self.read.synchronize()
         grads = [weight.grad for weight in self.shared]
-        with leaving(self.device, self.where, [grad for grad in grads if grad is not None]):
+        with use_send_stream(self.device, self.where, [grad for grad in grads if grad is not None]):
             for grad, own in zip(grads, self.sums, strict=True):
                 own.zero_() if grad is None else own.copy_(grad, non_blocking=True)
-            return marked(self.device, self.where)
+            return record_event(self.device, self.where)
 
     def finish(self) -> None:
         """Wait for it, and give each weight its gradient."""
         self.total.wait()
-        for weight, total in zip(self.shared, fetched(self.sums, self.device, self.where), strict=True):
+        for weight, total in zip(self.shared, copy_to_device(self.sums, self.device, self.where), strict=True):
             weight.grad = total
-        self.read = marked(self.device, self.where)
+        self.read = record_event(self.device, self.where)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class UpdateRules:
     loss_scale: float | None = None
 
 
-class Descent:
+class OptimiserStep:
     """How the weights of one rank move, in step with those of all others.
 
     Loss scaling is dynamic (Micikevicius et al., 2018, arXiv:1710.03740, section 3.2), with the numbers of
@@ -101,7 +103,7 @@ class Descent:
         self.scaled = rules.loss_scale is not None
         self.scale, self.good_steps = rules.loss_scale or 1.0, 0
 
-    def told(self, counted: Iterable[str]) -> Tensor:
+    def compute_gradient_stats(self, counted: Iterable[str]) -> Tensor:
         """(2,), float64, to be summed over ranks that each count other weights.
 
         Whether a gradient is not finite, and the squared norm of all (unscaled); zeros where nobody asks.
@@ -119,25 +121,25 @@ class Descent:
         if self.scaled and bad:
             self.scale, self.good_steps = self.scale * BACKOFF, 0
             return
-        self._multiply(self._clipping(math.sqrt(square)) / self.scale)
+        self._scale_gradients(self._compute_clip_factor(math.sqrt(square)) / self.scale)
         for moved in (self.optimiser, self.scheduler):
             if moved is not None:
                 moved.step()
-        self._grow()
+        self._grow_scale()
 
-    def _clipping(self, norm: float) -> float:
+    def _compute_clip_factor(self, norm: float) -> float:
         """As `torch.nn.utils.clip_grad_norm_` has it."""
         if self.rules.clip_norm is None:
             return 1.0
         factor = self.rules.clip_norm / (norm + 1e-6)
         return 1.0 if factor >= 1 else factor
 
-    def _multiply(self, factor: float) -> None:
+    def _scale_gradients(self, factor: float) -> None:
         for weight in self.weights.values():
             if weight.grad is not None and factor != 1:
                 weight.grad.mul_(factor)
 
-    def _grow(self) -> None:
+    def _grow_scale(self) -> None:
         self.good_steps += 1
         if self.scaled and self.good_steps == GOOD_STEPS:
             self.scale, self.good_steps = self.scale * GROWTH, 0
@@ -156,10 +158,10 @@ def update_buffers(
     apart: dict[tuple[int, ...], list[Tensor]] = {}
     with torch.no_grad():
         counted = [moments(entry.moments) for entry in update.statistics]
-        seen = _Seen(buffers, update, len(counted[0]) if counted else 0)
+        seen = _BatchCounts(buffers, update, len(counted[0]) if counted else 0)
         for micro_batch in zip(*counted, strict=True):  # one norm may be used twice in a forward pass
             for entry, own in zip(update.statistics, micro_batch, strict=True):
-                _move(buffers, entry, own, seen.momentum(entry))
+                _update_running_stats(buffers, entry, own, seen.advance_momentum(entry))
         for entry in update.statistics:
             if entry.mean_over:
                 apart.setdefault(entry.mean_over, []).extend(
@@ -167,10 +169,12 @@ def update_buffers(
                 )
         for name, amount in update.counters.items():
             buffers[name].add_(amount)
-        return sum(_mean_over(group, tensors, world) for group, tensors in sorted(apart.items(), key=lambda it: it[0]))
+        return sum(
+            _average_over(group, tensors, world) for group, tensors in sorted(apart.items(), key=lambda it: it[0])
+        )
 
 
-class _Seen:
+class _BatchCounts:
     """How many batches the batch norms have seen whose running statistics are the mean over all of them."""
 
     def __init__(self, buffers: Mapping[str, Tensor], update: Update, micro_batches: int) -> None:
@@ -178,7 +182,7 @@ class _Seen:
         self.batches = {name: int(buffers[name]) for name in moves}
         self.each = {name: update.counters[name] // (moves[name] * micro_batches) for name in moves}
 
-    def momentum(self, entry: RunningStatistics) -> float:
+    def advance_momentum(self, entry: RunningStatistics) -> float:
         """What the next micro-batch moves running statistics by."""
         if entry.counter is None:
             return entry.momentum
@@ -186,16 +190,18 @@ class _Seen:
         return self.each[entry.counter] / self.batches[entry.counter]
 
 
-def _move(buffers: Mapping[str, Tensor], entry: RunningStatistics, counted: Tensor, momentum: float) -> None:
+def _update_running_stats(
+    buffers: Mapping[str, Tensor], entry: RunningStatistics, counted: Tensor, momentum: float
+) -> None:
     """Move running statistics by what one micro-batch counted."""
-    mean, variance = batch_statistics(counted, entry.counts)
+    mean, variance = compute_batch_statistics(counted, entry.counts)
     unbiased = variance * (sum(entry.counts) / max(1, sum(entry.counts) - 1))
     for name, now in ((entry.mean_buffer, mean), (entry.variance_buffer, unbiased)):
         buffer = buffers[name]
         buffer.lerp_(now.view(-1, *buffer.shape).mean(0).to(buffer.dtype), momentum)
 
 
-def _mean_over(group: tuple[int, ...], tensors: list[Tensor], world: World) -> int:
+def _average_over(group: tuple[int, ...], tensors: list[Tensor], world: World) -> int:
     """Replace each tensor by its mean over the ranks of the group, in one message; the bytes sent."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     under_way = all_reduce(world, flat, group)

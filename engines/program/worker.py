@@ -10,34 +10,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.nccl import Collectives, InOrder, NcclSum
+from engines.comm.nccl import Collectives, NcclAllReduce, OrderedStarter
 from engines.comm.total import all_reduce
-from engines.comm.waiting import waited_s
+from engines.comm.waiting import get_wait_s
 from engines.comm.world import World
 from engines.errors import PlanError
-from engines.program.carry import carriers
-from engines.program.halves import in_halves
+from engines.program.carry import make_exchange_runners
+from engines.program.halves import make_async_runners
 from engines.program.instructions import (
     DEVICE,
-    Agree,
     Compute,
     CountLabels,
     Exchange,
+    FiniteCheckAllReduce,
     Phase,
-    ShareStatistics,
+    ReduceBatchStats,
     SumGradients,
     Update,
 )
-from engines.program.lane import Lane, Tools
-from engines.program.outbox import Outbox
+from engines.program.lane import MicroBatchState, Runtime
+from engines.program.outbox import SendQueue
 from engines.program.program import Program, Step
-from engines.program.room import find_rooms
+from engines.program.room import find_output_allocators
 from engines.program.segment import Segment
-from engines.program.statistics import Moments
-from engines.program.timeline import Event
-from engines.program.update import Descent, GradientSum, UpdateRules, update_buffers
-from engines.spatial.draws import step_seed
-from engines.whereabouts import here
+from engines.program.statistics import BatchStats
+from engines.program.timeline import TimelineEvent
+from engines.program.update import GradientBucket, OptimiserStep, UpdateRules, update_buffers
+from engines.spatial.draws import compute_step_seed
+from engines.whereabouts import get_status_board
 
 __all__ = ["Inputs", "Worker"]
 
@@ -64,39 +64,39 @@ class Worker:
         seed: int = 0,
         rules: UpdateRules | None = None,
         keeps_graphs: bool = True,
-        make_lane: Callable[..., Lane] = Lane,
+        make_lane: Callable[..., MicroBatchState] = MicroBatchState,
         make_segment: Callable[..., Segment] = Segment,
         constants: Mapping[str, Tensor] | None = None,
         count_labels: Callable[[CountLabels, Mapping[int, Tensor]], int] | None = None,
     ) -> None:
         self.program, self.world = program, world
         self.weights, self.buffers, self.constants = weights, buffers, constants or {}
-        self.descent = Descent(weights, optimiser, rules or UpdateRules())
+        self.descent = OptimiserStep(weights, optimiser, rules or UpdateRules())
         self.device = device or torch.device("cpu")
-        self.events: list[Event] = []
+        self.events: list[TimelineEvent] = []
         self.seed, self.steps, self._make_lane = seed, 1, make_lane
         self.words = [step.instruction.name.encode() for step in program.steps]
         self._count_labels = count_labels
-        self._outbox = Outbox()
-        self._sums: dict[str, GradientSum] = {}
+        self._outbox = SendQueue()
+        self._sums: dict[str, GradientBucket] = {}
         self._collectives: Collectives | None = None
-        self.tools = self._made_ready(keeps_graphs, make_segment)
+        self.tools = self._prepare(keeps_graphs, make_segment)
         self.restart({})
 
-    def _made_ready(self, keeps_graphs: bool, make_segment: Callable[..., Segment]) -> Tools:
+    def _prepare(self, keeps_graphs: bool, make_segment: Callable[..., Segment]) -> Runtime:
         """Every exchange and every segment, prepared once."""
         owned: dict[str, Any] = {**self.weights, **self.buffers, **self.constants, DEVICE.name: self.device}
         exchanges = [item for item in self.program.forward if isinstance(item, Exchange)]
-        found = carriers(exchanges, self.world, self.device, self._outbox)
+        found = make_exchange_runners(exchanges, self.world, self.device, self._outbox)
         segments = {
             item.name: make_segment(item, owned, rooms)
             for way in self.program.ways.values()
-            for rooms in [find_rooms(way, found)]
+            for rooms in [find_output_allocators(way, found)]
             for item in way.forward
             if isinstance(item, Compute)
         }
-        halves = in_halves(self.program.forward, self.world, self.device, self._outbox)
-        return Tools(self.world, found, segments, keeps_graphs, halves)
+        halves = make_async_runners(self.program.forward, self.world, self.device, self._outbox)
+        return Runtime(self.world, found, segments, keeps_graphs, halves)
 
     def connect(self) -> None:
         """Before a step: have gradients added up without messages, where the world can; collective over all ranks.
@@ -106,18 +106,18 @@ class Worker:
         found = self.world.collectives(self.device)
         if found is not self._collectives:
             self._collectives = found
-            self._sums = dict(self._connected(found)) if found else {}
+            self._sums = dict(self._connect_buckets(found)) if found else {}
 
-    def _connected(self, found: Collectives) -> Iterator[tuple[str, GradientSum]]:
+    def _connect_buckets(self, found: Collectives) -> Iterator[tuple[str, GradientBucket]]:
         """The sums of this rank, in an order that all ranks have: groups that share ranks wait for each other."""
         sums = {each for step in self.program.steps if isinstance(each := step.instruction, SumGradients)}
-        order = InOrder(len(sums))
+        order = OrderedStarter(len(sums))
         for number, bucket in enumerate(sorted(sums, key=lambda each: each.tag)):
-            group = found.group(bucket.group, self.device)
-            added = partial(NcclSum, group=group, number=number, order=order, check=found.check)
-            yield bucket.name, GradientSum(self.weights, bucket, self.world, added)
+            group = found.connect_group(bucket.group, self.device)
+            added = partial(NcclAllReduce, group=group, number=number, order=order, check=found.check)
+            yield bucket.name, GradientBucket(self.weights, bucket, self.world, added)
 
-    def follow(self, other: Worker) -> None:
+    def resume_from(self, other: Worker) -> None:
         """Go on where a worker of the same weights has come to, with its optimiser, scale, steps and sums of gradients.
 
         Both walk programs of the same model on the same ranks, for steps of different numbers of images.
@@ -129,18 +129,21 @@ class Worker:
         """Go to the start of a training step with this rank's parts of the inputs."""
         self.position = 0
         self.helping_s = 0.0
-        self._outbox.forget()
+        self._outbox.discard()
         self.events = []
         self._agreed: Tensor | None = None
         count = self.program.micro_batches
         self.lanes = {
             number: self._make_lane(
-                self.tools, self.program.way(number), inputs.get(number, {}),
-                seed=step_seed(self.seed, self.steps * count + number), loss_gradient=self.descent.scale / count,
+                self.tools,
+                self.program.get_direction_program(number),
+                inputs.get(number, {}),
+                seed=compute_step_seed(self.seed, self.steps * count + number),
+                loss_gradient=self.descent.scale / count,
             )
             for number in sorted(self.program.directions)
-        }  # fmt: skip
-        self._moments = Moments(self.lanes, count)
+        }
+        self._moments = BatchStats(self.lanes, count)
 
     @property
     def done(self) -> bool:
@@ -168,26 +171,26 @@ class Worker:
     def step(self) -> Step:
         """Do one instruction and go on to the next."""
         step = self.program.steps[self.position]
-        here().at(self.words[self.position], self.steps)
-        start_s, before_s = time.perf_counter(), waited_s()
-        sent = self._do(step)
-        event = Event.of(self.program.rank, step, start_s, time.perf_counter(), sent, waited_s() - before_s)
+        get_status_board().report(self.words[self.position], self.steps)
+        start_s, before_s = time.perf_counter(), get_wait_s()
+        sent = self._run_step(step)
+        event = TimelineEvent.of(self.program.rank, step, start_s, time.perf_counter(), sent, get_wait_s() - before_s)
         self.events.append(event)
         self.position += 1
         start_s = time.perf_counter()
         # What is sent is read until it has gone: whoever ends a program may free it or write over it.
-        self._outbox.wait() if self.done else self._outbox.look()
+        self._outbox.wait() if self.done else self._outbox.poll()
         self.helping_s += time.perf_counter() - start_s
         return step
 
-    def leave(self) -> None:
+    def flush_sends(self) -> None:
         """Let messages start whose pixels a device has still to pack: for whoever stops here, and waits for others."""
-        self._outbox.leave()
+        self._outbox.flush()
 
-    def put_away(self) -> None:
+    def offload(self) -> None:
         """Let what its micro-batches hold lie where they put it while nothing is computed with it, if they do."""
         for lane in self.lanes.values():
-            lane.put_away()
+            lane.offload()
 
     def peek(self, name: str, micro_batch: int | None = None) -> Tensor:
         """This rank's part of a live value, of the micro-batch that is (or was last) worked on unless one is named.
@@ -195,20 +198,20 @@ class Worker:
         Its gradient so far is in `.grad`. Raises PlanError where the value is not made yet, is gone already, or is
         not this rank's.
         """
-        lane = self._lane(micro_batch)
+        lane = self._get_micro_batch(micro_batch)
         for tensors in (lane.values, lane.leaves, self.weights, self.buffers):
             if name in tensors:
-                return lane.at_hand(tensors[name])
+                return lane.fetch(tensors[name])
         alive = ", ".join(sorted(lane.leaves)[:8])
         raise PlanError(f"rank {self.program.rank} holds no value {name!r} now. It holds {alive}, ...")
 
     @property
-    def live(self) -> dict[str, Tensor]:
+    def live_values(self) -> dict[str, Tensor]:
         """What the rank holds now of the values of the micro-batch that is worked on, by name."""
-        lane = self._lane(None)
-        return {name: lane.at_hand(tensor) for name, tensor in {**lane.leaves, **lane.values}.items()}
+        lane = self._get_micro_batch(None)
+        return {name: lane.fetch(tensor) for name, tensor in {**lane.leaves, **lane.values}.items()}
 
-    def _lane(self, micro_batch: int | None) -> Lane:
+    def _get_micro_batch(self, micro_batch: int | None) -> MicroBatchState:
         if micro_batch is None:
             done = [step for step in self.program.steps[: self.position] if step.phase is not Phase.UPDATE]
             micro_batch = done[-1].micro_batch if done else next(iter(self.lanes))
@@ -219,38 +222,38 @@ class Worker:
             )
         return self.lanes[micro_batch]
 
-    def _do(self, step: Step) -> int:
+    def _run_step(self, step: Step) -> int:
         if not isinstance(step.instruction, Compute):
-            self.leave()
+            self.flush_sends()
         match step.instruction:
             case CountLabels() as counting:
                 lanes = {number: self.lanes[number] for number in counting.program.directions}
-                labels = {number: lane.at_hand(lane.values["labels"]) for number, lane in lanes.items()}
+                labels = {number: lane.fetch(lane.values["labels"]) for number, lane in lanes.items()}
                 return self._count_labels(counting, labels)
             case SumGradients() as bucket:
                 return self._sum_gradients(bucket, begins=step.phase is not Phase.UPDATE)
-            case ShareStatistics() as share:
-                return self._moments.share(share, self.world)
-            case Agree() as agreement:
-                return self._agree(agreement)
+            case ReduceBatchStats() as share:
+                return self._moments.reduce(share, self.world)
+            case FiniteCheckAllReduce() as agreement:
+                return self._reduce_gradient_stats(agreement)
             case Update() as update:
                 return self._update(update)
             case instruction:
-                return self.lanes[step.micro_batch].do(instruction, step.phase)
+                return self.lanes[step.micro_batch].run_instruction(instruction, step.phase)
 
     def _sum_gradients(self, bucket: SumGradients, begins: bool) -> int:
         if not begins:
             self._sums[bucket.name].finish()
             return 0
         if bucket.name not in self._sums:
-            self._sums[bucket.name] = GradientSum(self.weights, bucket, self.world)
+            self._sums[bucket.name] = GradientBucket(self.weights, bucket, self.world)
         own = self._sums[bucket.name]
-        self._outbox.add(self._outbox.depart(own.pack(), own.total.begin))
+        self._outbox.add(self._outbox.start_after(own.pack(), own.total.begin))
         return own.total.sent_bytes
 
-    def _agree(self, agreement: Agree) -> int:
+    def _reduce_gradient_stats(self, agreement: FiniteCheckAllReduce) -> int:
         self._outbox.wait()
-        self._agreed = self.descent.told(agreement.counted)
+        self._agreed = self.descent.compute_gradient_stats(agreement.counted)
         under_way = all_reduce(self.world, self._agreed, agreement.group)
         under_way.wait()
         return under_way.sent_bytes
@@ -259,6 +262,6 @@ class Worker:
         self.steps += 1  # from here on the state is another, or between two: a rank that fails now has half a step
         sent = update_buffers(self.buffers, update, self._moments, self.world)
         for lane in self.lanes.values():
-            lane.end()
-        self.descent.step(self.descent.told(self.weights) if self._agreed is None else self._agreed)
+            lane.end_step()
+        self.descent.step(self.descent.compute_gradient_stats(self.weights) if self._agreed is None else self._agreed)
         return sent

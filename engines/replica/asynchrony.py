@@ -68,10 +68,10 @@ class Asynchrony:
         """Batches that all replicas take together; peers, who do not count together, may take a few more."""
         return self.replicas * self.steps
 
-    def ranks(self, plan: Plan) -> int:
+    def count_ranks(self, plan: Plan) -> int:
         """Ranks that this needs for replicas of a plan.
 
-        >>> Asynchrony(mode="server", replicas=3).ranks(Plan(split_size=1, spatial_size=0))
+        >>> Asynchrony(mode="server", replicas=3).count_ranks(Plan(split_size=1, spatial_size=0))
         4
         """
         return self.replicas * plan.ranks + (self.mode == "server")
@@ -88,7 +88,7 @@ class Asynchrony:
                 "With precision='float16' the loss is scaled so that no gradient is infinite, on which replicas of a "
                 "server would have to agree, and wait for each other. Use bfloat16, or mode='peers'."
             )
-        if ranks < (needed := self.ranks(plan)):
+        if ranks < (needed := self.count_ranks(plan)):
             wanted = f"{plan.ranks} rank{'s'[: plan.ranks > 1]}{' and a server' * (self.mode == 'server')}"
             raise PlanError(
                 f"{self.replicas} replicas of {wanted} need {needed} ranks, but there are {ranks}. "

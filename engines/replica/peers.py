@@ -26,26 +26,26 @@ from torch import Tensor
 
 from engines.comm.total import all_reduce
 from engines.comm.world import Message, World
-from engines.program.outbox import Outbox
+from engines.program.outbox import SendQueue
 from engines.replica.asynchrony import Asynchrony
-from engines.replica.replica import BODY, HEADER, Feed, Replica, flat, into
-from engines.replica.study import Deed, RankDiary
+from engines.replica.replica import BODY, HEADER, Feed, Replica, flatten_tensors, unflatten_like
+from engines.replica.study import RankLog, ReplicaEvent
 from engines.training import Recipe
 
-__all__ = ["Peer", "move"]
+__all__ = ["PeerReplica", "add_half_difference"]
 
 _NAP_S = 1e-3
 _WEIGHTS, _FAREWELL = 0, 1  # what a message is
 
 
-def move(weights: Sequence[Tensor], toward: Tensor, away: Tensor) -> None:
+def add_half_difference(weights: Sequence[Tensor], toward: Tensor, away: Tensor) -> None:
     """Add half of the difference of two rows to the weights."""
     with torch.no_grad():
-        for weight, part in zip(weights, into((toward - away) / 2, weights), strict=True):
+        for weight, part in zip(weights, unflatten_like((toward - away) / 2, weights), strict=True):
             weight.add_(part)
 
 
-class _Letter:
+class _IncomingWeights:
     """What is to come from a rank: a header, and a row of weights.
 
     The header says what it is, and how many steps each replica is known there to have taken.
@@ -57,23 +57,23 @@ class _Letter:
         self._here = False
 
     @property
-    def here(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether it has come."""
-        self._here = self._here or self._pending.done()
+        self._here = self._here or self._pending.is_completed()
         return self._here
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
+class _OpenOffer:
     """What this replica has offered, at which of its steps, and the letter that is to answer it."""
 
     peer: int
     row: Tensor
     step: int
-    answer: _Letter
+    answer: _IncomingWeights
 
 
-class Peer:
+class PeerReplica:
     """One rank of a replica: steps, and the same rank of other replicas to average with."""
 
     def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> None:
@@ -81,10 +81,10 @@ class Peer:
         self.replica = Replica(world, recipe, asynchrony)
         self.number = self.replica.number
         self.known = torch.zeros(asynchrony.replicas, dtype=torch.int64)
-        self.offer: _Offer | None = None
+        self.offer: _OpenOffer | None = None
         self.offers = 0
-        self._outbox = Outbox()
-        self.letters = {peer: self._letter(peer) for peer in range(self.number)}
+        self._outbox = SendQueue()
+        self.letters = {peer: self._post_receive(peer) for peer in range(self.number)}
 
     @property
     def higher(self) -> range:
@@ -96,94 +96,94 @@ class Peer:
         """That this replica has taken."""
         return int(self.known[self.number])
 
-    def run(self) -> RankDiary:
+    def run(self) -> RankLog:
         """Take batches, the own ones in turn, until all replicas together have taken enough."""
         self.replica.start_clock()
         while self.known.sum() < self.asynchrony.budget:
             batch = self.steps * self.asynchrony.replicas + self.number
-            self.replica.take(batch, self.feed(batch))
+            self.replica.train_batch(batch, self.feed(batch))
             self.known[self.number] += 1
-            self._note("step", batch)
-            self.meet()
+            self._record_event("step", batch)
+            self.process_arrivals()
             if not self.offer and self.higher and self.steps % self.asynchrony.average_every == 0:
                 self._make_offer()
-        self._part()
-        return self.replica.told()
+        self._finish()
+        return self.replica.finish_log()
 
-    def meet(self) -> None:
+    def process_arrivals(self) -> None:
         """Deal with what has arrived, as all ranks of the replica do now."""
         letters = self.letters | ({self.offer.peer: self.offer.answer} if self.offer else {})
-        arrived = [peer for peer, here in zip(letters, self._agreed(list(letters.values())), strict=True) if here]
+        arrived = [peer for peer, here in zip(letters, self._find_arrived(list(letters.values())), strict=True) if here]
         if self.offer and self.offer.peer in arrived:
-            self._close(self.offer)
+            self._close_offer(self.offer)
         for peer in arrived:
             if not self.offer and peer < self.number:
-                self._answer(peer)
-        self._outbox.look()
+                self._accept_offer(peer)
+        self._outbox.poll()
 
-    def _agreed(self, letters: Sequence[_Letter]) -> list[bool]:
+    def _find_arrived(self, letters: Sequence[_IncomingWeights]) -> list[bool]:
         """Which letters have come to every rank of the replica."""
         group = range(self.replica.world.size)
-        votes = torch.tensor([float(letter.here) for letter in letters])
+        votes = torch.tensor([float(letter.has_arrived) for letter in letters])
         if letters and len(group) > 1:
             all_reduce(self.replica.world, votes, group).wait()
         return [vote == len(group) for vote in votes.tolist()]
 
-    def _part(self) -> None:
+    def _finish(self) -> None:
         """Close what is open and answer whoever is not done yet."""
         told = False
         while self.letters or self.offer or not told:
             if not self.offer and not told:
                 for peer in self.higher:
-                    self._send(peer, _FAREWELL, self._row())
+                    self._send(peer, _FAREWELL, self._flatten_weights())
                 told = True
-            self.meet()
+            self.process_arrivals()
             time.sleep(_NAP_S)
         self._outbox.wait()
 
     def _make_offer(self) -> None:
         peer = self.higher[self.offers % len(self.higher)]
         self.offers += 1
-        self.offer = _Offer(peer, self._row(), self.steps, self._letter(peer))
+        self.offer = _OpenOffer(peer, self._flatten_weights(), self.steps, self._post_receive(peer))
         self._send(peer, _WEIGHTS, self.offer.row)
-        self._note("offer", peer)
+        self._record_event("offer", peer)
 
-    def _answer(self, peer: int) -> None:
-        letter, own = self.letters.pop(peer), self._row()
-        self._learn(letter)
+    def _accept_offer(self, peer: int) -> None:
+        letter, own = self.letters.pop(peer), self._flatten_weights()
+        self._merge_step_counts(letter)
         if int(letter.header[0]) == _FAREWELL:
             return
         self._send(peer, _WEIGHTS, own)
-        move(self.replica.trained, letter.row, own)
-        self._note("answer", peer)
-        self.letters[peer] = self._letter(peer)
+        add_half_difference(self.replica.trained, letter.row, own)
+        self._record_event("answer", peer)
+        self.letters[peer] = self._post_receive(peer)
 
-    def _close(self, offer: _Offer) -> None:
-        self._learn(offer.answer)
-        move(self.replica.trained, offer.answer.row, offer.row)
-        self._note("close", offer.peer)
-        if self.replica.tells:
+    def _close_offer(self, offer: _OpenOffer) -> None:
+        self._merge_step_counts(offer.answer)
+        add_half_difference(self.replica.trained, offer.answer.row, offer.row)
+        self._record_event("close", offer.peer)
+        if self.replica.is_log_rank:
             self.replica.diary.staleness.append(self.steps - offer.step)
         self.offer = None
 
-    def _learn(self, letter: _Letter) -> None:
+    def _merge_step_counts(self, letter: _IncomingWeights) -> None:
         self.known = torch.maximum(self.known, letter.header[1:])
 
-    def _row(self) -> Tensor:
-        return flat(self.replica.trained)
+    def _flatten_weights(self) -> Tensor:
+        return flatten_tensors(self.replica.trained)
 
-    def _rank(self, peer: int) -> int:
+    def _get_peer_rank(self, peer: int) -> int:
         """The rank that has the same part of another replica."""
         size = self.replica.world.size
         return peer * size + self.replica.world.rank
 
-    def _letter(self, peer: int) -> _Letter:
-        return _Letter(self.world, self._rank(peer), self.known, self._row())
+    def _post_receive(self, peer: int) -> _IncomingWeights:
+        return _IncomingWeights(self.world, self._get_peer_rank(peer), self.known, self._flatten_weights())
 
     def _send(self, peer: int, kind: int, row: Tensor) -> None:
-        header, rank = torch.tensor([kind, *self.known.tolist()]), self._rank(peer)
+        header, rank = torch.tensor([kind, *self.known.tolist()]), self._get_peer_rank(peer)
         self._outbox.add(self.world.exchange([Message(rank, HEADER, header), Message(rank, BODY, row)], []))
 
-    def _note(self, kind: str, subject: int) -> None:
-        if self.replica.tells:
-            self.replica.diary.deeds.append(Deed(kind, self.number, subject))
+    def _record_event(self, kind: str, subject: int) -> None:
+        if self.replica.is_log_rank:
+            self.replica.diary.deeds.append(ReplicaEvent(kind, self.number, subject))

@@ -10,15 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.device import choose_device, ranks_here, threads_per_rank
-from engines.comm.subworld import SubWorld
+from engines.comm.device import choose_device, compute_threads_per_rank, count_local_ranks
+from engines.comm.subworld import SubGroup
 from engines.comm.world import World
 from engines.program.compile import compile_plan
 from engines.replica.asynchrony import Asynchrony
-from engines.replica.study import RankDiary
+from engines.replica.study import RankLog
 from engines.training import RankTraining, Recipe
 
-__all__ = ["BODY", "HEADER", "Feed", "Replica", "flat", "holdings", "into", "without_updates"]
+__all__ = [
+    "BODY",
+    "HEADER",
+    "Feed",
+    "Replica",
+    "flatten_tensors",
+    "list_trained_weights",
+    "unflatten_like",
+    "with_gradients_only",
+]
 
 Feed = Callable[[int], Mapping[str, Tensor]]
 """From a batch's number (0, 1, ...) to the whole inputs of one replica's step, the same on every rank."""
@@ -43,15 +52,15 @@ class Replica:
     def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony) -> None:
         size = recipe.plan.ranks
         self.asynchrony, self.number = asynchrony, world.rank // size
-        self.world = SubWorld(world, range(self.number * size, (self.number + 1) * size))
+        self.world = SubGroup(world, range(self.number * size, (self.number + 1) * size))
         device, seed = str(choose_device(recipe.device, world.rank)), recipe.seed + self.number
         self.training = RankTraining(self.world, replace(recipe, device=device, seed=seed))
-        self.training.threads = threads_per_rank(ranks_here(world.size))
-        self.diary = RankDiary(self.number)
+        self.training.threads = compute_threads_per_rank(count_local_ranks(world.size))
+        self.diary = RankLog(self.number)
         self._start_s = time.perf_counter()
 
     @property
-    def tells(self) -> bool:
+    def is_log_rank(self) -> bool:
         """Whether this rank tells what all ranks of the replica know."""
         return self.world.rank == 0
 
@@ -64,35 +73,35 @@ class Replica:
         """The time is 0 now."""
         self._start_s = time.perf_counter()
 
-    def take(self, number: int, batch: Mapping[str, Tensor]) -> None:
+    def train_batch(self, number: int, batch: Mapping[str, Tensor]) -> None:
         """One step on a batch, and the sleep that the study asks for."""
         losses = self.training.step(self.training.cut(batch)).losses
         time.sleep(self.asynchrony.slow.get(self.number, 0.0))
         self.diary.turns.append((number, losses, time.perf_counter() - self._start_s))
 
-    def told(self) -> RankDiary:
+    def finish_log(self) -> RankLog:
         """Its diary, complete."""
-        self.diary.weights = self.training.tensors()["weights"]
+        self.diary.weights = self.training.copy_tensors()["weights"]
         return self.diary
 
 
-def without_updates(recipe: Recipe) -> Recipe:
+def with_gradients_only(recipe: Recipe) -> Recipe:
     """The same training, but that gradients come out of a step rather than other weights."""
     return replace(recipe, optimiser=GradientsOnly, clip_norm=None, scheduler=None)
 
 
-def holdings(recipe: Recipe) -> list[list[str]]:
+def list_trained_weights(recipe: Recipe) -> list[list[str]]:
     """The weights that each rank of a replica trains, in its order."""
     programs = compile_plan(recipe.graph, recipe.plan)
     return [[name for name in program.weights if name in recipe.graph.trainable] for program in programs]
 
 
-def flat(tensors: Sequence[Tensor]) -> Tensor:
+def flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """All their elements in a row of fresh memory."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors]) if tensors else torch.empty(0)
 
 
-def into(row: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def unflatten_like(row: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """A row of elements in the shapes of `tensors`."""
     parts = row.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

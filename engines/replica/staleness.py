@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["Ledger"]
+__all__ = ["VersionTracker"]
 
 
-class Ledger:
+class VersionTracker:
     """Which version of the weights each replica reads; versions count the updates.
 
     The staleness of an update is the number of others that were applied since its replica read the weights (Dean et
@@ -15,15 +15,15 @@ class Ledger:
     applied, while `version + i - read` of each stays within the bound. The oldest reader may always go ahead: nobody
     waits for ever.
 
-    >>> ledger = Ledger(max_staleness=1)
+    >>> ledger = VersionTracker(max_staleness=1)
     >>> for replica in (0, 1):
     ...     ledger.read(replica)
-    >>> ledger.may_read
+    >>> ledger.can_read
     False
     >>> ledger.apply(1)
     0
     >>> ledger.read(1)
-    >>> ledger.may_apply(1), ledger.may_apply(0)
+    >>> ledger.can_apply(1), ledger.can_apply(0)
     (False, True)
     >>> ledger.apply(0)
     1
@@ -35,7 +35,7 @@ class Ledger:
         self.readers: dict[int, int] = {}
 
     @property
-    def may_read(self) -> bool:
+    def can_read(self) -> bool:
         """Whether one more replica may read the weights now."""
         return self.max_staleness is None or len(self.readers) <= self.max_staleness
 
@@ -43,7 +43,7 @@ class Ledger:
         """A replica reads the weights as they are now."""
         self.readers[replica] = self.version
 
-    def may_apply(self, replica: int) -> bool:
+    def can_apply(self, replica: int) -> bool:
         """Whether no other update is made too stale if this replica's is applied now."""
         bound = self.max_staleness
         others = sorted(read for reader, read in self.readers.items() if reader != replica)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from engines.replica.asynchrony import Asynchrony
 
-__all__ = ["Deed", "RankDiary", "Study", "Turn"]
+__all__ = ["RankLog", "ReplicaEvent", "ReplicaStep", "ReplicaStudy"]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ReplicaStep:
     """A replica has taken a batch: the loss before its update, and seconds since the start when it was done."""
 
     replica: int
@@ -24,7 +24,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Deed:
+class ReplicaEvent:
     """What changed weights, in its order: enough to do it all again in one process.
 
     `update`: the server applied what `replica` computed on batch `subject` from weights of version `read`.
@@ -39,7 +39,7 @@ class Deed:
 
 
 @dataclass
-class RankDiary:
+class RankLog:
     """What one rank tells at the end; `replica` is None for a server.
 
     `turns` are (batch, the losses that are known here by micro-batch, seconds since the start).
@@ -49,12 +49,12 @@ class RankDiary:
     replica: int | None
     turns: list[tuple[int, Mapping[int, float], float]] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
-    deeds: list[Deed] = field(default_factory=list)
+    deeds: list[ReplicaEvent] = field(default_factory=list)
     weights: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Study:
+class ReplicaStudy:
     """One training with replicas; the same on every rank.
 
     `turns` are in the order of time. `staleness`: of each update of a server's weights, the number of others since its
@@ -65,16 +65,16 @@ class Study:
 
     asynchrony: Asynchrony
     images_per_batch: int
-    turns: tuple[Turn, ...]
+    turns: tuple[ReplicaStep, ...]
     staleness: tuple[int, ...]
-    deeds: tuple[Deed, ...]
+    deeds: tuple[ReplicaEvent, ...]
     weights: tuple[Mapping[str, Tensor], ...]
 
     @classmethod
-    def of(cls, asynchrony: Asynchrony, images_per_batch: int, diaries: Sequence[RankDiary]) -> Study:
+    def of(cls, asynchrony: Asynchrony, images_per_batch: int, diaries: Sequence[RankLog]) -> ReplicaStudy:
         """What the diaries of all ranks say together."""
         replicas = [[d for d in diaries if d.replica == number] for number in range(asynchrony.replicas)]
-        turns = [turn for number, group in enumerate(replicas) for turn in _turns(number, group)]
+        turns = [turn for number, group in enumerate(replicas) for turn in _merge_steps(number, group)]
         servers = [diary for diary in diaries if diary.replica is None and diary.weights]
         copies = [servers] if servers else replicas if asynchrony.mode == "peers" else replicas[:1]
         return cls(
@@ -136,7 +136,7 @@ class Study:
         }
 
 
-def _turns(replica: int, diaries: Iterable[RankDiary]) -> Iterable[Turn]:
+def _merge_steps(replica: int, diaries: Iterable[RankLog]) -> Iterable[ReplicaStep]:
     """The turns of one replica: its ranks may know the losses of different micro-batches, or none."""
     losses: dict[int, dict[int, float]] = {}
     ends: dict[int, float] = {}
@@ -144,4 +144,4 @@ def _turns(replica: int, diaries: Iterable[RankDiary]) -> Iterable[Turn]:
         for batch, known, end_s in diary.turns:
             losses.setdefault(batch, {}).update(known)
             ends[batch] = max(end_s, ends.get(batch, 0.0))
-    return (Turn(replica, b, sum(known.values()) / len(known), ends[b]) for b, known in losses.items())
+    return (ReplicaStep(replica, b, sum(known.values()) / len(known), ends[b]) for b, known in losses.items())

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from engines.comm.device import ranks_here, threads_per_rank
-from engines.comm.subworld import SubWorld
+from engines.comm.device import compute_threads_per_rank, count_local_ranks
+from engines.comm.subworld import SubGroup
 from engines.comm.world import World
 from engines.errors import PlanError, TraceError
 from engines.layer.graph import ModelGraph
@@ -16,20 +16,20 @@ from engines.loss.whole import with_whole_loss
 from engines.plan import Plan
 from engines.replica.asynchrony import Asynchrony
 from engines.replica.replica import Feed
-from engines.replica.study import RankDiary
+from engines.replica.study import RankLog
 from engines.training import RankTraining, Recipe
 
-__all__ = ["Together"]
+__all__ = ["SynchronousReplica"]
 
 
-def joined_replicas(graph: ModelGraph, plan: Plan) -> ModelGraph:
+def with_global_loss(graph: ModelGraph, plan: Plan) -> ModelGraph:
     """The graph of one replica with the loss that all replicas together have.
 
     Raises PlanError where that cannot be told from this graph.
     """
     if plan.micro_batches == 1 or (graph.whole and not graph.whole.scaled):
         return graph
-    found = graph if graph.whole else with_whole_loss(graph, _no_twin, plan.micro_batches)
+    found = graph if graph.whole else with_whole_loss(graph, _raise_no_model, plan.micro_batches)
     if found.whole is None or found.whole.unknown or graph.whole:
         raise PlanError(
             "The replicas of this loss cannot be joined after it was traced for one of them: only cross-entropy and "
@@ -38,23 +38,23 @@ def joined_replicas(graph: ModelGraph, plan: Plan) -> ModelGraph:
     return found
 
 
-def _no_twin() -> ModelGraph:
+def _raise_no_model() -> ModelGraph:
     raise TraceError("The model is not here any more: it was traced for one replica.")
 
 
-class Together:
+class SynchronousReplica:
     """One rank of a plan with replicas: the ordinary training."""
 
     def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> None:
         plan = replace(recipe.plan, data_parallel=asynchrony.replicas)
         self.asynchrony, self.feed = asynchrony, feed
-        together = replace(recipe, plan=plan, graph=joined_replicas(recipe.graph, plan))
-        self.training = RankTraining(SubWorld(world, range(plan.ranks)), together)
-        self.training.threads = threads_per_rank(ranks_here(world.size))
-        self.tells = world.rank == 0
-        self.diary = RankDiary(world.rank // recipe.plan.ranks)
+        together = replace(recipe, plan=plan, graph=with_global_loss(recipe.graph, plan))
+        self.training = RankTraining(SubGroup(world, range(plan.ranks)), together)
+        self.training.threads = compute_threads_per_rank(count_local_ranks(world.size))
+        self.is_log_rank = world.rank == 0
+        self.diary = RankLog(world.rank // recipe.plan.ranks)
 
-    def run(self) -> RankDiary:
+    def run(self) -> RankLog:
         """Take the batches of all replicas, a step at a time."""
         start_s = time.perf_counter()
         replicas, own = self.asynchrony.replicas, self.diary.replica
@@ -64,6 +64,6 @@ class Together:
             time.sleep(self.asynchrony.slow.get(own, 0.0))
             losses = self.training.step(self.training.cut(whole)).losses
             self.diary.turns.append((step * replicas + own, losses, time.perf_counter() - start_s))
-            self.diary.staleness += [0] * self.tells
-        self.diary.weights = self.training.tensors()["weights"]
+            self.diary.staleness += [0] * self.is_log_rank
+        self.diary.weights = self.training.copy_tensors()["weights"]
         return self.diary

@@ -10,21 +10,21 @@ from typing import Protocol
 
 from engines.comm.world import World
 from engines.replica.asynchrony import Asynchrony
-from engines.replica.peers import Peer
+from engines.replica.peers import PeerReplica
 from engines.replica.replica import Feed
-from engines.replica.server import Client, Server
-from engines.replica.study import RankDiary, Study
-from engines.replica.synchronous import Together
+from engines.replica.server import ParameterClient, ParameterServer
+from engines.replica.study import RankLog, ReplicaStudy
+from engines.replica.synchronous import SynchronousReplica
 from engines.training import Recipe
 
 __all__ = ["train_replicas"]
 
 
-class _Role(Protocol):
-    def run(self) -> RankDiary: ...
+class _ReplicaRole(Protocol):
+    def run(self) -> RankLog: ...
 
 
-def train_replicas(world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> Study:
+def train_replicas(world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> ReplicaStudy:
     """Train `asynchrony.replicas` copies of the recipe's plan; the same study on every rank. Collective.
 
     `feed(number)` gives a batch, the whole inputs of one step of the plan, the same on every rank; numbers may go a
@@ -34,19 +34,19 @@ def train_replicas(world: World, recipe: Recipe, asynchrony: Asynchrony, feed: F
     this tells the other ranks of a failure, as for any work of ranks (`world.abort()`).
     """
     asynchrony.check(recipe.plan, world.size)
-    role = _role(world, recipe, asynchrony, feed)
+    role = _make_role(world, recipe, asynchrony, feed)
     world.barrier()
-    diary = role.run() if role else RankDiary(None)
+    diary = role.run() if role else RankLog(None)
     images = recipe.step_specs["images"].shape[0]
-    return Study.of(asynchrony, images, world.all_gather(diary))
+    return ReplicaStudy.of(asynchrony, images, world.all_gather(diary))
 
 
-def _role(world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> _Role | None:
+def _make_role(world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> _ReplicaRole | None:
     """What this rank is."""
     replica = world.rank // recipe.plan.ranks
     if replica < asynchrony.replicas:
-        kind = {"synchronous": Together, "server": Client, "peers": Peer}[asynchrony.mode]
+        kind = {"synchronous": SynchronousReplica, "server": ParameterClient, "peers": PeerReplica}[asynchrony.mode]
         return kind(world, recipe, asynchrony, feed)
     if world.rank == asynchrony.replicas * recipe.plan.ranks and asynchrony.mode == "server":
-        return Server(world, recipe, asynchrony)
+        return ParameterServer(world, recipe, asynchrony)
     return None

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from engines.spatial.kernels import Kernel, kernels, local_kernel
-from engines.spatial.ops import Rule, entry, rules
+from engines.spatial.kernels import Kernel, get_kernels, register_kernel
+from engines.spatial.ops import Rule, get_rules, register_rule
 
-__all__ = ["Additions", "is_own"]
+__all__ = ["UserOps", "is_user_defined"]
 
 
-def is_own(function: Callable[..., Any]) -> bool:
+def is_user_defined(function: Callable[..., Any]) -> bool:
     """Whether a function is a user's, and not of this package. A class method is whose its class is."""
     owner = getattr(function, "__self__", None)
     home = getattr(owner if isinstance(owner, type) else function, "__module__", None) or "__main__"
@@ -20,23 +20,23 @@ def is_own(function: Callable[..., Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Additions:
+class UserOps:
     """What a user has added to the table and to the kernels, to be carried to the ranks by value."""
 
     rules: tuple[tuple[str, Rule, dict[str, Any]], ...] = ()
     kernels: tuple[tuple[str, Kernel], ...] = ()
 
     @classmethod
-    def now(cls) -> Additions:
+    def snapshot(cls) -> UserOps:
         """All so far."""
         return cls(
-            tuple((name, *what) for name, what in rules().items() if is_own(what[0])),
-            tuple((name, function) for name, function in kernels().items() if is_own(function)),
+            tuple((name, *what) for name, what in get_rules().items() if is_user_defined(what[0])),
+            tuple((name, function) for name, function in get_kernels().items() if is_user_defined(function)),
         )
 
-    def adopt(self) -> None:
+    def register(self) -> None:
         """Make them this process's own."""
         for name, rule, how in self.rules:
-            entry(name, **how)(rule)
+            register_rule(name, **how)(rule)
         for name, function in self.kernels:
-            local_kernel(name)(function)
+            register_kernel(name)(function)

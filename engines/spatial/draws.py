@@ -16,26 +16,34 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.layer.graph import ModelGraph, Node
-from engines.spatial.kernels import local_kernel
+from engines.spatial.kernels import register_kernel
 
-__all__ = ["SETTINGS", "SameDraws", "draw_number", "draws", "has_draws", "step_seed", "uniform"]
+__all__ = [
+    "SETTINGS",
+    "CounterRNGMode",
+    "compute_step_seed",
+    "draws",
+    "find_sample_number",
+    "has_random_ops",
+    "sample_uniform",
+]
 
-Place = Sequence[tuple[int, int, int]]
+AxisRanges = Sequence[tuple[int, int, int]]
 """For each axis of a tensor: its whole size, and the start and stop of the part that is here."""
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = 1 << 64
 
 
-def _signed(word: int) -> int:
+def _to_signed(word: int) -> int:
     word %= _WORD
     return word - _WORD if word >= _WORD >> 1 else word
 
 
-def _mixed(word: int) -> int:
+def _mix(word: int) -> int:
     """SplitMix64's finaliser, which is Stafford's 13th variant of MurmurHash3's.
 
-    >>> hex(_mixed(0x9E3779B97F4A7C15))
+    >>> hex(_mix(0x9E3779B97F4A7C15))
     '0xe220a8397b1dcdaf'
     """
     word = ((word ^ (word >> 30)) * _FIRST) % _WORD
@@ -43,62 +51,62 @@ def _mixed(word: int) -> int:
     return word ^ (word >> 31)
 
 
-def step_seed(seed: int, step: int) -> int:
+def compute_step_seed(seed: int, step: int) -> int:
     """The seed of one training step."""
-    return _mixed((_mixed(seed % _WORD) + step * _GOLDEN) % _WORD)
+    return _mix((_mix(seed % _WORD) + step * _GOLDEN) % _WORD)
 
 
-def _shifted(word: Tensor, by: int) -> Tensor:
+def _shift_right(word: Tensor, by: int) -> Tensor:
     """Right by so many bits, zeros coming in: int64 keeps its sign."""
     return (word >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
-def uniform(seed: int, draw: int, place: Place, device: torch.device) -> Tensor:
+def sample_uniform(seed: int, draw: int, place: AxisRanges, device: torch.device) -> Tensor:
     """Numbers of [0, 1) in float64, multiples of 2 ** -53."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     for size, start, stop in place:
         index = index[..., None] * size + torch.arange(start, stop, device=device)
-    word = index.add_(1).mul_(_signed(_GOLDEN)).add_(_signed(step_seed(seed, draw)))
-    word = word.bitwise_xor_(_shifted(word, 30)).mul_(_signed(_FIRST))
-    word = word.bitwise_xor_(_shifted(word, 27)).mul_(_signed(_SECOND))
-    word = word.bitwise_xor_(_shifted(word, 31))
-    return _shifted(word, 11).double().mul_(2.0**-53)
+    word = index.add_(1).mul_(_to_signed(_GOLDEN)).add_(_to_signed(compute_step_seed(seed, draw)))
+    word = word.bitwise_xor_(_shift_right(word, 30)).mul_(_to_signed(_FIRST))
+    word = word.bitwise_xor_(_shift_right(word, 27)).mul_(_to_signed(_SECOND))
+    word = word.bitwise_xor_(_shift_right(word, 31))
+    return _shift_right(word, 11).double().mul_(2.0**-53)
 
 
 Draw = Callable[[], Tensor]
 Law = Callable[[Draw, Mapping[str, Any]], Tensor]
 
 
-def _normal(draw: Draw, a: Mapping[str, Any]) -> Tensor:
+def _sample_normal(draw: Draw, a: Mapping[str, Any]) -> Tensor:
     """Box and Muller, 1958 (Annals of Mathematical Statistics 29), equation 1."""
     radius = draw().neg_().log1p_().mul_(-2).sqrt_()
     return radius * draw().mul_(2 * math.pi).cos_() * a.get("std", 1.0) + a.get("mean", 0.0)
 
 
-def _between(draw: Draw, a: Mapping[str, Any]) -> Tensor:
+def _sample_range(draw: Draw, a: Mapping[str, Any]) -> Tensor:
     low, high = a.get("from", 0.0), a.get("to", 1.0)
     return draw() * (high - low) + low
 
 
-def _integers(draw: Draw, a: Mapping[str, Any]) -> Tensor:
+def _sample_integers(draw: Draw, a: Mapping[str, Any]) -> Tensor:
     low = a.get("low", 0)
     return (draw() * (a["high"] - low)).floor_() + low
 
 
-def _bernoulli(draw: Draw, a: Mapping[str, Any]) -> Tensor:
+def _sample_bernoulli(draw: Draw, a: Mapping[str, Any]) -> Tensor:
     return (draw() < a["p"]).double()
 
 
 _LAWS: dict[str, Law] = {
-    "rand": _between,
-    "rand_like": _between,
-    "uniform": _between,
-    "randn": _normal,
-    "randn_like": _normal,
-    "normal_functional": _normal,
-    "normal": _normal,
-    "randint": _integers,
-    "bernoulli": _bernoulli,
+    "rand": _sample_range,
+    "rand_like": _sample_range,
+    "uniform": _sample_range,
+    "randn": _sample_normal,
+    "randn_like": _sample_normal,
+    "normal_functional": _sample_normal,
+    "normal": _sample_normal,
+    "randint": _sample_integers,
+    "bernoulli": _sample_bernoulli,
     "exponential": lambda draw, a: draw().neg_().log1p_().div_(-a.get("lambd", 1.0)),
 }
 SETTINGS = ("p", "from", "to", "mean", "std", "low", "high", "lambd")
@@ -118,22 +126,24 @@ draws = tuple(
 """The operators that draw by place."""
 
 
-@local_kernel("tile.draw")
-def draw_by_place(
-    seed: int, number: int, place: Place, device: torch.device, name: str, dtype: torch.dtype, **arguments: Any
+@register_kernel("tile.draw")
+def sample_at(
+    seed: int, number: int, place: AxisRanges, device: torch.device, name: str, dtype: torch.dtype, **arguments: Any
 ) -> Tensor:
     """The part at `place` of what the operator `name` draws."""
     streams = iter((2 * number, 2 * number + 1))
-    made = _LAWS[name](lambda: uniform(seed, next(streams), place, device), arguments)
+    made = _LAWS[name](lambda: sample_uniform(seed, next(streams), place, device), arguments)
     if dtype.is_floating_point and torch.finfo(dtype).bits < 64 and name in ("rand", "rand_like", "uniform"):
         return made.sub_(made.remainder(torch.finfo(dtype).eps)).to(dtype)  # 1 is never drawn
     return made.to(dtype)
 
 
-@local_kernel("tile.dropout")
-def dropout(x: Tensor, seed: int, number: int, place: Place, device: torch.device, p: float, alpha: bool) -> Tensor:
+@register_kernel("tile.dropout")
+def dropout(
+    x: Tensor, seed: int, number: int, place: AxisRanges, device: torch.device, p: float, alpha: bool
+) -> Tensor:
     """`x` times a mask that is 0 with probability `p`, as ATen computes it."""
-    noise = (uniform(seed, 2 * number, place, device) < 1 - p).to(x.dtype)
+    noise = (sample_uniform(seed, 2 * number, place, device) < 1 - p).to(x.dtype)
     if not alpha:
         return x * noise.div_(1 - p)
     low = 1.7580993408473766  # Klambauer et al., 2017 (arXiv:1706.02515), equation 14: the lowest value of a SELU
@@ -142,17 +152,19 @@ def dropout(x: Tensor, seed: int, number: int, place: Place, device: torch.devic
     return x * noise.mul_(gain) + shift
 
 
-@local_kernel("tile.rrelu")
-def rrelu(x: Tensor, seed: int, number: int, place: Place, device: torch.device, lower: float, upper: float) -> Tensor:
+@register_kernel("tile.rrelu")
+def rrelu(
+    x: Tensor, seed: int, number: int, place: AxisRanges, device: torch.device, lower: float, upper: float
+) -> Tensor:
     """`x`, and of what is not positive a share drawn between the two (Xu et al., 2015, arXiv:1505.00853)."""
-    return x * _slopes(x, uniform(seed, 2 * number, place, device), lower, upper)
+    return x * _compute_slopes(x, sample_uniform(seed, 2 * number, place, device), lower, upper)
 
 
-def _slopes(x: Tensor, drawn: Tensor, lower: float, upper: float) -> Tensor:
-    return torch.where(x <= 0, _between(lambda: drawn, {"from": lower, "to": upper}).to(x.dtype), 1.0)
+def _compute_slopes(x: Tensor, drawn: Tensor, lower: float, upper: float) -> Tensor:
+    return torch.where(x <= 0, _sample_range(lambda: drawn, {"from": lower, "to": upper}).to(x.dtype), 1.0)
 
 
-def _is_drawn(node: Node) -> bool:
+def _is_random(node: Node) -> bool:
     if node.operator not in draws:
         return False
     a = node.arguments
@@ -161,24 +173,24 @@ def _is_drawn(node: Node) -> bool:
     return bool(a["train"]) and 0 < a["p"] < 1 if "train" in a else True
 
 
-def draw_number(graph: ModelGraph, node: Node) -> int | None:
+def find_sample_number(graph: ModelGraph, node: Node) -> int | None:
     """How many draws come before this one in the model; None where nothing is drawn."""
-    if not _is_drawn(node):
+    if not _is_random(node):
         return None
-    return [other.name for other in graph.nodes if _is_drawn(other)].index(node.name)
+    return [other.name for other in graph.nodes if _is_random(other)].index(node.name)
 
 
-def has_draws(graph: ModelGraph) -> bool:
+def has_random_ops(graph: ModelGraph) -> bool:
     """Whether a model draws random numbers by place."""
-    return any(_is_drawn(node) for node in graph.nodes)
+    return any(_is_random(node) for node in graph.nodes)
 
 
-class SameDraws(TorchDispatchMode):
+class CounterRNGMode(TorchDispatchMode):
     """Inside, a plain model in one process draws what its tiles draw, so that it can be their oracle."""
 
     def __init__(self, seed: int, step: int = 1) -> None:
         super().__init__()
-        self.seed, self.number = step_seed(seed, step), 0
+        self.seed, self.number = compute_step_seed(seed, step), 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -186,7 +198,7 @@ class SameDraws(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         law = name.removesuffix("_")
         if law == "rrelu_with_noise" and any(args[4:5]):
-            return self._rrelu(name.endswith("_"), *args[:4])
+            return self._run_rrelu(name.endswith("_"), *args[:4])
         made = func(*args, **(kwargs or {}))
         if law not in _LAWS:
             return made
@@ -197,13 +209,13 @@ class SameDraws(TorchDispatchMode):
         if func._schema.name == "aten::bernoulli" and "p" not in given:
             given["p"] = args[0]
         place = [(size, 0, size) for size in made.shape]
-        drawn = draw_by_place(self.seed, self.number, place, made.device, law, made.dtype, **given)
+        drawn = sample_at(self.seed, self.number, place, made.device, law, made.dtype, **given)
         self.number += 1
         return made.copy_(drawn) if name.endswith("_") else drawn
 
-    def _rrelu(self, in_place: bool, x: Tensor, noise: Tensor, lower: float, upper: float) -> Tensor:
+    def _run_rrelu(self, in_place: bool, x: Tensor, noise: Tensor, lower: float, upper: float) -> Tensor:
         """ATen keeps the slopes in `noise` for backward."""
         place = [(size, 0, size) for size in x.shape]
-        noise.copy_(_slopes(x, uniform(self.seed, 2 * self.number, place, x.device), lower, upper))
+        noise.copy_(_compute_slopes(x, sample_uniform(self.seed, 2 * self.number, place, x.device), lower, upper))
         self.number += 1
         return x.mul_(noise) if in_place else x * noise

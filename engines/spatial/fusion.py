@@ -9,19 +9,19 @@ from functools import reduce
 from operator import or_
 
 from engines.spatial.tiles import Tile
-from engines.spatial.windows import SpanRule, window
+from engines.spatial.windows import SpanRule, compute_window
 
-__all__ = ["Extent", "Read", "Wide", "widened"]
+__all__ = ["ExtendedTiles", "TileLookup", "WindowRead", "extend_tiles"]
 
 Tiles = Mapping[int, Tile]
 """A tile for each rank."""
 
-Extent = Callable[[str], tuple[Tile, Tiles]]
+TileLookup = Callable[[str], tuple[Tile, Tiles]]
 """The name of a tiled value -> the whole image that it is, and each rank's own tile."""
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class WindowRead:
     """A node's outputs read a tiled value, as `rows` and `cols` say, with `fill` outside the image."""
 
     node: str
@@ -32,7 +32,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Wide:
+class ExtendedTiles:
     """What ranks hold beyond their own tiles.
 
     `held`: what each rank computes of a node's result, where that is more. `fetched`: what each rank wants of a value
@@ -44,13 +44,13 @@ class Wide:
     alike: frozenset[tuple[int, str]] = frozenset()
     groups: Mapping[str, int] = field(default_factory=dict)
 
-    def fetch(self, node: str, value: str) -> Tiles | None:
+    def get_fetched(self, node: str, value: str) -> Tiles | None:
         """What the group of `node` fetches of `value` for all its readers; None where they all want the same."""
         place = self.groups.get(node, -1), value
         return None if place in self.alike else self.fetched.get(place)
 
 
-def widened(reads: Iterable[Read], groups: Mapping[str, int], extent: Extent) -> Wide:
+def extend_tiles(reads: Iterable[WindowRead], groups: Mapping[str, int], extent: TileLookup) -> ExtendedTiles:
     """Walk a stage backwards: each node computes what the nodes behind it in its group read.
 
     `reads` are in the nodes' order; `groups` numbers the group of each node.
@@ -60,16 +60,18 @@ def widened(reads: Iterable[Read], groups: Mapping[str, int], extent: Extent) ->
     for read in reversed(list(reads)):
         whole, own = extent(read.value)
         outputs = held.get(read.node) or extent(read.node)[1]
-        wanted = {rank: window(tile, read.rows, read.cols) for rank, tile in outputs.items()}
+        wanted = {rank: compute_window(tile, read.rows, read.cols) for rank, tile in outputs.items()}
         if groups.get(read.value) == groups[read.node]:
-            held[read.value] = _hulls([held.get(read.value, own), wanted], whole)
+            held[read.value] = _compute_hulls([held.get(read.value, own), wanted], whole)
         else:
             asked[groups[read.node], read.value].append((wanted, read.fill))
-    fetched = {place: _hulls([wanted for wanted, _ in wishes], extent(place[1])[0]) for place, wishes in asked.items()}
+    fetched = {
+        place: _compute_hulls([wanted for wanted, _ in wishes], extent(place[1])[0]) for place, wishes in asked.items()
+    }
     alike = frozenset(place for place, wishes in asked.items() if all(wish == wishes[0] for wish in wishes))
-    return Wide(held, fetched, alike, groups)
+    return ExtendedTiles(held, fetched, alike, groups)
 
 
-def _hulls(wishes: Sequence[Tiles], whole: Tile) -> Tiles:
+def _compute_hulls(wishes: Sequence[Tiles], whole: Tile) -> Tiles:
     """The smallest tiles that hold all that is wished for inside the image."""
     return {rank: reduce(or_, (wish[rank] & whole for wish in wishes)) for rank in wishes[0]}

@@ -12,23 +12,32 @@ from torch.nn import functional
 
 from engines.spatial.mended import MENDED
 
-__all__ = ["Kernel", "batch_statistics", "has_kernel", "kernel", "kernels", "local_kernel", "operator_of", "sum_type"]
+__all__ = [
+    "Kernel",
+    "compute_batch_statistics",
+    "get_kernel",
+    "get_kernels",
+    "get_operator",
+    "get_sum_type",
+    "has_kernel",
+    "register_kernel",
+]
 
 Kernel = Callable[..., Any]
 
 _KERNELS: dict[str, Kernel] = {}
 
 
-def local_kernel(name: str) -> Callable[[Kernel], Kernel]:
+def register_kernel(name: str) -> Callable[[Kernel], Kernel]:
     """Give a function a name by which entries of the operator table can have ranks call it.
 
     Its tensors are what a rank holds; its gradient is autograd's. Under the name of a custom operator
     (`mine.blur.default`) ranks call it in place of that, and need not know the operator.
 
-    >>> @local_kernel("tile.twice")
+    >>> @register_kernel("tile.twice")
     ... def twice(x):
     ...     return 2 * x
-    >>> kernel("tile.twice")(torch.ones(2))
+    >>> get_kernel("tile.twice")(torch.ones(2))
     tensor([2., 2.])
     """
 
@@ -39,16 +48,16 @@ def local_kernel(name: str) -> Callable[[Kernel], Kernel]:
     return add
 
 
-def kernel(name: str) -> Callable[..., Any]:
+def get_kernel(name: str) -> Callable[..., Any]:
     """The function behind a kernel's name: `aten.relu.default`, `tile.sum_pixels`, ...
 
-    >>> kernel("aten.relu.default")(torch.tensor([-1.0, 2.0]))
+    >>> get_kernel("aten.relu.default")(torch.tensor([-1.0, 2.0]))
     tensor([0., 2.])
     """
     for known in (_KERNELS, MENDED):
         if name in known:
             return known[name]
-    return operator_of(name)  # type: ignore[no-any-return]
+    return get_operator(name)  # type: ignore[no-any-return]
 
 
 def has_kernel(name: str) -> bool:
@@ -56,27 +65,27 @@ def has_kernel(name: str) -> bool:
     return name in _KERNELS
 
 
-def kernels() -> dict[str, Kernel]:
+def get_kernels() -> dict[str, Kernel]:
     """All of ours by name."""
     return dict(_KERNELS)
 
 
-def operator_of(name: str) -> Any:
+def get_operator(name: str) -> Any:
     """`aten.relu.default` -> the ATen operator."""
     namespace, packet, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
-def _per_channel(vector: Tensor, x: Tensor) -> Tensor:
+def _view_per_channel(vector: Tensor, x: Tensor) -> Tensor:
     return vector.view(1, -1, *(1,) * (x.dim() - 2))
 
 
-def sum_type(x: Tensor) -> torch.dtype:
+def get_sum_type(x: Tensor) -> torch.dtype:
     """What sums and statistics of `x` are computed in: float32 for half precision, else its own type."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-class _Moments(torch.autograd.Function):
+class _TileMoments(torch.autograd.Function):
     """(N, C, ...) -> (slots, 2, C): mean and summed squared deviation of each channel, in slot `slot`.
 
     The other slots are zero, so that a sum over ranks gathers all tiles' moments without rounding.
@@ -86,7 +95,7 @@ class _Moments(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: int, slots: int) -> Tensor:
-        untouched = x.new_zeros(x.shape[1], dtype=sum_type(x))  # it says in what type
+        untouched = x.new_zeros(x.shape[1], dtype=get_sum_type(x))  # it says in what type
         mean, variance = torch.batch_norm_update_stats(x, untouched, untouched, 0.0)
         ctx.save_for_backward(x, mean)
         ctx.slot, ctx.count = slot, x.numel() // x.shape[1]
@@ -99,13 +108,13 @@ class _Moments(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, mean = ctx.saved_tensors
-        offset, slope = (grad[ctx.slot] * _scales(ctx.count, grad.device)).to(mean.dtype).unbind()
+        offset, slope = (grad[ctx.slot] * _compute_scales(ctx.count, grad.device)).to(mean.dtype).unbind()
         # The operator itself: `functional.batch_norm` of torch 2.11 refuses eps = 0.
         scaled = torch.batch_norm(x, slope, offset, mean, torch.ones_like(mean), False, 0.0, 0.0, False)
         return scaled, None, None
 
 
-def _column(numbers: Iterable[float], device: torch.device) -> Tensor:
+def _make_column(numbers: Iterable[float], device: torch.device) -> Tensor:
     """(numbers, 1) in float64, for whoever comes later, too."""
     with torch.inference_mode(False):
         return torch.tensor([*numbers], dtype=torch.float64, device=device)[:, None]
@@ -113,27 +122,27 @@ def _column(numbers: Iterable[float], device: torch.device) -> Tensor:
 
 # Made once: a GPU is waited for each time that numbers are handed to it.
 @lru_cache(maxsize=1 << 10)
-def _parts(counts: tuple[int, ...], device: torch.device) -> Tensor:
+def _compute_fractions(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """(slots, 1): the part of all values that each tile has."""
     whole = sum(counts)
-    return _column((count / whole for count in counts), device)
+    return _make_column((count / whole for count in counts), device)
 
 
 @lru_cache(maxsize=1 << 10)
-def _scales(count: int, device: torch.device) -> Tensor:
+def _compute_scales(count: int, device: torch.device) -> Tensor:
     """(2, 1): by what the gradients of a mean over `count` values, and of a sum of squares, reach each of them."""
-    return _column((1 / count, 2.0), device)
+    return _make_column((1 / count, 2.0), device)
 
 
-def batch_statistics(moments: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+def compute_batch_statistics(moments: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Mean and (biased) variance of each channel from all tiles' (slots, 2, C) moments over `counts` values.
 
     Chan, Golub and LeVeque, 1983 (The American Statistician 37), equation 2.1.
     """
-    return _statistics(moments, _parts(tuple(counts), moments.device), sum(counts))[:2]
+    return _compute_statistics(moments, _compute_fractions(tuple(counts), moments.device), sum(counts))[:2]
 
 
-def _statistics(moments: Tensor, parts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def _compute_statistics(moments: Tensor, parts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance, and (slots, C) how far the tiles' means are from the mean of all."""
     means, squares = moments.unbind(1)
     mean = (means * parts).sum(0)
@@ -158,9 +167,9 @@ class _Normalise(torch.autograd.Function):
         counts: list[int],
         eps: float,
     ) -> Tensor:
-        ctx.parts, ctx.count = _parts(tuple(counts), moments.device), sum(counts)
-        mean, variance, apart = _statistics(moments, ctx.parts, ctx.count)
-        kind = sum_type(x)
+        ctx.parts, ctx.count = _compute_fractions(tuple(counts), moments.device), sum(counts)
+        mean, variance, apart = _compute_statistics(moments, ctx.parts, ctx.count)
+        kind = get_sum_type(x)
         low = mean.to(kind), variance.to(kind)
         affine = [None if vector is None else vector.to(kind) for vector in (weight, bias)]
         ctx.save_for_backward(x, *low, variance, apart, affine[0])
@@ -185,9 +194,9 @@ class _Normalise(torch.autograd.Function):
         return grad_x, to_moments, *affine, None, None
 
 
-def _whole_batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _normalise_whole_batch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """The plain kernel on all there is, and the (1, 2, C) moments that it has found."""
-    mean, variance = torch.zeros(2, x.shape[1], dtype=sum_type(x), device=x.device)
+    mean, variance = torch.zeros(2, x.shape[1], dtype=get_sum_type(x), device=x.device)
     result = functional.batch_norm(x, mean, variance, weight, bias, training=True, momentum=1.0, eps=eps)
     squares = variance.double() * (x.numel() // x.shape[1] - 1)  # it keeps the unbiased variance
     return result, torch.stack([mean.double(), squares])[None]
@@ -197,7 +206,7 @@ def _sum_pixels(x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) -
     return x.sum(dims, keepdim=keepdim, dtype=dtype)
 
 
-def _average_pool(
+def _pool_average(
     x: Tensor,
     size: list[int],
     stride: list[int],
@@ -226,21 +235,21 @@ def _pad(x: Tensor, margins: Sequence[int], fill: float, axes: tuple[int, int] =
     return functional.pad(x, around, value=fill) if any(around) else x
 
 
-def _adaptive_average(x: Tensor, rows: tuple[tuple[int, int], ...], cols: tuple[tuple[int, int], ...]) -> Tensor:
+def _pool_adaptive_average(x: Tensor, rows: tuple[tuple[int, int], ...], cols: tuple[tuple[int, int], ...]) -> Tensor:
     """The mean of each cell; cells are (start, stop) ranges of the window."""
     return torch.stack(
         [torch.stack([x[..., r0:r1, c0:c1].mean((-2, -1)) for c0, c1 in cols], -1) for r0, r1 in rows], -2
     )
 
 
-def _transposed(
+def _convolve_transposed(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], dilation: list[int], groups: int,
     margins: tuple[int, int, int, int],
 ) -> Tensor:  # fmt: skip
     """A transposed convolution of a window, cut (or filled up) by `margins` to the tile of outputs."""
     full = functional.conv_transpose2d(x, weight, None, stride, 0, 0, groups, dilation)
     cut = _pad(full, margins, 0.0)
-    return cut if bias is None else cut + _per_channel(bias, cut)
+    return cut if bias is None else cut + _view_per_channel(bias, cut)
 
 
 def _cut(x: Tensor, axes: tuple[int, ...], spans: tuple[tuple[int, int], ...]) -> Tensor:
@@ -252,13 +261,13 @@ def _cut(x: Tensor, axes: tuple[int, ...], spans: tuple[tuple[int, int], ...]) -
 
 _KERNELS |= {
     "tile.cut": _cut,
-    "tile.moments": _Moments.apply,
+    "tile.moments": _TileMoments.apply,
     "tile.batch_norm": _Normalise.apply,
-    "tile.whole_batch_norm": _whole_batch_norm,
+    "tile.whole_batch_norm": _normalise_whole_batch,
     "tile.sum_pixels": _sum_pixels,
-    "tile.average_pool": _average_pool,
+    "tile.average_pool": _pool_average,
     "tile.pad": _pad,
-    "tile.adaptive_average": _adaptive_average,
-    "tile.conv_transpose": _transposed,
+    "tile.adaptive_average": _pool_adaptive_average,
+    "tile.conv_transpose": _convolve_transposed,
     "getitem": lambda values, index: values[index],
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engines.spatial.tiles import Tile
 
-__all__ = ["Move", "moves"]
+__all__ = ["Move", "compute_moves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +19,14 @@ class Move:
     tile: Tile
 
 
-def moves(owned: Mapping[int, Tile], wanted: Mapping[int, Tile]) -> tuple[Move, ...]:
+def compute_moves(owned: Mapping[int, Tile], wanted: Mapping[int, Tile]) -> tuple[Move, ...]:
     """Every transfer that fills each rank's `wanted` tile from what the ranks own, own pixels included.
 
     The owners' tiles do not overlap, so each wanted pixel inside the image arrives exactly once.
 
     >>> from engines.spatial.tiles import Span
     >>> left, right = (Tile(Span(0, 4), cols) for cols in (Span(0, 4), Span(4, 8)))
-    >>> [m.source for m in moves({0: left, 1: right}, {0: Tile(Span(0, 4), Span(0, 5))})]
+    >>> [m.source for m in compute_moves({0: left, 1: right}, {0: Tile(Span(0, 4), Span(0, 5))})]
     [0, 1]
     """
     return tuple(

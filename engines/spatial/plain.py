@@ -9,11 +9,11 @@ import torch
 from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
 from engines.program.instructions import DEVICE
-from engines.spatial.kernels import has_kernel, operator_of
-from engines.spatial.places import each, lined_up
+from engines.spatial.kernels import get_operator, has_kernel
+from engines.spatial.places import align_arguments, map_refs
 from engines.spatial.refusals import check_deterministic
 
-__all__ = ["as_it_is", "is_pointwise", "pointwise", "split_arguments"]
+__all__ = ["apply_locally", "is_pointwise", "lower_pointwise", "split_arguments"]
 
 # One value in, one value out at the same pixel, though ATen does not tag them so.
 _POINTWISE = {
@@ -38,20 +38,22 @@ _POINTWISE = {
 _ANY_LAYOUT = {"aten.view.default": "aten.reshape.default"}
 
 
-def as_it_is(b: Builder, node: Node, axes: tuple[int, int] | None, **changes: Any) -> Ref:
+def apply_locally(b: Builder, node: Node, axes: tuple[int, int] | None, **changes: Any) -> Ref:
     """Run the node's own operator on local values, some arguments replaced.
 
     A tiled result is computed from the pixels beneath it, any other from the pixels that the rank owns; what is
     given in `changes` is taken as it is.
     """
-    pick = b.beneath if axes else b.owned
-    changes = {name: each(pick, value) for name, value in node.arguments.items() if name not in changes} | changes
+    pick = b.align_to_output if axes else b.crop_to_own
+    changes = {name: map_refs(pick, value) for name, value in node.arguments.items() if name not in changes} | changes
     positional, keywords = split_arguments(node, changes)
     kernel = _ANY_LAYOUT.get(node.operator, node.operator)
-    return b.local(node.name, kernel, *positional, like=node.spec or _several(b, node, axes), axes=axes, **keywords)
+    return b.add_local_op(
+        node.name, kernel, *positional, like=node.spec or _make_partial_spec(b, node, axes), axes=axes, **keywords
+    )
 
 
-def _several(b: Builder, node: Node, axes: tuple[int, int] | None) -> TensorSpec:
+def _make_partial_spec(b: Builder, node: Node, axes: tuple[int, int] | None) -> TensorSpec:
     """Of several outputs no more is known than the type, and the rows and columns of what is tiled."""
     tiled = [b.values[name] for name in node.reads if b.is_tiled(Ref(name))]
     if not (tiled and axes):
@@ -68,7 +70,7 @@ def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dic
         arguments["device"] = DEVICE
     if has_kernel(node.operator):
         return list(arguments.values()), {}
-    schema = operator_of(node.operator)._schema.arguments
+    schema = get_operator(node.operator)._schema.arguments
     keyword_only = {argument.name for argument in schema if argument.kwarg_only}
     positional = [value for name, value in arguments.items() if name not in keyword_only]
     keywords = {name: value for name, value in arguments.items() if name in keyword_only and value is not None}
@@ -77,11 +79,11 @@ def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dic
 
 def is_pointwise(name: str) -> bool:
     """Whether each output pixel depends on the same pixel of the inputs only."""
-    return name in _POINTWISE or (not has_kernel(name) and torch.Tag.pointwise in operator_of(name).tags)
+    return name in _POINTWISE or (not has_kernel(name) and torch.Tag.pointwise in get_operator(name).tags)
 
 
-def pointwise(b: Builder, node: Node) -> None:
+def lower_pointwise(b: Builder, node: Node) -> None:
     """One generic rule: every tiled argument has the output's pixels, every other argument has none or all of them."""
     check_deterministic(b, node)
-    changes = lined_up(b, node)
-    as_it_is(b, node, next(b.value(Ref(name)).axes for name in node.reads if b.is_tiled(Ref(name))), **changes)
+    changes = align_arguments(b, node)
+    apply_locally(b, node, next(b.get_value(Ref(name)).axes for name in node.reads if b.is_tiled(Ref(name))), **changes)

@@ -12,9 +12,9 @@ from dataclasses import replace
 from engines.errors import PlanError
 from engines.layer.graph import ModelGraph, Node
 from engines.spatial.plain import is_pointwise
-from engines.spatial.refusals import no_rule
+from engines.spatial.refusals import make_unsupported_error
 
-__all__ = ["of_share", "parted_names"]
+__all__ = ["find_sharded_names", "shard_graph"]
 
 # Their arguments are the shapes of what they make.
 _SHAPED = {
@@ -29,7 +29,7 @@ _MADE_ALIKE = {name for name in _SHAPED if name.split(".")[1] not in ("view", "r
 _AXES = ("dim", "dims", "dim0", "dim1", "axis0", "axis1", "source", "destination")
 
 
-def parted_names(whole: ModelGraph, share: ModelGraph) -> frozenset[str]:
+def find_sharded_names(whole: ModelGraph, share: ModelGraph) -> frozenset[str]:
     """The values of which each rank has its own images.
 
     Raises PlanError where the two traces do not do the same.
@@ -43,14 +43,14 @@ def parted_names(whole: ModelGraph, share: ModelGraph) -> frozenset[str]:
     return frozenset(name for name in ours if ours[name].shape != theirs[name].shape)
 
 
-def of_share(whole: ModelGraph, share: ModelGraph, nodes: Iterable[Node]) -> ModelGraph:
+def shard_graph(whole: ModelGraph, share: ModelGraph, nodes: Iterable[Node]) -> ModelGraph:
     """`whole` with the shapes of one rank's share; `nodes` (some of `whole`) are those that it will run.
 
     Raises TraceError where one of them cannot work on images in parts.
     """
-    parted = parted_names(whole, share)
+    parted = find_sharded_names(whole, share)
     twins = {node.name: node for node in share.nodes}
-    run = {node.name: _of_share(node, twins[node.name], parted, whole, share) for node in nodes}
+    run = {node.name: _shard_node(node, twins[node.name], parted, whole, share) for node in nodes}
     return replace(
         share,
         nodes=tuple(run.get(node.name, twins[node.name]) for node in whole.nodes),
@@ -59,19 +59,21 @@ def of_share(whole: ModelGraph, share: ModelGraph, nodes: Iterable[Node]) -> Mod
     )
 
 
-def _of_share(node: Node, twin: Node, parted: frozenset[str], whole: ModelGraph, share: ModelGraph) -> Node:
+def _shard_node(node: Node, twin: Node, parted: frozenset[str], whole: ModelGraph, share: ModelGraph) -> Node:
     reads = parted.intersection(node.reads)
     _check_constants(node, twin, whole, share)
     if node.name not in parted and not reads:
         return node
     if node.name in parted:
         _check_first_axis(node, twin)
-        _check_apart(node, whole)
+        _check_image_axis(node, whole)
         if not reads and node.operator not in _MADE_ALIKE:
-            raise no_rule(node, "makes values for each image, for which there is no rule where ranks share images")
-    changed = _constants(node) != _constants(twin)
+            raise make_unsupported_error(
+                node, "makes values for each image, for which there is no rule where ranks share images"
+            )
+    changed = _format_arguments(node) != _format_arguments(twin)
     if changed and not (is_pointwise(node.operator) or node.operator in _SHAPED):
-        raise no_rule(
+        raise make_unsupported_error(
             node, "has the number of images as an argument, for which there is no rule where ranks share them"
         )
     shape = {name: twin.arguments[name] for name in ("size", "shape", "sizes") if name in twin.arguments}
@@ -82,10 +84,10 @@ def _check_constants(node: Node, twin: Node, whole: ModelGraph, share: ModelGrap
     """Raises TraceError where a constant that the model makes has an entry for each image."""
     for ours, theirs in zip(twin.reads, node.reads, strict=True):
         if ours != theirs and share.specs[ours].shape != whole.specs[theirs].shape:
-            raise no_rule(node, "reads a constant with an entry for each image, which ranks share")
+            raise make_unsupported_error(node, "reads a constant with an entry for each image, which ranks share")
 
 
-def _constants(node: Node) -> dict[str, str]:
+def _format_arguments(node: Node) -> dict[str, str]:
     return {name: repr(value) for name, value in node.arguments.items()}
 
 
@@ -93,10 +95,12 @@ def _check_first_axis(node: Node, twin: Node) -> None:
     """Raises TraceError where the images do not lie along the first axis."""
     ours, theirs = (twin.spec.shape, node.spec.shape) if node.spec and twin.spec else ((), ())
     if ours[1:] != theirs[1:]:
-        raise no_rule(node, f"lays images out along other axes than the first ({theirs}), which ranks cannot share")
+        raise make_unsupported_error(
+            node, f"lays images out along other axes than the first ({theirs}), which ranks cannot share"
+        )
 
 
-def _check_apart(node: Node, whole: ModelGraph) -> None:
+def _check_image_axis(node: Node, whole: ModelGraph) -> None:
     """Raises TraceError where an operator works along the axis of the images."""
     sizes = whole.specs
     ranks = [len(sizes[name].shape) for name in node.reads if name in sizes]
@@ -104,7 +108,7 @@ def _check_apart(node: Node, whole: ModelGraph) -> None:
         dims = node.arguments.get(name)
         given = [dims] if isinstance(dims, int) else dims if isinstance(dims, list | tuple) else []
         if any(isinstance(dim, int) and count and dim % count == 0 for dim in given for count in ranks[:1]):
-            raise no_rule(node, f"works along the axis of the images ({name}={dims}), which ranks share")
+            raise make_unsupported_error(node, f"works along the axis of the images ({name}={dims}), which ranks share")
     repeats = node.arguments.get("repeats")
     if isinstance(repeats, list | tuple) and len(repeats) == max(ranks, default=0) and repeats[0] != 1:
-        raise no_rule(node, "repeats the images, which ranks share")
+        raise make_unsupported_error(node, "repeats the images, which ranks share")

@@ -42,10 +42,10 @@ class Span:
             return self if self else other
         return Span(min(self.start, other.start), max(self.stop, other.stop))
 
-    def within(self, other: Span) -> slice:
+    def to_slice(self, other: Span) -> slice:
         """This span as a slice of an array that holds exactly the pixels of `other`.
 
-        >>> Span(4, 6).within(Span(3, 9))
+        >>> Span(4, 6).to_slices(Span(3, 9))
         slice(1, 3, None)
         """
         return slice(self.start - other.start, self.stop - other.start)
@@ -71,7 +71,7 @@ class Tile:
         return bool(self.rows) and bool(self.cols) and (self.images is None or bool(self.images))
 
     def __and__(self, other: Tile) -> Tile:
-        return Tile(self.rows & other.rows, self.cols & other.cols, _common(self.images, other.images))
+        return Tile(self.rows & other.rows, self.cols & other.cols, _intersect(self.images, other.images))
 
     def __or__(self, other: Tile) -> Tile:
         """The smallest tile that holds both."""
@@ -89,16 +89,16 @@ class Tile:
         """Number of pixels."""
         return len(self.rows) * len(self.cols)
 
-    def lies_in(self, other: Tile) -> bool:
+    def is_inside(self, other: Tile) -> bool:
         """Whether `other` holds all of it."""
         return not self or self & other == self
 
-    def within(self, other: Tile) -> tuple[slice, slice]:
+    def to_slices(self, other: Tile) -> tuple[slice, slice]:
         """This tile as (row, column) slices of an array that holds exactly the pixels of `other`."""
-        return self.rows.within(other.rows), self.cols.within(other.cols)
+        return self.rows.to_slice(other.rows), self.cols.to_slice(other.cols)
 
 
-def _common(one: Span | None, other: Span | None) -> Span | None:
+def _intersect(one: Span | None, other: Span | None) -> Span | None:
     if one is None or other is None:
         return other if one is None else one
     return one & other
@@ -108,7 +108,7 @@ def _common(one: Span | None, other: Span | None) -> Span | None:
 class Grid:
     """`rows` x `cols` tiles, numbered row by row. Sizes that do not divide differ by at most one pixel.
 
-    >>> [len(span) for span in Grid(1, 3).spans(10, 3)]
+    >>> [len(span) for span in Grid(1, 3).split_axis(10, 3)]
     [3, 3, 4]
     """
 
@@ -127,7 +127,7 @@ class Grid:
         return ((row, col) for row in range(self.rows) for col in range(self.cols))
 
     @staticmethod
-    def spans(size_px: int, parts: int) -> tuple[Span, ...]:
+    def split_axis(size_px: int, parts: int) -> tuple[Span, ...]:
         """`size_px` pixels cut at the same fractions whatever the size, so that layers of all sizes line up."""
         cuts = [size_px * part // parts for part in range(parts + 1)]
         return tuple(Span(start, stop) for start, stop in itertools.pairwise(cuts))
@@ -142,13 +142,13 @@ class Grid:
         Span(start=2, stop=5)
         """
         self._check(height_px, width_px)
-        rows, cols = self.spans(height_px, self.rows), self.spans(width_px, self.cols)
+        rows, cols = self.split_axis(height_px, self.rows), self.split_axis(width_px, self.cols)
         return tuple(Tile(rows[row], cols[col]) for row, col in self)
 
-    def tile(self, number: int, height_px: int, width_px: int) -> Tile:
+    def get_tile(self, number: int, height_px: int, width_px: int) -> Tile:
         """One of them, without looking at the others.
 
-        >>> Grid(1, 2).tile(1, 4, 5) == Grid(1, 2).cut(4, 5)[1]
+        >>> Grid(1, 2).get_tile(1, 4, 5) == Grid(1, 2).cut(4, 5)[1]
         True
         """
         self._check(height_px, width_px)

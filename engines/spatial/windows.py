@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from engines.spatial.tiles import Span, Tile
 
 __all__ = [
-    "Picks",
-    "Placed",
-    "Reach",
+    "AssignmentWindow",
+    "MonotoneWindow",
     "Shift",
     "SlidingWindow",
     "SpanRule",
+    "TableWindow",
     "TransposedWindow",
     "Window",
-    "halo_widths",
-    "interior",
-    "window",
+    "compute_halo_widths",
+    "compute_interior",
+    "compute_window",
 ]
 
 SpanRule = Callable[[Span], Span]
@@ -75,7 +75,7 @@ class Shift:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class AssignmentWindow:
     """Assignment of `count` inputs to outputs `step` apart from `start` on: output start + i * step reads input i."""
 
     start: int
@@ -85,7 +85,10 @@ class Placed:
     def __call__(self, out: Span) -> Span:
         """Never empty: outputs to which nothing is assigned read the input that is nearest.
 
-        >>> Placed(start=2, step=1, count=3)(Span(0, 4)), Placed(start=2, step=1, count=3)(Span(7, 9))
+        >>> (
+        ...     AssignmentWindow(start=2, step=1, count=3)(Span(0, 4)),
+        ...     AssignmentWindow(start=2, step=1, count=3)(Span(7, 9)),
+        ... )
         (Span(start=0, stop=2), Span(start=2, stop=3))
         """
         first = min(max(-((self.start - out.start) // self.step), 0), self.count - 1)
@@ -94,7 +97,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class MonotoneWindow:
     """Anything monotonic: output i reads inputs `first(i)` to `last(i)`, both included."""
 
     first: Callable[[int], int]
@@ -105,14 +108,14 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True)
-class Picks:
+class TableWindow:
     """Anything at all: output i reads the inputs `table[i]`, in any order."""
 
     table: tuple[tuple[int, ...], ...]
 
     def __call__(self, out: Span) -> Span:
         """
-        >>> Picks(((1,), (0,), (1, 2)))(Span(0, 2))
+        >>> TableWindow(((1,), (0,), (1, 2)))(Span(0, 2))
         Span(start=0, stop=2)
         """
         reads = [index for row in self.table[out.start : out.stop] for index in row]
@@ -140,31 +143,31 @@ class Window:
         )
 
 
-def window(out: Tile, rows: SpanRule, cols: SpanRule) -> Tile:
+def compute_window(out: Tile, rows: SpanRule, cols: SpanRule) -> Tile:
     """The input rectangle that the outputs in `out` read; it may reach outside the image."""
     return Tile(rows(out.rows), cols(out.cols))
 
 
-def interior(out: Span, rule: SpanRule, held: Span, image_px: int) -> Span:
+def compute_interior(out: Span, rule: SpanRule, held: Span, image_px: int) -> Span:
     """The outputs among `out` that read nothing of the image but what is `held`; empty where there are none.
 
     What they read outside the image is the same on both sides, or nothing: a kernel's own padding can stand for it.
 
-    >>> interior(Span(4, 8), SlidingWindow(kernel=3, padding=1), held=Span(4, 8), image_px=8)
+    >>> compute_interior(Span(4, 8), SlidingWindow(kernel=3, padding=1), held=Span(4, 8), image_px=8)
     Span(start=5, stop=7)
     """
     image = Span(0, image_px)
-    loose = _longest(out, lambda span: _lies_in(rule(span) & image, held))
+    loose = _trim_ends(out, lambda span: _is_inside(rule(span) & image, held))
     if not loose or max(0, -rule(loose).start) == max(0, rule(loose).stop - image_px):
         return loose
-    return _longest(out, lambda span: _lies_in(rule(span), held & image))
+    return _trim_ends(out, lambda span: _is_inside(rule(span), held & image))
 
 
-def _lies_in(span: Span, other: Span) -> bool:
+def _is_inside(span: Span, other: Span) -> bool:
     return not span or span & other == span
 
 
-def _longest(out: Span, fits: Callable[[Span], bool]) -> Span:
+def _trim_ends(out: Span, fits: Callable[[Span], bool]) -> Span:
     """`out` without the outputs at its ends that do not fit; empty where others do not either."""
     start, stop = out.start, out.stop
     while start < stop and not fits(Span(start, start + 1)):
@@ -174,13 +177,13 @@ def _longest(out: Span, fits: Callable[[Span], bool]) -> Span:
     return Span(start, stop) if start < stop and fits(Span(start, stop)) else Span(start, start)
 
 
-def halo_widths(own: Span, reads: Span, image_px: int) -> tuple[int, int]:
+def compute_halo_widths(own: Span, reads: Span, image_px: int) -> tuple[int, int]:
     """Pixels that a tile must borrow (before, after) itself along one axis.
 
     `own` is what the tile holds and `reads` what its outputs need, both in image coordinates.
     What lies beyond the image's edge is filled, not borrowed.
 
-    >>> halo_widths(own=Span(4, 8), reads=Span(3, 9), image_px=8)
+    >>> compute_halo_widths(own=Span(4, 8), reads=Span(3, 9), image_px=8)
     (1, 0)
     """
     inside = reads & Span(0, image_px)

@@ -18,26 +18,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engines.comm.container import cores
-from engines.comm.device import choose_device, memory_format
+from engines.comm.container import count_cores
+from engines.comm.device import choose_device, choose_memory_format
 from engines.comm.world import World
 from engines.errors import LossError, PlanError
-from engines.layer.graph import plain_name
+from engines.layer.graph import to_user_name
 from engines.layout import Layout
-from engines.loss.causes import causes, said
-from engines.loss.counting import Counting
-from engines.offload.lane import ShelvedLane
-from engines.offload.shelf import Shelf
-from engines.offload.store import Store
+from engines.loss.causes import find_causes, format_causes
+from engines.loss.counting import LabelCounter
+from engines.offload.lane import OffloadingMicroBatch
+from engines.offload.shelf import Offloader
+from engines.offload.store import OffloadStore
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.instructions import Phase, SumGradients, Update
 from engines.program.program import Program, Step
 from engines.program.worker import Inputs, Worker
-from engines.streaming.relay import Relay
-from engines.training import Recipe, cut_inputs, own_copy
+from engines.streaming.relay import RankScheduler
+from engines.training import Recipe, copy_state_tensor, cut_inputs
 
-__all__ = ["StreamedTraining", "check"]
+__all__ = ["StreamedTraining", "check_streamable"]
 
 
 class StreamedTraining:
@@ -48,45 +48,47 @@ class StreamedTraining:
     """
 
     def __init__(self, recipe: Recipe, folder: str | Path | None = None, threads: int | None = None) -> None:
-        check(recipe.plan)
-        recipe.additions.adopt()
-        self.recipe, self.threads = recipe, threads or cores()
+        check_streamable(recipe.plan)
+        recipe.additions.register()
+        self.recipe, self.threads = recipe, threads or count_cores()
         leaders = [stage.ranks[0] for stage in Layout.of(recipe.plan).stages]
-        self.programs = [_passes(each, each.rank in leaders) for each in compile_plan(recipe.graph, recipe.plan)]
+        self.programs = [
+            _drop_collectives(each, each.rank in leaders) for each in compile_plan(recipe.graph, recipe.plan)
+        ]
         self.device = choose_device(recipe.device, rank=0)
         specs, state = recipe.graph.specs, recipe.state
-        self.weights = {name: own_copy(state[name], specs[name], self.device) for name in recipe.graph.weights}
+        self.weights = {name: copy_state_tensor(state[name], specs[name], self.device) for name in recipe.graph.weights}
         for name in recipe.graph.trainable & self.weights.keys():
             self.weights[name].requires_grad_()
-        self.buffers = {name: own_copy(state[name], specs[name], self.device) for name in recipe.graph.buffers}
-        self.store = Store(folder)
-        self._relay = Relay(len(self.programs))
+        self.buffers = {name: copy_state_tensor(state[name], specs[name], self.device) for name in recipe.graph.buffers}
+        self.store = OffloadStore(folder)
+        self._relay = RankScheduler(len(self.programs))
         stays, reads_files = [*self.weights.values(), *self.buffers.values()], self.device.type == "cpu"
         owned = {**self.weights, **self.buffers}
         self._countings = [
-            Counting(recipe.graph, recipe.plan, program, world, owned, self.device)
+            LabelCounter(recipe.graph, recipe.plan, program, world, owned, self.device)
             for program, world in zip(self.programs, self._relay.worlds, strict=True)
         ]
-        self._shelves = [Shelf(self.store, stays, reads_files) for _ in self.programs]
+        self._shelves = [Offloader(self.store, stays, reads_files) for _ in self.programs]
         self.workers = [
-            self._worker(program, world, shelf, program.rank == leaders[-1])
+            self._make_worker(program, world, shelf, program.rank == leaders[-1])
             for program, world, shelf in zip(self.programs, self._relay.worlds, self._shelves, strict=True)
         ]
         self._leaders = [self.workers[rank] for rank in leaders]
 
-    def _worker(self, program: Program, world: World, shelf: Shelf, moves: bool) -> Worker:
+    def _make_worker(self, program: Program, world: World, shelf: Offloader, moves: bool) -> Worker:
         """That of one tile. Weights are moved where the gradient starts: only there it is known how it is scaled."""
         recipe = self.recipe
         stage = Layout.of(recipe.plan).roles[program.rank][0].stage
         worker = Worker(
             program, world, self.weights, self.buffers, recipe.make_optimiser(self.weights) if moves else None,
             self.device, recipe.seed, recipe.rules if moves else None,
-            make_lane=partial(ShelvedLane, shelf=shelf), constants=self._countings[program.rank].values,
+            make_lane=partial(OffloadingMicroBatch, shelf=shelf), constants=self._countings[program.rank].values,
             count_labels=self._countings[program.rank].count,
         )  # fmt: skip
-        self._relay.enter(
+        self._relay.register(
             program.rank,
-            worker.put_away,
+            worker.offload,
             lambda: (stage, worker.position),  # a late stage reads what early ones have sent
         )
         return worker
@@ -101,44 +103,47 @@ class StreamedTraining:
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
-            self._relay.run([partial(self._pass, worker, feed) for worker in self.workers])
+            self._relay.run([partial(self._run_pass, worker, feed) for worker in self.workers])
             losses = self._leaders[-1].losses
             for number, loss in losses.items():
                 if not math.isfinite(loss):
-                    raise LossError.of(loss, number, self.recipe.plan.micro_batches, self._cause(number))
+                    raise LossError.of(loss, number, self.recipe.plan.micro_batches, self._explain_loss(number))
             for worker in self._leaders:
                 while not worker.done:
                     worker.step()
         finally:
             torch.set_num_threads(before)
-            self._let_go()
+            self._reset_tiles()
         return losses
 
-    def _cause(self, micro_batch: int) -> str:
+    def _explain_loss(self, micro_batch: int) -> str:
         """Why a loss is not a number, from what all tiles have."""
         pairs = zip(self.workers, self._countings, strict=True)
         graph, last = self.recipe.graph, self._leaders[-1]
-        found = {worker.program.rank: causes(graph, worker, own, ()) for worker, own in pairs}
+        found = {worker.program.rank: find_causes(graph, worker, own, ()) for worker, own in pairs}
         rank = last.program.rank
-        return said(found) or said({rank: causes(graph, last, self._countings[rank], (), micro_batch)})
+        return format_causes(found) or format_causes(
+            {rank: find_causes(graph, last, self._countings[rank], (), micro_batch)}
+        )
 
-    def _pass(self, worker: Worker, feed: Callable[[int], Inputs]) -> None:
+    def _run_pass(self, worker: Worker, feed: Callable[[int], Inputs]) -> None:
         """Forward and back, all micro-batches of one tile."""
-        worker.restart(self._owned(feed(worker.program.rank)))
+        worker.restart(self._copy_inputs(feed(worker.program.rank)))
         while not (worker.done or isinstance(worker.program.steps[worker.position].instruction, Update)):
             worker.step()
-        worker.leave()
+        worker.flush_sends()
 
-    def _owned(self, parts: Inputs) -> Inputs:
+    def _copy_inputs(self, parts: Inputs) -> Inputs:
         """Copies on the device: their memory will be given up, and the caller's must not be."""
         return {
             number: {
-                name: part.to(self.device).clone(memory_format=memory_format(part.dim())) for name, part in own.items()
+                name: part.to(self.device).clone(memory_format=choose_memory_format(part.dim()))
+                for name, part in own.items()
             }
             for number, own in parts.items()
         }
 
-    def _let_go(self) -> None:
+    def _reset_tiles(self) -> None:
         for worker, shelf in zip(self.workers, self._shelves, strict=True):
             worker.steps = self._leaders[-1].steps  # what is drawn at random follows from it
             worker.restart({})
@@ -151,14 +156,14 @@ class StreamedTraining:
     @property
     def gradients(self) -> dict[str, Tensor]:
         """Copies of the last step's, by the plain model's names."""
-        return {plain_name(name): w.grad.clone() for name, w in self.weights.items() if w.grad is not None}
+        return {to_user_name(name): w.grad.clone() for name, w in self.weights.items() if w.grad is not None}
 
     def close(self) -> None:
         """Give the disk's space back."""
         self.store.close()
 
 
-def check(plan: Plan) -> None:
+def check_streamable(plan: Plan) -> None:
     """Raises PlanError where a plan's tiles cannot be computed in turn."""
     wanted = {
         "schedule": "fill_drain", "data_parallel": 1, "local_dp": 1, "bidirectional": False, "overlap_halos": False,
@@ -171,7 +176,7 @@ def check(plan: Plan) -> None:
         raise PlanError(f"{', '.join(wrong)}: tiles in turn are those of one replica in one process. Use {right}.")
 
 
-def _passes(program: Program, leads: bool) -> Program:
+def _drop_collectives(program: Program, leads: bool) -> Program:
     """Without what ranks do together at the update; with an update where it leads its stage."""
     steps: Sequence[Step] = [step for step in program.steps if not isinstance(step.instruction, SumGradients)]
     kept = (

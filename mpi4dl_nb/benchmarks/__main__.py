@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engines.errors import Mpi4dlError, PlanError
-from mpi4dl_nb.benchmarks.cases import STUDIES, Study
-from mpi4dl_nb.benchmarks.guard import Change, changes
-from mpi4dl_nb.benchmarks.page import page
-from mpi4dl_nb.benchmarks.rows import Findings
-from mpi4dl_nb.benchmarks.suite import measured
+from mpi4dl_nb.benchmarks.cases import STUDIES, BenchmarkStudy
+from mpi4dl_nb.benchmarks.guard import RatioChange, find_changes
+from mpi4dl_nb.benchmarks.page import build_page
+from mpi4dl_nb.benchmarks.rows import BenchmarkResults
+from mpi4dl_nb.benchmarks.suite import measure_studies
 from mpi4dl_nb.draw.benchmarks import show_growth
 
 __all__ = ["main"]
@@ -25,57 +25,59 @@ PAGE, DATA, PICTURES = "BENCHMARKS.md", "benchmarks.json", "figures"
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code is 0, 1 where something could not be measured, or 2 where nothing could be asked for."""
-    chosen = _parser().parse_args(arguments)
+    chosen = _make_parser().parse_args(arguments)
     folder = Path(chosen.folder)
     try:
-        studies = _chosen(chosen.only)
-        before = _before(folder / DATA, studies)
-        found = measured(studies)
+        studies = _choose_studies(chosen.only)
+        before = _load_previous(folder / DATA, studies)
+        found = measure_studies(studies)
     except Mpi4dlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    changed = list(changes(studies, before, found)) if before else None
+    changed = list(find_changes(studies, before, found)) if before else None
     _write(folder, studies, found, changed)
     for said in (*found.failures, *(change.words for change in changed or ())):
         print(said)
     return 1 if found.failures else 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(prog="python -m mpi4dl_nb.benchmarks", description=__doc__.splitlines()[0])
     flags.add_argument("--folder", default=".", help="where the page is written")
     flags.add_argument("--only", nargs="+", default=[""], metavar="TITLE", help="studies whose titles begin so")
     return flags
 
 
-def _chosen(only: Sequence[str]) -> list[Study]:
+def _choose_studies(only: Sequence[str]) -> list[BenchmarkStudy]:
     found = [study for study in STUDIES if study.title.startswith(tuple(only))]
     if not found:
         raise PlanError(f"No study begins with {' or '.join(only)}. There are {', '.join(s.title for s in STUDIES)}.")
     return found
 
 
-def _before(path: Path, studies: Sequence[Study]) -> Findings | None:
+def _load_previous(path: Path, studies: Sequence[BenchmarkStudy]) -> BenchmarkResults | None:
     """The figures that lie there. Raises PlanError where they can't be read, or would be lost."""
     if not path.exists():
         return None
-    before = Findings.load(path)
+    before = BenchmarkResults.load(path)
     if lost := [title for title, rows in before.rows.items() if rows and title not in {s.title for s in studies}]:
         raise PlanError(f"{path} also has figures of {', '.join(lost)}. Choose another --folder, or measure all.")
     return before
 
 
-def _write(folder: Path, studies: Sequence[Study], found: Findings, changed: Sequence[Change] | None) -> None:
+def _write(
+    folder: Path, studies: Sequence[BenchmarkStudy], found: BenchmarkResults, changed: Sequence[RatioChange] | None
+) -> None:
     (folder / PICTURES).mkdir(parents=True, exist_ok=True)
     pictures = {}
     for study in studies:
         if study.grows and found.rows[study.title]:
             figure = show_growth(study, found.rows[study.title])
             path = f"{PICTURES}/{study.title.lower().replace(' ', '_')}.png"
-            (folder / path).write_bytes(figure.png())
+            (folder / path).write_bytes(figure.to_png())
             pictures[study.title] = path, figure.alt
     found.save(folder / DATA)
-    (folder / PAGE).write_text(page(studies, found, pictures, changed))
+    (folder / PAGE).write_text(build_page(studies, found, pictures, changed))
     print(f"{folder / PAGE}: {sum(map(len, found.rows.values()))} rows")
 
 

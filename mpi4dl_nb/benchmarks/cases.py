@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-__all__ = ["STUDIES", "Case", "Study"]
+__all__ = ["STUDIES", "BenchmarkCase", "BenchmarkStudy"]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class BenchmarkCase:
     """A command on so many ranks; it prints one line of JSON, or some. `at` is what grows in a study of growth."""
 
     name: str
@@ -20,7 +20,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Study:
+class BenchmarkStudy:
     """Cases whose lines are alike. `columns` are headings by the lines' fields (`a.b` is field b of field a).
 
     `ratio` is the field that is held against earlier figures; `more_is_better` says which way. `grows` names what
@@ -30,7 +30,7 @@ class Study:
     title: str
     says: str
     columns: Mapping[str, str]
-    cases: tuple[Case, ...]
+    cases: tuple[BenchmarkCase, ...]
     ratio: str = "ratio"
     more_is_better: bool = True
     grows: str = ""
@@ -57,44 +57,44 @@ _SPEED = {
 _MIB = 1 << 20
 
 
-def _strips(ranks: int) -> tuple[str, ...]:
+def _make_strip_flags(ranks: int) -> tuple[str, ...]:
     if ranks == 1:
         return ("--split-size", "1", "--spatial-size", "0")
     tiles = ("--num-spatial-parts", str(ranks), "--slice-method", "horizontal")
     return ("--split-size", "1", "--spatial-size", "1", *tiles)
 
 
-def _step(name: str, ranks: int, *more: str, times: int = 7, at: int | None = None) -> Case:
-    return Case(name, ranks, ("bench", "step", "--iterations", str(times), *more), at)
+def _make_step_case(name: str, ranks: int, *more: str, times: int = 7, at: int | None = None) -> BenchmarkCase:
+    return BenchmarkCase(name, ranks, ("bench", "step", "--iterations", str(times), *more), at)
 
 
-def _images() -> Iterator[Case]:
+def _make_image_cases() -> Iterator[BenchmarkCase]:
     for side_px in (256, 512, 1024, 2048, 4096):
         size = ("--image-size", str(side_px))
         times = 7 if side_px < 4096 else 3
-        yield _step(f"{side_px:,} px", 2, *_CHAIN, *size, *_strips(2), times=times, at=side_px)
+        yield _make_step_case(f"{side_px:,} px", 2, *_CHAIN, *size, *_make_strip_flags(2), times=times, at=side_px)
 
 
-def _ranks() -> Iterator[Case]:
+def _make_rank_cases() -> Iterator[BenchmarkCase]:
     for ranks in (1, 2, 4, 8):
         name = f"{ranks} rank{'s'[: ranks > 1]}"
-        yield _step(name, ranks, *_CHAIN, "--image-size", "1024", *_strips(ranks), at=ranks)
+        yield _make_step_case(name, ranks, *_CHAIN, "--image-size", "1024", *_make_strip_flags(ranks), at=ranks)
 
 
-def _layers() -> Iterator[Case]:
+def _make_layer_cases() -> Iterator[BenchmarkCase]:
     for layers in (20, 50, 100, 200):
         more = ("--num-layers", str(layers), "--image-size", "512")
-        yield _step(f"{layers} layers", 2, *_CHAIN, *more, *_strips(2), at=layers)
+        yield _make_step_case(f"{layers} layers", 2, *_CHAIN, *more, *_make_strip_flags(2), at=layers)
 
 
-def _memory() -> Iterator[Case]:
+def _make_memory_cases() -> Iterator[BenchmarkCase]:
     for side_px in (512, 1024, 2048, 4096):
         plan = ("--split-size", "1", "--spatial-size", "1", "--num-spatial-parts", "4")
         arguments = ("bench", "memory", *_CHAIN, "--image-size", str(side_px), *plan)
-        yield Case(f"{side_px:,} px", 4, arguments, side_px)
+        yield BenchmarkCase(f"{side_px:,} px", 4, arguments, side_px)
 
 
-def _largest() -> Iterator[Case]:
+def _make_largest_cases() -> Iterator[BenchmarkCase]:
     arguments = (
         "bench",
         "largest",
@@ -114,48 +114,50 @@ def _largest() -> Iterator[Case]:
         ("activations in a file", "away"),
         ("8 strips in turn", "in-turn", "--split-size", "1", "--slice-method", "8x1"),
     ):
-        yield Case(name, 1, (*arguments, "--way", way, *tiles))
+        yield BenchmarkCase(name, 1, (*arguments, "--way", way, *tiles))
 
 
-STUDIES: tuple[Study, ...] = (
-    Study(
+STUDIES: tuple[BenchmarkStudy, ...] = (
+    BenchmarkStudy(
         "Against one process",
         "Ranks that share all cores against the plain model in one process with as many threads as there are cores, "
         "interleaved. The limit is the time of the kernels of convolutions and products alone.",
         _SPEED,
         (
-            _step("MONAI ResNet-18, 1,024 px, 2 strips", 2, *_MONAI, "--image-size", "1024", *_strips(2)),
-            _step(
+            _make_step_case(
+                "MONAI ResNet-18, 1,024 px, 2 strips", 2, *_MONAI, "--image-size", "1024", *_make_strip_flags(2)
+            ),
+            _make_step_case(
                 "ResNet-110 v2, 512 px, 2 x 2 tiles and a layer stage", 5, "--image-size", "512", "--split-size", "2",
                 "--spatial-size", "1", "--num-spatial-parts", "4", "--slice-method", "square",
             ),
         ),
         phases=True,
     ),
-    Study(
+    BenchmarkStudy(
         "Larger images",
         "Twenty layers of 16 filters on a quarter of the image's side, 2 strips on 2 ranks.",
-        _SPEED, tuple(_images()), grows="pixels a side", phases=True,
+        _SPEED, tuple(_make_image_cases()), grows="pixels a side", phases=True,
     ),
-    Study(
+    BenchmarkStudy(
         "More ranks",
         "The same layers at 1,024 px in as many strips as there are ranks. More ranks than cores take turns.",
-        _SPEED, tuple(_ranks()), grows="ranks", phases=True,
+        _SPEED, tuple(_make_rank_cases()), grows="ranks", phases=True,
     ),
-    Study(
+    BenchmarkStudy(
         "More layers",
         "As many layers of 16 filters at 512 px, 2 strips on 2 ranks.",
-        _SPEED, tuple(_layers()), grows="layers", phases=True,
+        _SPEED, tuple(_make_layer_cases()), grows="layers", phases=True,
     ),
-    Study(
+    BenchmarkStudy(
         "Memory",
         "Peak bytes of a training step beyond what a process had before, of the fullest of 4 ranks with a quarter of "
         "the image each, and of one process with all of it; 0.25 would be an even share.",
         {"peak_bytes": "fullest rank", "one_process_peak_bytes": "one process", "share": "share"},
-        tuple(_memory()), ratio="share", more_is_better=False, grows="pixels a side",
+        tuple(_make_memory_cases()), ratio="share", more_is_better=False, grows="pixels a side",
         drawn=("peak_bytes", "one_process_peak_bytes"),
     ),
-    Study(
+    BenchmarkStudy(
         "Tiles in turn",
         "One process trains 8 strips one after another, then the late layers whole, within a bound of memory that the "
         "kernel enforces, beside one process with the whole image and no bound: how many times the bound that needs, "
@@ -166,7 +168,7 @@ STUDIES: tuple[Study, ...] = (
             "stored_bytes": "in the file", "time_ratio": "time", "spread": "spread",
         },
         (
-            Case(
+            BenchmarkCase(
                 "MONAI ResNet-18 (stride 2), 1,536 px", 1,
                 (
                     "bench", "streaming", "--memory-mb", "600", "--iterations", "3", "--image-size", "1536",
@@ -177,14 +179,14 @@ STUDIES: tuple[Study, ...] = (
         ),
         ratio="time_ratio", more_is_better=False,
     ),
-    Study(
+    BenchmarkStudy(
         "Largest images",
         "The largest square image (in steps of 128 px, to 4,096) whose training takes no more than 300 MB, which the "
         "kernel enforces, in one process: the same twenty layers.",
         {"largest_px": "px a side", "peak_bytes": "peak, with the file's pages", "s_per_megapixel": "s a megapixel"},
-        tuple(_largest()), ratio="largest_px",
+        tuple(_make_largest_cases()), ratio="largest_px",
     ),
-    Study(
+    BenchmarkStudy(
         "Halos",
         "One exchange of 3 pixels around 4 strips of a 1,024 px image, there and back, against the same by hand in "
         "mpi4py, and against its messages alone: 1 is as fast, more is slower.",
@@ -192,32 +194,36 @@ STUDIES: tuple[Study, ...] = (
             "forward.ms": "there, ms", "forward.ratio": "to by hand", "backward.ms": "back, ms",
             "backward.ratio": "to by hand", "ratio_messages_only": "to messages alone", "forward.spread": "spread",
         },
-        (Case("1,024 px, 4 ranks", 4, ("bench", "halo", "--slice-method", "vertical", "--num-spatial-parts", "4")),),
+        (
+            BenchmarkCase(
+                "1,024 px, 4 ranks", 4, ("bench", "halo", "--slice-method", "vertical", "--num-spatial-parts", "4")
+            ),
+        ),
         more_is_better=False,
     ),
-    Study(
+    BenchmarkStudy(
         "Sums",
         "A sum over 4 ranks as gradients are summed, beside MPI's own and gloo's: above 1 is faster than MPI's.",
         {"ours_ms": "ours, ms", "raw_mpi_ms": "MPI, ms", "gloo_ms": "gloo, ms", "ratio_to_mpi": "ratio",
          "spread": "spread"},
-        (Case("", 4, ("bench", "allreduce", "--max-bytes", str(64 * _MIB), "--iterations", "15")),),
+        (BenchmarkCase("", 4, ("bench", "allreduce", "--max-bytes", str(64 * _MIB), "--iterations", "15")),),
         ratio="ratio_to_mpi", grows="bytes",
     ),
-    Study(
+    BenchmarkStudy(
         "Overhead",
         "What an instruction of a program costs beside its kernels, in microseconds of one thread, and what a kernel's "
         "call costs beside its work.",
         {"instruction_us": "instruction", "call_us": "call", "back_call_us": "call, backward", "spread": "spread"},
-        (Case("1 rank", 1, ("bench", "overhead")),), ratio="instruction_us", more_is_better=False,
+        (BenchmarkCase("1 rank", 1, ("bench", "overhead")),), ratio="instruction_us", more_is_better=False,
     ),
-    Study(
+    BenchmarkStudy(
         "Compiled segments",
         "The same training as PyTorch runs it, and with `compile_segments`, interleaved: above 1 is faster "
         "compiled. The first step compiles.",
         {"step_s": "s a step", "compiled_step_s": "compiled", "ratio": "ratio", "first_s": "first step, s",
          "spread": "spread"},
         tuple(
-            Case(name, ranks, ("bench", "compiled", "--iterations", "7", *more, *_strips(ranks)))
+            BenchmarkCase(name, ranks, ("bench", "compiled", "--iterations", "7", *more, *_make_strip_flags(ranks)))
             for name, ranks, *more in (
                 ("MONAI ResNet-18, 512 px, 1 rank", 1, *_MONAI, "--image-size", "512"),
                 ("the twenty layers, 512 px, 2 strips", 2, *_CHAIN, "--image-size", "512"),

@@ -4,35 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from engines.spoken import spoken_bytes, spoken_rate
-from mpi4dl_nb.benchmarks.cases import Study
-from mpi4dl_nb.benchmarks.guard import Change
-from mpi4dl_nb.benchmarks.rows import Findings, Row
+from engines.spoken import format_bytes, format_number
+from mpi4dl_nb.benchmarks.cases import BenchmarkStudy
+from mpi4dl_nb.benchmarks.guard import RatioChange
+from mpi4dl_nb.benchmarks.rows import BenchmarkResults, BenchmarkRow
 
-__all__ = ["page"]
+__all__ = ["build_page"]
 
 
-def page(
-    studies: Sequence[Study], found: Findings, pictures: Mapping[str, tuple[str, str]], changed: Sequence[Change] | None
+def build_page(
+    studies: Sequence[BenchmarkStudy],
+    found: BenchmarkResults,
+    pictures: Mapping[str, tuple[str, str]],
+    changed: Sequence[RatioChange] | None,
 ) -> str:
     """All tables and pictures. `pictures` are path and alt text by study; `changed`: None where nothing was before."""
-    lines = ["# Benchmarks", "", "Written by `make bench`. " + _where(found), ""]
-    lines += _against(changed)
+    lines = ["# Benchmarks", "", "Written by `make bench`. " + _describe_machine(found), ""]
+    lines += _describe_changes(changed)
     lines += ["", "Not measured:", "", *(f"- {said}" for said in found.failures)] if found.failures else []
     for study in studies:
         if rows := found.rows.get(study.title):
-            lines += ["", f"## {study.title}", "", study.says, "", *_table(study, rows)]
+            lines += ["", f"## {study.title}", "", study.says, "", *_format_table(study, rows)]
             if study.title in pictures:
                 path, alt = pictures[study.title]
                 lines += ["", f"![{alt}]({path})"]
     return "\n".join(lines) + "\n"
 
 
-def _where(found: Findings) -> str:
+def _describe_machine(found: BenchmarkResults) -> str:
     return f"{'; '.join(f'{name}: {said}' for name, said in found.machine.items())}."
 
 
-def _against(changed: Sequence[Change] | None) -> Iterator[str]:
+def _describe_changes(changed: Sequence[RatioChange] | None) -> Iterator[str]:
     if changed is None:
         yield "There were no figures before."
     elif not changed:
@@ -43,15 +46,15 @@ def _against(changed: Sequence[Change] | None) -> Iterator[str]:
         yield from (f"- {change.words}" for change in changed)
 
 
-def _table(study: Study, rows: Sequence[Row]) -> Iterator[str]:
+def _format_table(study: BenchmarkStudy, rows: Sequence[BenchmarkRow]) -> Iterator[str]:
     yield f"| | {' | '.join(study.columns.values())} |"
     yield f"|---|{'---:|' * len(study.columns)}"
     for row in rows:
-        yield f"| {row.name} | {' | '.join(_cell(row, column) for column in study.columns)} |"
+        yield f"| {row.name} | {' | '.join(_format_cell(row, column) for column in study.columns)} |"
 
 
-def _cell(row: Row, column: str) -> str:
-    value = row.number(column)
+def _format_cell(row: BenchmarkRow, column: str) -> str:
+    value = row.get_number(column)
     if column.endswith("bytes"):
-        return spoken_bytes(int(value))
-    return f"{value:.0%}" if column.endswith("spread") else spoken_rate(value)
+        return format_bytes(int(value))
+    return f"{value:.0%}" if column.endswith("spread") else format_number(value)

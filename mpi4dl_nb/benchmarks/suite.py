@@ -15,27 +15,27 @@ from typing import Any
 import psutil
 import torch
 
-from engines.comm.container import cores
+from engines.comm.container import count_cores
 from engines.errors import RankError
-from engines.spoken import spoken_bytes
-from mpi4dl_nb.benchmarks.cases import Case, Study
-from mpi4dl_nb.benchmarks.rows import Findings, Row, rows_of
-from mpi4dl_nb.launch.engine_command import engine_command
-from mpi4dl_nb.launch.environment import mpi_environment
+from engines.spoken import format_bytes
+from mpi4dl_nb.benchmarks.cases import BenchmarkCase, BenchmarkStudy
+from mpi4dl_nb.benchmarks.rows import BenchmarkResults, BenchmarkRow, make_rows
+from mpi4dl_nb.launch.engine_command import make_engine_command
+from mpi4dl_nb.launch.environment import make_mpi_environment
 
-__all__ = ["measured", "run"]
+__all__ = ["measure_studies", "run_case"]
 
 _LONGEST_S = 900
 
-Runner = Callable[[Case], Sequence[dict[str, Any]]]
+Runner = Callable[[BenchmarkCase], Sequence[dict[str, Any]]]
 
 
-def run(case: Case) -> list[dict[str, Any]]:
+def run_case(case: BenchmarkCase) -> list[dict[str, Any]]:
     """The lines that a case prints. Raises RankError where it fails or does not end."""
-    environment = os.environ | mpi_environment(case.ranks)
+    environment = os.environ | make_mpi_environment(case.ranks)
     try:
         done = subprocess.run(
-            engine_command(case.ranks, *case.arguments),
+            make_engine_command(case.ranks, *case.arguments),
             env=environment, capture_output=True, text=True, timeout=_LONGEST_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
@@ -49,35 +49,39 @@ def run(case: Case) -> list[dict[str, Any]]:
         raise RankError(f"`{' '.join(case.arguments)}` on {case.ranks} ranks printed {error.doc!r}.") from error
 
 
-def measured(studies: Sequence[Study], runner: Runner = run, told: Callable[[str], object] = print) -> Findings:
+def measure_studies(
+    studies: Sequence[BenchmarkStudy], runner: Runner = run_case, told: Callable[[str], object] = print
+) -> BenchmarkResults:
     """All rows of some studies, what machine it was, and which commands failed."""
     start_s = time.perf_counter()
-    rows: dict[str, list[Row]] = {study.title: [] for study in studies}
+    rows: dict[str, list[BenchmarkRow]] = {study.title: [] for study in studies}
     failures = []
     for study in studies:
         for case in study.cases:
             told(f"{study.title}: {case.name or ' '.join(case.arguments[:2])} ...")
             try:
-                rows[study.title] += rows_of(case, runner(case))
+                rows[study.title] += make_rows(case, runner(case))
             except RankError as error:
                 failures.append(str(error))
-    return Findings(machine() | {"took": f"{time.perf_counter() - start_s:.0f} s"}, rows, tuple(failures))
+    return BenchmarkResults(
+        describe_machine() | {"took": f"{time.perf_counter() - start_s:.0f} s"}, rows, tuple(failures)
+    )
 
 
-def machine() -> dict[str, str]:
+def describe_machine() -> dict[str, str]:
     """Processor, memory, versions and date."""
     names = ("torch", "mpi4py", "numpy")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
-        "processor": f"{_processor()}, {cores()} cores",
-        "memory": spoken_bytes(psutil.virtual_memory().total),
+        "processor": f"{_find_processor()}, {count_cores()} cores",
+        "memory": format_bytes(psutil.virtual_memory().total),
         "GPU": device,
         "versions": ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)]),
         "date": time.strftime("%Y-%m-%d"),
     }
 
 
-def _processor() -> str:
+def _find_processor() -> str:
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

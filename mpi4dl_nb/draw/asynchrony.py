@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from engines.errors import PlanError
-from engines.replica.study import Study
+from engines.replica.study import ReplicaStudy
 from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, Drawing
 
 __all__ = ["show_asynchrony"]
@@ -22,7 +22,7 @@ WIDE = 10  # the largest loss drawn is this many times the smallest: then the ax
 
 
 @dataclass(frozen=True)
-class Look:
+class ModeStyle:
     """How one mode is drawn, as a line and as bars."""
 
     name: str
@@ -32,9 +32,9 @@ class Look:
 
 
 LOOKS = {
-    "synchronous": Look("synchronous", INK, "-", ""),
-    "server": Look("server", BLUE, "--", "//"),
-    "peers": Look("peers", ORANGE, ":", "..."),
+    "synchronous": ModeStyle("synchronous", INK, "-", ""),
+    "server": ModeStyle("server", BLUE, "--", "//"),
+    "peers": ModeStyle("peers", ORANGE, ":", "..."),
 }
 LATE = {
     "synchronous": "always 0",
@@ -43,19 +43,19 @@ LATE = {
 }
 
 
-def show_asynchrony(studies: Study | Sequence[Study]) -> Drawing:
+def show_asynchrony(studies: ReplicaStudy | Sequence[ReplicaStudy]) -> Drawing:
     """Losses (running means) against seconds and against images seen, and how often each staleness occurred.
 
     `studies` are of different modes, on the same task. Raises PlanError where there is none, or two of one mode.
 
-    >>> from engines.bench.asynchronous import bench_asynchronous, modes
+    >>> from engines.bench.asynchronous import bench_asynchronous, expand_modes
     >>> from mpi4dl_nb import Cluster, show_asynchrony
-    >>> asked = modes("server", replicas=2, steps=4, slow={})
+    >>> asked = expand_modes("server", replicas=2, steps=4, slow={})
     >>> with Cluster(3, backend="loopback") as cluster:
     ...     studies = cluster.call(lambda host: bench_asynchronous(host.world, asked))[0]
     >>> figure = show_asynchrony(studies)
     """
-    found = [studies] if isinstance(studies, Study) else list(studies)
+    found = [studies] if isinstance(studies, ReplicaStudy) else list(studies)
     modes = [study.mode for study in found]
     if not found or len(set(modes)) < len(modes):
         raise PlanError(f"The modes of these {len(modes)} studies are {modes}. Give one study, or one of each mode.")
@@ -68,17 +68,19 @@ def show_asynchrony(studies: Study | Sequence[Study]) -> Drawing:
     by_images.set(xlabel="images seen, of all replicas")
     by_images.tick_params(labelleft=False)
     _draw_staleness(stale, found)
-    title = _title(found[0])
+    title = _format_title(found[0])
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    _legend(figure, found)
-    figure.alt = f"{title}. {' '.join(map(_told, found))}"
+    _draw_legend(figure, found)
+    figure.alt = f"{title}. {' '.join(map(_describe_study, found))}"
     return figure
 
 
-def _draw_losses(axes: Axes, studies: Sequence[Study], places: Callable[[Study], Sequence[float]]) -> None:
+def _draw_losses(
+    axes: Axes, studies: Sequence[ReplicaStudy], places: Callable[[ReplicaStudy], Sequence[float]]
+) -> None:
     drawn = []
     for study in studies:
-        look, losses = LOOKS[study.mode], running_mean([turn.loss for turn in study.turns])
+        look, losses = LOOKS[study.mode], compute_running_mean([turn.loss for turn in study.turns])
         axes.plot(places(study), losses, look.line, color=look.colour, linewidth=2, label=look.name)
         axes.plot(places(study)[-1:], losses[-1:], "o", color=look.colour, markersize=6)
         drawn += losses
@@ -91,10 +93,10 @@ def _draw_losses(axes: Axes, studies: Sequence[Study], places: Callable[[Study],
     axes.grid(color="#dddddd", linewidth=0.6)
 
 
-def running_mean(losses: Sequence[float]) -> list[float]:
+def compute_running_mean(losses: Sequence[float]) -> list[float]:
     """Each the mean of itself and those before it, a tenth of all.
 
-    >>> running_mean([4.0, 2.0, 0.0] + [0.0] * 17)[:4]
+    >>> compute_running_mean([4.0, 2.0, 0.0] + [0.0] * 17)[:4]
     [4.0, 3.0, 1.0, 0.0]
     """
     width = max(1, len(losses) // 10)
@@ -102,7 +104,7 @@ def running_mean(losses: Sequence[float]) -> list[float]:
     return [math.fsum(window) / len(window) for window in windows]
 
 
-def _draw_staleness(axes: Axes, studies: Sequence[Study]) -> None:
+def _draw_staleness(axes: Axes, studies: Sequence[ReplicaStudy]) -> None:
     """One group of bars for each staleness, one bar for each mode that has it."""
     width = 0.8 / len(studies)
     for index, study in enumerate(studies):
@@ -117,7 +119,7 @@ def _draw_staleness(axes: Axes, studies: Sequence[Study]) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _legend(figure: Drawing, studies: Sequence[Study]) -> None:
+def _draw_legend(figure: Drawing, studies: Sequence[ReplicaStudy]) -> None:
     """A line and a bar for each mode, and what its staleness counts."""
     looks = [LOOKS[study.mode] for study in studies]
     handles = [
@@ -127,21 +129,21 @@ def _legend(figure: Drawing, studies: Sequence[Study]) -> None:
         )
         for look in looks
     ]
-    names = [f"{_name(study)} (staleness: {LATE[study.mode]})" for study in studies]
+    names = [f"{_format_name(study)} (staleness: {LATE[study.mode]})" for study in studies]
     figure.legend(
         handles, names, loc="outside lower left", ncols=1, frameon=False, fontsize=9, handlelength=5,
         handler_map={tuple: HandlerTuple(ndivide=None)},
     )  # fmt: skip
 
 
-def _name(study: Study) -> str:
+def _format_name(study: ReplicaStudy) -> str:
     """The mode, and what was chosen for it."""
     chosen = study.asynchrony
     bound = f", at most {chosen.max_staleness} stale" if chosen.max_staleness is not None else ""
     return f"{LOOKS[study.mode].name}{bound}{', aware of staleness' * chosen.staleness_aware}"
 
 
-def _title(study: Study) -> str:
+def _format_title(study: ReplicaStudy) -> str:
     chosen = study.asynchrony
     slow = [
         f"replica {replica} sleeps {seconds:g} s in each step" for replica, seconds in chosen.slow.items() if seconds
@@ -150,10 +152,10 @@ def _title(study: Study) -> str:
     return "; ".join([copies, *slow])
 
 
-def _told(study: Study) -> str:
+def _describe_study(study: ReplicaStudy) -> str:
     late = ", ".join(f"{staleness} ({count})" for staleness, count in study.histogram.items())
     return (
-        f"{_name(study).capitalize()}: loss {study.turns[0].loss:.3g} at first, {study.final_loss:.3g} at "
+        f"{_format_name(study).capitalize()}: loss {study.turns[0].loss:.3g} at first, {study.final_loss:.3g} at "
         f"last, after {study.seconds:.3g} s and {len(study.turns) * study.images_per_batch} images "
         f"({study.images_per_s:.3g} images/s); staleness (how often): {late or 'none'}."
     )

@@ -11,13 +11,13 @@ from matplotlib.path import Path
 
 from mpi4dl_nb.draw.figure import INK, Drawing
 
-__all__ = ["Look", "draw_bars", "draw_legend", "draw_rows", "frame_rows", "text_of_rows"]
+__all__ = ["BarStyle", "draw_bars", "draw_legend", "draw_row_frame", "draw_rows", "get_row_layout"]
 
 MANY = 12  # rows: more of them are lower, and have one line of text
 
 
 @dataclass(frozen=True)
-class Look:
+class BarStyle:
     """How one kind of bar is drawn: colour and hatch, and what the legend calls it."""
 
     name: str
@@ -25,41 +25,43 @@ class Look:
     hatch: str
 
 
-def text_of_rows(rows: int) -> tuple[float, str]:
+def get_row_layout(rows: int) -> tuple[float, str]:
     """The height of a row in inches, and what stands between the lines of its texts."""
     return (0.62, "\n") if rows <= MANY else (0.3, ", ")
 
 
-def draw_bars(axes: Axes, rank: int, look: Look, spans: Sequence[tuple[float, float]], top: float, high: float) -> None:
+def draw_bars(
+    axes: Axes, rank: int, look: BarStyle, spans: Sequence[tuple[float, float]], top: float, high: float
+) -> None:
     """All bars of one look and rank as one patch: a hatch costs a millisecond for each, and there are thousands."""
-    patch = _patch(look, [(a, b, top, top + high) for a, b in spans])
+    patch = _make_patch(look, [(a, b, top, top + high) for a, b in spans])
     patch.set(linewidth=0, gid=f"rank {rank}: {look.name}")
     axes.add_patch(patch)
 
 
-def draw_rows(axes: Axes, look: Look, bars: Sequence[tuple[int, float, float]], top: float, high: float) -> None:
+def draw_rows(axes: Axes, look: BarStyle, bars: Sequence[tuple[int, float, float]], top: float, high: float) -> None:
     """One look's bars of several rows, each as (row, start, end), with an outline; `top` and `high` from its row."""
     if bars:
-        patch = _patch(look, [(a, b, row + top, row + top + high) for row, a, b in bars])
+        patch = _make_patch(look, [(a, b, row + top, row + top + high) for row, a, b in bars])
         patch.set_clip_on(False)  # half of the outline lies beyond the axes
         axes.add_patch(patch)
 
 
-def _patch(look: Look, boxes: Sequence[tuple[float, float, float, float]]) -> PathPatch:
+def _make_patch(look: BarStyle, boxes: Sequence[tuple[float, float, float, float]]) -> PathPatch:
     corners = [((a, top), (b, top), (b, bottom), (a, bottom), (a, top)) for a, b, top, bottom in boxes]
     codes = (Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY)
     path = Path([corner for bar in corners for corner in bar], codes * len(boxes))
     return PathPatch(path, facecolor=look.colour, hatch=look.hatch, edgecolor=INK, linewidth=0.6, label=look.name)
 
 
-def draw_legend(figure: Drawing, looks: Sequence[Look]) -> None:
+def draw_legend(figure: Drawing, looks: Sequence[BarStyle]) -> None:
     """All looks under the figure, four in a line."""
     patches = [Patch(facecolor=each.colour, hatch=each.hatch, edgecolor=INK) for each in looks]
     names = [each.name for each in looks]
     figure.legend(patches, names, loc="outside lower left", ncols=min(4, len(looks)), frameon=False, fontsize=9)
 
 
-def frame_rows(axes: Axes, length: float, unit: str, left: Sequence[str], right: Sequence[str]) -> None:
+def draw_row_frame(axes: Axes, length: float, unit: str, left: Sequence[str], right: Sequence[str]) -> None:
     """The axes, `length` long; left and right of each row are its texts."""
     places = range(len(left))
     axes.set(xlim=(0, length), ylim=(len(left) - 0.5, -0.5), xlabel=unit)

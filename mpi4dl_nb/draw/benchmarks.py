@@ -9,25 +9,25 @@ from matplotlib.ticker import NullFormatter
 
 from engines.bench.phases import PHASES
 from engines.errors import PlanError
-from engines.spoken import spoken_bytes, spoken_rate, spoken_share
-from mpi4dl_nb.benchmarks.cases import Study
-from mpi4dl_nb.benchmarks.rows import Row
-from mpi4dl_nb.draw.bars import Look, draw_legend, draw_rows
+from engines.spoken import format_bytes, format_number, format_percent
+from mpi4dl_nb.benchmarks.cases import BenchmarkStudy
+from mpi4dl_nb.benchmarks.rows import BenchmarkRow
+from mpi4dl_nb.draw.bars import BarStyle, draw_legend, draw_rows
 from mpi4dl_nb.draw.figure import BLUE, INK, Drawing
 
 __all__ = ["show_growth"]
 
 LOOKS = {
-    "forward": Look("forward", "#56b4e9", ""),
-    "backward": Look("backward", "#0072b2", "//"),
-    "messages": Look("messages", "#009e73", "xxx"),
-    "sums": Look("sums", "#f0e442", "|||"),
-    "update": Look("update", "#cc79a7", "--"),
-    "waiting": Look("waiting", "#ffffff", ".."),
+    "forward": BarStyle("forward", "#56b4e9", ""),
+    "backward": BarStyle("backward", "#0072b2", "//"),
+    "messages": BarStyle("messages", "#009e73", "xxx"),
+    "sums": BarStyle("sums", "#f0e442", "|||"),
+    "update": BarStyle("update", "#cc79a7", "--"),
+    "waiting": BarStyle("waiting", "#ffffff", ".."),
 }
 
 
-def show_growth(study: Study, rows: Sequence[Row]) -> Drawing:
+def show_growth(study: BenchmarkStudy, rows: Sequence[BenchmarkRow]) -> Drawing:
     """The ratio of a study, or its `drawn` columns, against what grows; on the right where the time of all ranks went.
 
     Raises PlanError where nothing grows or nothing was measured.
@@ -44,53 +44,55 @@ def show_growth(study: Study, rows: Sequence[Row]) -> Drawing:
         draw_legend(figure, [LOOKS[name] for name in PHASES])
     what = "bytes" if study.drawn else study.columns[study.ratio]
     figure.suptitle(f"{study.title}: {what} by {study.grows}", x=0.01, ha="left", fontsize=10)
-    figure.alt = f"{study.title}. {'; '.join(_told(study, row) for row in rows)}."
+    figure.alt = f"{study.title}. {'; '.join(_describe_row(study, row) for row in rows)}."
     return figure
 
 
-def _draw_ratios(axes: Axes, study: Study, rows: Sequence[Row]) -> None:
+def _draw_ratios(axes: Axes, study: BenchmarkStudy, rows: Sequence[BenchmarkRow]) -> None:
     """With bars as long as each row's spread; one that is out of all proportion is cut off."""
-    ratios = [row.number(study.ratio) for row in rows]
+    ratios = [row.get_number(study.ratio) for row in rows]
     errors = [ratio * row.spread / 2 for ratio, row in zip(ratios, rows, strict=True)]
-    axes.errorbar(_sizes(rows), ratios, yerr=errors, color=BLUE, marker="o", capsize=3, elinewidth=0.8)
+    axes.errorbar(_get_sizes(rows), ratios, yerr=errors, color=BLUE, marker="o", capsize=3, elinewidth=0.8)
     axes.axhline(1, color="#767676", linewidth=1, linestyle="--")
     highest = max(r + e for r, e in zip(ratios, errors, strict=True))
     axes.set(ylabel=study.columns[study.ratio])
     axes.set_ylim(bottom=0, top=1.15 * max(1.0, min(highest, 1.5 * max(ratios))))
 
 
-def _draw_lines(axes: Axes, study: Study, rows: Sequence[Row]) -> None:
+def _draw_lines(axes: Axes, study: BenchmarkStudy, rows: Sequence[BenchmarkRow]) -> None:
     """What a study draws in place of its ratio: bytes, each column a line."""
     for column, marker in zip(study.drawn, "os^", strict=False):
-        axes.plot(_sizes(rows), [row.number(column) for row in rows], marker=marker, label=study.columns[column])
+        axes.plot(
+            _get_sizes(rows), [row.get_number(column) for row in rows], marker=marker, label=study.columns[column]
+        )
     axes.set_yscale("log", base=2)
     axes.set(ylabel="bytes")
-    axes.yaxis.set_major_formatter(lambda value, _: spoken_bytes(int(value)))
+    axes.yaxis.set_major_formatter(lambda value, _: format_bytes(int(value)))
     axes.legend(frameon=False)
 
 
-def _sizes(rows: Sequence[Row]) -> list[int]:
+def _get_sizes(rows: Sequence[BenchmarkRow]) -> list[int]:
     return [row.at or 1 for row in rows]
 
 
-def _draw_sizes(axes: Axes, study: Study, rows: Sequence[Row]) -> None:
+def _draw_sizes(axes: Axes, study: BenchmarkStudy, rows: Sequence[BenchmarkRow]) -> None:
     """The axis of what grows."""
-    sizes = _sizes(rows)
+    sizes = _get_sizes(rows)
     shown = sizes if len(sizes) <= 6 else sizes[::3]
     axes.set(xscale="log", xlabel=study.grows)
-    axes.set_xticks(shown, [spoken_bytes(size) if study.grows == "bytes" else f"{size:,}" for size in shown])
+    axes.set_xticks(shown, [format_bytes(size) if study.grows == "bytes" else f"{size:,}" for size in shown])
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xticks([], minor=True)
     axes.grid(color="#dddddd", linewidth=0.6)
 
 
-def _draw_phases(axes: Axes, rows: Sequence[Row]) -> None:
+def _draw_phases(axes: Axes, rows: Sequence[BenchmarkRow]) -> None:
     """A bar for each row, its parts one behind the other."""
     bars: dict[str, list[tuple[int, float, float]]] = {name: [] for name in PHASES}
     for index, row in enumerate(rows):
         start = 0.0
         for name in PHASES:
-            share = 100 * row.number(f"phases.{name}")
+            share = 100 * row.get_number(f"phases.{name}")
             if share:
                 bars[name].append((index, start, start + share))
             start += share
@@ -100,10 +102,10 @@ def _draw_phases(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=9, color=INK)
 
 
-def _told(study: Study, row: Row) -> str:
-    drawn = (f"{spoken_bytes(int(row.number(column)))} {study.columns[column]}" for column in study.drawn)
-    said = f"{row.name}: {', '.join(drawn) or spoken_rate(row.number(study.ratio))}"
+def _describe_row(study: BenchmarkStudy, row: BenchmarkRow) -> str:
+    drawn = (f"{format_bytes(int(row.get_number(column)))} {study.columns[column]}" for column in study.drawn)
+    said = f"{row.name}: {', '.join(drawn) or format_number(row.get_number(study.ratio))}"
     if not study.phases:
         return said
-    parts = ((name, row.number(f"phases.{name}")) for name in PHASES)
-    return f"{said} ({', '.join(f'{spoken_share(share)} {name}' for name, share in parts if share)})"
+    parts = ((name, row.get_number(f"phases.{name}")) for name in PHASES)
+    return f"{said} ({', '.join(f'{format_percent(share)} {name}' for name, share in parts if share)})"

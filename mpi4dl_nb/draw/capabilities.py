@@ -8,10 +8,10 @@ from matplotlib.axes import Axes
 
 from engines.predict.capabilities import Capabilities
 from engines.predict.explain import Verdict
-from engines.predict.kinds import name_of
-from engines.spoken import spoken_bytes, spoken_rate, spoken_share
+from engines.predict.kinds import describe_plan
+from engines.spoken import format_bytes, format_number, format_percent
 from mpi4dl_nb.draw.figure import INK, Drawing
-from mpi4dl_nb.draw.sheet import Box, fill, fit, new_sheet, write
+from mpi4dl_nb.draw.sheet import Box, draw_boxes, make_sheet, write, write_fitting
 
 __all__ = ["show_capabilities"]
 
@@ -40,12 +40,12 @@ def show_capabilities(found: Capabilities) -> Drawing:
     """
     sizes = list(found.by_size)
     width = (WIDTH_IN - 2 * MARGIN_IN - NAMES_IN) / len(sizes)
-    bests = [_best(found, size, width) for size in sizes]
+    bests = [_format_best_plan(found, size, width) for size in sizes]
     lines = max(best.count("\n") for best in bests) + 1
     below = TOP_IN + CELL_IN * len(found.kinds)
-    figure, axes = new_sheet(WIDTH_IN, below + 0.3 + LINE_IN * lines + 0.1)
-    title, legend = _title(found), _legend(found)
-    fit(axes, MARGIN_IN, 0.22, [title], WIDTH_IN - 2 * MARGIN_IN, 10.5, ha="left", weight="bold")
+    figure, axes = make_sheet(WIDTH_IN, below + 0.3 + LINE_IN * lines + 0.1)
+    title, legend = _format_title(found), _format_legend(found)
+    write_fitting(axes, MARGIN_IN, 0.22, [title], WIDTH_IN - 2 * MARGIN_IN, 10.5, ha="left", weight="bold")
     write(axes, MARGIN_IN, 0.5, legend, 9)
     write(axes, MARGIN_IN, TOP_IN - 0.14, "image, px a side", 9)
     frames: list[Box] = []
@@ -55,9 +55,9 @@ def show_capabilities(found: Capabilities) -> Drawing:
         write(axes, left + width / 2, below + 0.14, bests[column], 8, ha="center", va="top")
         for row, kind in enumerate(found.kinds):
             box = left, TOP_IN + row * CELL_IN, width, CELL_IN
-            if _draw_cell(axes, box, found.verdict(kind, size)) == "fastest":
+            if _draw_cell(axes, box, found.get_verdict(kind, size)) == "fastest":
                 frames.append(box)
-    fill(axes, frames, fill=False, edgecolor=INK, linewidth=2.4)
+    draw_boxes(axes, frames, fill=False, edgecolor=INK, linewidth=2.4)
     for row, kind in enumerate(found.kinds):
         write(axes, MARGIN_IN, TOP_IN + (row + 0.5) * CELL_IN, kind, 9.5)
     write(axes, MARGIN_IN, below + 0.22, "fastest plan", 9)
@@ -67,44 +67,44 @@ def show_capabilities(found: Capabilities) -> Drawing:
     return figure
 
 
-def _title(found: Capabilities) -> str:
+def _format_title(found: Capabilities) -> str:
     ranks = f"{found.ranks:,} rank{'s'[: found.ranks > 1]}"
     return f"What parallelism can do: {found.model} on {ranks} of {found.machine}, batches of {found.batch}, predicted"
 
 
-def _legend(found: Capabilities) -> str:
-    limit = f"; hatched: does not fit into the {spoken_bytes(found.rank_bytes)} of a rank" if found.rank_bytes else ""
+def _format_legend(found: Capabilities) -> str:
+    limit = f"; hatched: does not fit into the {format_bytes(found.rank_bytes)} of a rank" if found.rank_bytes else ""
     return f"Images per second of the fastest plan of each kind that fits, and its part of the best{limit}."
 
 
-def _best(found: Capabilities, size_px: int, width: float) -> str:
+def _format_best_plan(found: Capabilities, size_px: int, width: float) -> str:
     """The name of the fastest plan at a size, in lines that are narrow enough."""
     best = found.by_size[size_px].best
-    name = name_of(best.best.plan) if best and best.best else "none fits"
+    name = describe_plan(best.best.plan) if best and best.best else "none fits"
     return textwrap.fill(name, max(8, int(width / 0.068)))
 
 
 def _draw_cell(axes: Axes, box: Box, verdict: Verdict | None) -> str:
     """How it looks."""
-    look, forms = _said(verdict)
+    look, forms = _describe_verdict(verdict)
     hatch = {"hatch": "////"} if look == "large" else {}
-    fill(axes, [box], facecolor=FACES[look], edgecolor="white", linewidth=0, **hatch)
-    fill(axes, [box], fill=False, edgecolor=INK, linewidth=0.6)
+    draw_boxes(axes, [box], facecolor=FACES[look], edgecolor="white", linewidth=0, **hatch)
+    draw_boxes(axes, [box], fill=False, edgecolor=INK, linewidth=0.6)
     middle = box[0] + box[2] / 2, box[1] + box[3] / 2
     weight = "bold" if look == "fastest" else "normal"
     ground = {"bbox": {"facecolor": FACES[look], "edgecolor": "none", "pad": 2}} if hatch else {}
-    fit(axes, *middle, forms, box[2], 9, weight=weight, linespacing=1.3, **ground)
+    write_fitting(axes, *middle, forms, box[2], 9, weight=weight, linespacing=1.3, **ground)
     return look
 
 
-def _said(verdict: Verdict | None) -> tuple[str, list[str]]:
+def _describe_verdict(verdict: Verdict | None) -> tuple[str, list[str]]:
     """How a cell looks, and what it says: the first form that there is room for."""
     if verdict is None or verdict.best is None:
         return "none", ["cannot run", "–"]
     if not verdict.fits:
-        need = spoken_bytes(verdict.best.peak_bytes)
+        need = format_bytes(verdict.best.peak_bytes)
         return "large", [f"needs\n{need}", need]
-    rate, share = spoken_rate(verdict.best.images_per_s), spoken_share(verdict.share)
+    rate, share = format_number(verdict.best.images_per_s), format_percent(verdict.share)
     if verdict.share == 1:
         return "fastest", [f"{rate}/s\nfastest", f"{rate}/s"]
     look = "fast" if verdict.share >= FAST else "half" if verdict.share >= HALF else "slow"

@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from PIL import Image
 
-from engines.spoken import spoken_bytes
-from mpi4dl_nb.draw.lettered import QuickCanvas
+from engines.spoken import format_bytes
+from mpi4dl_nb.draw.lettered import CachedTextCanvas
 
-__all__ = ["BLUE", "CASING", "INK", "ORANGE", "Drawing", "alt_text", "spoken_bytes", "spoken_ranks", "spoken_size"]
+__all__ = ["BLUE", "CASING", "INK", "ORANGE", "Drawing", "format_bytes", "format_ranks", "format_size", "get_alt_text"]
 
 ORANGE, BLUE, INK = "#d95f02", "#0057b8", "#1a1a1a"  # read on pink and brown tissue, and by the colour-blind
 CASING = [withStroke(linewidth=4, foreground="white")]
@@ -27,23 +27,23 @@ class Drawing(Figure):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        QuickCanvas(self)
+        CachedTextCanvas(self)
         self.alt = ""
 
-    def settle(self) -> None:
+    def freeze_layout(self) -> None:
         """Give everything that is drawn so far its final place: now it is known what fits."""
         for _ in range(2):  # a first pass finds the axes' sides, only the second makes room around them
             self.draw_without_rendering()
         self.set_layout_engine("none")
 
-    def png(self) -> bytes:
+    def to_png(self) -> bytes:
         """The image as a PNG file, hardly compressed: that is done while somebody waits."""
         buffer = io.BytesIO()
         self.canvas.draw()
         Image.fromarray(np.asarray(self.canvas.buffer_rgba())).convert("RGB").save(buffer, "png", compress_level=1)
         return buffer.getvalue()
 
-    def at(self, across: float, down: float) -> tuple[str, float, float] | None:
+    def locate(self, across: float, down: float) -> tuple[str, float, float] | None:
         """What a click means: the label of the axes there, and x and y in their data; None beside all axes.
 
         `across` and `down` are fractions of the image from its upper left corner.
@@ -56,26 +56,26 @@ class Drawing(Figure):
         return None
 
     def _repr_html_(self) -> str:
-        data = base64.b64encode(self.png()).decode()
+        data = base64.b64encode(self.to_png()).decode()
         return f'<img alt="{escape(self.alt)}" style="max-width:100%" src="data:image/png;base64,{data}">'
 
 
-def alt_text(figure: Figure) -> str:
+def get_alt_text(figure: Figure) -> str:
     """What a drawing shows, in words and numbers; empty where the figure is not one of ours."""
     return getattr(figure, "alt", "")
 
 
-def spoken_size(shape: tuple[int, int]) -> str:
+def format_size(shape: tuple[int, int]) -> str:
     """
-    >>> spoken_size((256, 1))
+    >>> format_size((256, 1))
     '256 × 1'
     """
     return f"{shape[0]} × {shape[1]}"
 
 
-def spoken_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """
-    >>> spoken_ranks([0, 1, 2, 4]), spoken_ranks([3])
+    >>> format_ranks([0, 1, 2, 4]), format_ranks([3])
     ('ranks 0 to 2, 4', 'rank 3')
     """
     runs: list[list[int]] = []

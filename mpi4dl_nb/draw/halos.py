@@ -15,13 +15,13 @@ from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.instructions import Compute, Exchange, LocalOp
 from engines.program.program import Program
-from engines.spatial.moves import Move, moves
+from engines.spatial.moves import Move, compute_moves
 from engines.spatial.tiles import Tile
-from engines.spatial.windows import halo_widths
+from engines.spatial.windows import compute_halo_widths
 from engines.training import Recipe, prepare
-from mpi4dl_nb.draw.figure import spoken_bytes, spoken_size
+from mpi4dl_nb.draw.figure import format_bytes, format_size
 
-__all__ = ["HaloPoint", "exchange_points", "find_point", "halo_points", "traced", "whole_windows"]
+__all__ = ["HaloPoint", "find_exchange_points", "find_halo_points", "find_point", "resolve_graph", "with_whole_windows"]
 
 
 @dataclass(frozen=True)
@@ -73,44 +73,44 @@ class HaloPoint:
         """What each rank of the stage owns."""
         return dict(zip(self.ranks.ranks, self.ranks.grid.cut(*self.size_px), strict=True))
 
-    def borrowed(self, rank: int) -> tuple[Move, ...]:
+    def get_receives(self, rank: int) -> tuple[Move, ...]:
         """What arrives at a rank."""
         return self.exchanges[rank].receives if rank in self.exchanges else ()
 
-    def window(self, rank: int) -> Tile:
+    def get_window(self, rank: int) -> Tile:
         """What the readers read on a rank: its own pixels, and what it borrows or computes of those of others."""
         borrows = rank in self.exchanges and self.exchanges[rank].window
         return borrows or self.computed.get(rank) or self.tiles[rank]
 
-    def overlaps(self, rank: int) -> tuple[Move, ...]:
+    def find_redundant_moves(self, rank: int) -> tuple[Move, ...]:
         """What a rank computes though another rank, the move's source, owns it: nothing travels."""
         if rank not in self.computed:
             return ()
-        return tuple(move for move in moves(self.tiles, {rank: self.computed[rank]}) if move.source != rank)
+        return tuple(move for move in compute_moves(self.tiles, {rank: self.computed[rank]}) if move.source != rank)
 
-    def fill(self, rank: int) -> float | None:
+    def get_fill(self, rank: int) -> float | None:
         """What a rank reads beyond the image's edge; None where its window ends before."""
-        inside = self.window(rank).lies_in(Tile.whole(*self.size_px))
+        inside = self.get_window(rank).is_inside(Tile.whole(*self.size_px))
         return None if inside or rank not in self.exchanges else self.exchanges[rank].fill
 
-    def bytes(self, moves: Sequence[Move]) -> int:
+    def count_bytes(self, moves: Sequence[Move]) -> int:
         """What travels with these moves, for the whole batch and all channels."""
-        return next(iter(self.exchanges.values())).bytes_of(moves) if moves else 0
+        return next(iter(self.exchanges.values())).compute_bytes(moves) if moves else 0
 
-    def piece_text(self, move: Move, end: str = " ") -> str:
+    def describe_move(self, move: Move, end: str = " ") -> str:
         """`from rank 1: 256 × 1 px, 3.0 KB`."""
-        size = f"{spoken_size(move.tile.shape)} px,"
-        return end.join((f"from rank {move.source}:", size, spoken_bytes(self.bytes([move]))))
+        size = f"{format_size(move.tile.shape)} px,"
+        return end.join((f"from rank {move.source}:", size, format_bytes(self.count_bytes([move]))))
 
-    def widths(self, rank: int) -> dict[str, int]:
+    def compute_widths(self, rank: int) -> dict[str, int]:
         """Pixels that a rank borrows above, below, left and right of its tile."""
-        own, reads = self.tiles[rank], self.window(rank)
-        above, below = halo_widths(own.rows, reads.rows, self.size_px[0])
-        left, right = halo_widths(own.cols, reads.cols, self.size_px[1])
+        own, reads = self.tiles[rank], self.get_window(rank)
+        above, below = compute_halo_widths(own.rows, reads.rows, self.size_px[0])
+        left, right = compute_halo_widths(own.cols, reads.cols, self.size_px[1])
         return {"above": above, "below": below, "left": left, "right": right}
 
 
-def traced(model: nn.Module | Recipe | ModelGraph, picture: Picture, plan: Plan) -> ModelGraph:
+def resolve_graph(model: nn.Module | Recipe | ModelGraph, picture: Picture, plan: Plan) -> ModelGraph:
     """The model's graph at the picture's size.
 
     Raises ImageError where it was traced before, at another size.
@@ -127,24 +127,28 @@ def traced(model: nn.Module | Recipe | ModelGraph, picture: Picture, plan: Plan)
     return graph
 
 
-def halo_points(graph: ModelGraph, plan: Plan) -> tuple[HaloPoint, ...]:
+def find_halo_points(graph: ModelGraph, plan: Plan) -> tuple[HaloPoint, ...]:
     """Every exchange of halos in one forward pass, in order."""
-    return tuple(exchange_points(Compiler(graph, whole_windows(plan))))
+    return tuple(find_exchange_points(Compiler(graph, with_whole_windows(plan))))
 
 
-def whole_windows(plan: Plan) -> Plan:
+def with_whole_windows(plan: Plan) -> Plan:
     """The same messages, and windows in one piece."""
     return replace(plan, overlap_halos=False)
 
 
-def exchange_points(compiler: Compiler) -> Iterator[HaloPoint]:
+def find_exchange_points(compiler: Compiler) -> Iterator[HaloPoint]:
     """The same, from a compiler that is kept for more."""
     for stage, ranks in enumerate(compiler.layout.stages):
         if len(ranks.ranks) > 1:
-            yield from _of_stage(compiler.graph, stage, ranks, [compiler.program(rank) for rank in ranks.ranks])
+            yield from _find_stage_points(
+                compiler.graph, stage, ranks, [compiler.compile_rank(rank) for rank in ranks.ranks]
+            )
 
 
-def _of_stage(graph: ModelGraph, stage: int, ranks: StageRanks, programs: Sequence[Program]) -> Iterator[HaloPoint]:
+def _find_stage_points(
+    graph: ModelGraph, stage: int, ranks: StageRanks, programs: Sequence[Program]
+) -> Iterator[HaloPoint]:
     nodes = {node.name: node for node in graph.nodes}
     met: dict[int, dict[int, Exchange]] = {}
     readers: dict[int, dict[str, Node]] = {}
@@ -152,7 +156,7 @@ def _of_stage(graph: ModelGraph, stage: int, ranks: StageRanks, programs: Sequen
         for item in program.forward:
             if isinstance(item, Exchange) and item.purpose == "halo":
                 met.setdefault(item.tag, {})[program.rank] = item
-                found = _readers(program, item.target, nodes)
+                found = _find_readers(program, item.target, nodes)
                 readers.setdefault(item.tag, {}).update({node.name: node for node in found})
     for tag in sorted(met):
         any_rank = next(iter(met[tag].values()))
@@ -160,20 +164,20 @@ def _of_stage(graph: ModelGraph, stage: int, ranks: StageRanks, programs: Sequen
         yield HaloPoint(tuple(readers[tag].values()), stage, ranks, spec, any_rank.axes or (-2, -1), met[tag])
 
 
-def _readers(program: Program, name: str, nodes: Mapping[str, Node]) -> Iterator[Node]:
+def _find_readers(program: Program, name: str, nodes: Mapping[str, Node]) -> Iterator[Node]:
     """The operators that read a value, directly or padded."""
     segments = (item for item in program.forward if isinstance(item, Compute) and name in item.inputs)
     for segment in segments:
-        yield from _reading(segment.ops, name, nodes)
+        yield from _find_op_readers(segment.ops, name, nodes)
 
 
-def _reading(ops: Sequence[LocalOp], name: str, nodes: Mapping[str, Node]) -> Iterator[Node]:
+def _find_op_readers(ops: Sequence[LocalOp], name: str, nodes: Mapping[str, Node]) -> Iterator[Node]:
     for op in ops:
         if name in op.reads:
             if op.out in nodes:
                 yield nodes[op.out]
             else:
-                yield from _reading(ops, op.out, nodes)
+                yield from _find_op_readers(ops, op.out, nodes)
 
 
 def find_point(points: Sequence[HaloPoint], layer: str | int | None) -> HaloPoint:
@@ -186,11 +190,11 @@ def find_point(points: Sequence[HaloPoint], layer: str | int | None) -> HaloPoin
     if isinstance(layer, int) and not 0 <= layer < len(points):
         raise PlanError(f"layer={layer}, but {len(points)} layers borrow halos: use 0 to {len(points) - 1}.")
     if isinstance(layer, str):
-        return _named(points, layer)
+        return _find_named(points, layer)
     return points[layer or 0]
 
 
-def _named(points: Sequence[HaloPoint], layer: str) -> HaloPoint:
+def _find_named(points: Sequence[HaloPoint], layer: str) -> HaloPoint:
     for point in points:
         if any(layer == node.name or f"{node.module}.".startswith(f"{layer}.") for node in point.readers):
             return point

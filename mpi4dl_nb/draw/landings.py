@@ -14,18 +14,18 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpi4dl_nb.draw.figure import INK, spoken_bytes, spoken_size
-from mpi4dl_nb.draw.rank_panels import MAPS, Box
-from mpi4dl_nb.step_events import Transfer, View
+from mpi4dl_nb.draw.figure import INK, format_bytes, format_size
+from mpi4dl_nb.draw.rank_panels import MAPS, FigureBox
+from mpi4dl_nb.step_events import StepView, Transfer
 
-__all__ = ["draw_landing", "told_landing"]
+__all__ = ["describe_message", "draw_message"]
 
 LONG, DEEP = 5, 2
 """Cells whose numbers are shown: along a strip, and across."""
 
 
 @dataclass(frozen=True)
-class _Cells:
+class _CellStrip:
     """The middle of a piece, lying: `first` is the number of the first cell along, and `along` what is counted."""
 
     numbers: NDArray[np.float64] | None
@@ -33,12 +33,12 @@ class _Cells:
     along: str
 
 
-def draw_landing(figure: Figure, view: View, box: Box, focus: int) -> None:
+def draw_message(figure: Figure, view: StepView, box: FigureBox, focus: int) -> None:
     """Before, what arrived, and after, cell by cell; a strip that stands is laid down."""
     transfer, landed = view.landed[min(focus, len(view.landed) - 1)]
     left, bottom, width, height = box
-    figure.text(left, bottom + height, _head(view, transfer, focus), fontsize=9, color=INK, va="bottom")
-    rows = _named(transfer, landed.before, landed.arrived, landed.after)
+    figure.text(left, bottom + height, _format_head(view, transfer, focus), fontsize=9, color=INK, va="bottom")
+    rows = _make_strips(transfer, landed.before, landed.arrived, landed.after)
     known = [cells.numbers for _, cells in rows if cells.numbers is not None]
     if not known:
         figure.text(left, bottom + height / 2, "its values are not kept here", fontsize=9, color=INK)
@@ -52,32 +52,32 @@ def draw_landing(figure: Figure, view: View, box: Box, focus: int) -> None:
     axes.set(xlim=(-0.55, known[0].shape[1] - 0.45), ylim=(3.0 * len(rows) - 0.6, 0))
 
 
-def _named(
+def _make_strips(
     transfer: Transfer, before: Tensor | None, arrived: Tensor | None, after: Tensor | None
-) -> list[tuple[str, _Cells]]:
+) -> list[tuple[str, _CellStrip]]:
     where = f"on rank {transfer.target}"
     names = (
         (f"gradient {where} before", "arrived, to be added", "after")
         if transfer.back
         else (f"window {where} before: no values yet", "arrived", "after, in the window")
     )
-    return [(name, _cells(transfer, tensor)) for name, tensor in zip(names, (before, arrived, after), strict=True)]
+    return [(name, _make_strip(transfer, tensor)) for name, tensor in zip(names, (before, arrived, after), strict=True)]
 
 
-def _cells(transfer: Transfer, tensor: Tensor | None) -> _Cells:
+def _make_strip(transfer: Transfer, tensor: Tensor | None) -> _CellStrip:
     tile = transfer.move.tile
     stands = len(tile.rows) > len(tile.cols)
     start = (tile.rows if stands else tile.cols).start
     along = "row" if stands else "column"
     if tensor is None or not tensor.numel():
-        return _Cells(None, start, along)
+        return _CellStrip(None, start, along)
     lying = tensor.numpy().T if stands else tensor.numpy()
     skipped = max(0, (lying.shape[1] - LONG) // 2)
-    return _Cells(lying[:DEEP, skipped : skipped + LONG], start + skipped, along)
+    return _CellStrip(lying[:DEEP, skipped : skipped + LONG], start + skipped, along)
 
 
 def _draw_cells(
-    axes: Axes, top: float, name: str, cells: _Cells, shape: tuple[int, ...], look: Mapping[str, Any]
+    axes: Axes, top: float, name: str, cells: _CellStrip, shape: tuple[int, ...], look: Mapping[str, Any]
 ) -> None:
     """A name, one unit high, and below it the cells, of which all rows together are as high."""
     deep, long = shape
@@ -90,39 +90,38 @@ def _draw_cells(
     box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
     for (row, column), number in np.ndenumerate(cells.numbers):
         middle = top + 1 + (row + 0.5) / deep
-        axes.text(column, middle, _short(number), ha="center", va="center", fontsize=8, color=INK, bbox=box)
+        axes.text(column, middle, _format_number(number), ha="center", va="center", fontsize=8, color=INK, bbox=box)
     for at in range(long):
         text = f"{cells.along} {cells.first}" if not at else str(cells.first + at)
         axes.text(at, top + 2.1, text, ha="center", va="top", fontsize=7.5, color=INK)
 
 
-def _short(number: float) -> str:
+def _format_number(number: float) -> str:
     """
-    >>> _short(163.2), _short(-0.0000853)
+    >>> _format_number(163.2), _format_number(-0.0000853)
     ('163', '-8.5e-05')
     """
     return f"{number:.3g}" if not number or 1e-3 <= abs(number) < 1e4 else f"{number:.1e}"
 
 
-def _head(view: View, transfer: Transfer, focus: int) -> str:
+def _format_head(view: StepView, transfer: Transfer, focus: int) -> str:
     tile = transfer.move.tile
     what = "gradients go home" if transfer.back else "pixels have moved"
-    size = f"{spoken_size(tile.shape)} px, {spoken_bytes(transfer.bytes)}"
+    size = f"{format_size(tile.shape)} px, {format_bytes(transfer.bytes)}"
     number = f"message {min(focus, len(view.landed) - 1) + 1} of {len(view.landed)}"
     return f"{number}: {what}\n{transfer}\n{size} with all channels and images"
 
 
-def told_landing(view: View, focus: int) -> str:
+def describe_message(view: StepView, focus: int) -> str:
     """In words."""
     if not view.landed:
         return ""
     transfer, landed = view.landed[min(focus, len(view.landed) - 1)]
-    rows = _named(transfer, landed.before, landed.arrived, landed.after)
+    rows = _make_strips(transfer, landed.before, landed.arrived, landed.after)
     numbers = "; ".join(
         f"{name}: {', '.join(f'{number:.4g}' for number in cells.numbers[0])}"
         for name, cells in rows
         if cells.numbers is not None
     )
-    return (
-        f"{' '.join(_head(view, transfer, focus).split())}. From {rows[1][1].along} {rows[1][1].first} on: {numbers}."
-    )
+    head, start = " ".join(_format_head(view, transfer, focus).split()), rows[1][1]
+    return f"{head}. From {start.along} {start.first} on: {numbers}."

@@ -16,12 +16,12 @@ from matplotlib.font_manager import findfont
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-__all__ = ["QuickCanvas"]
+__all__ = ["CachedTextCanvas"]
 
 KEPT_LINES, KEPT_SIZES = 512, 4096
 
 
-class QuickCanvas(FigureCanvasAgg):
+class CachedTextCanvas(FigureCanvasAgg):
     """For raster images; other formats have canvases of their own."""
 
     def get_renderer(self) -> RendererAgg:
@@ -29,14 +29,14 @@ class QuickCanvas(FigureCanvasAgg):
         width, height = self.figure.bbox.size
         wanted = (width, height, self.figure.dpi)
         if wanted != getattr(self, "_wanted", None):
-            self.renderer, self._wanted = _QuickRenderer(width, height, self.figure.dpi), wanted
+            self.renderer, self._wanted = _CachedTextRenderer(width, height, self.figure.dpi), wanted
         return self.renderer
 
 
-class _QuickRenderer(RendererAgg):
+class _CachedTextRenderer(RendererAgg):
     def get_text_width_height_descent(self, s: str, prop: Any, ismath: bool) -> tuple[float, float, float]:
         """In pixels."""
-        return _size(s, prop.copy(), ismath, self.dpi)
+        return _measure_text(s, prop.copy(), ismath, self.dpi)
 
     def draw_text(
         self, gc: Any, x: float, y: float, s: str, prop: Any, angle: float, ismath: bool = False, mtext: Any = None
@@ -47,22 +47,22 @@ class _QuickRenderer(RendererAgg):
             return
         size_px = prop.get_size_in_points() * self.dpi / 72
         red, green, blue, alpha = (round(255 * part) for part in (*gc.get_rgb()[:3], gc.get_alpha()))
-        left, below, line = _line(s, findfont(prop), size_px, (red, green, blue, alpha))
+        left, below, line = _render_line(s, findfont(prop), size_px, (red, green, blue, alpha))
         self.draw_image(gc, round(x) + left, self.height - round(y) - below, line)
 
 
 @lru_cache(KEPT_SIZES)
-def _size(text: str, prop: Any, ismath: bool, dpi: float) -> tuple[float, float, float]:
-    return _measuring(dpi).get_text_width_height_descent(text, prop, ismath)
+def _measure_text(text: str, prop: Any, ismath: bool, dpi: float) -> tuple[float, float, float]:
+    return _make_renderer(dpi).get_text_width_height_descent(text, prop, ismath)
 
 
 @lru_cache
-def _measuring(dpi: float) -> RendererAgg:
+def _make_renderer(dpi: float) -> RendererAgg:
     return RendererAgg(1, 1, dpi)
 
 
 @lru_cache(KEPT_LINES)
-def _line(
+def _render_line(
     text: str, font_file: str, size_px: float, colour: tuple[int, int, int, int]
 ) -> tuple[int, int, NDArray[np.uint8]]:
     """How far it begins to the left and ends below the start of its baseline, and its pixels, (h, w, 4)."""

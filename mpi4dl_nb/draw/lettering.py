@@ -13,56 +13,56 @@ from matplotlib.transforms import Bbox
 from engines.spatial.tiles import Tile
 from mpi4dl_nb.draw.figure import INK
 
-__all__ = ["Lettered", "first_that_fits", "label", "screen_box", "text_box"]
+__all__ = ["TileLabels", "draw_first_fit", "draw_label", "get_screen_box", "get_text_box"]
 
-Lettered = Mapping[int, Text]
+TileLabels = Mapping[int, Text]
 """One text for each rank, to lie within that rank's tile."""
 
 PAD_PX = 4  # around a text, on the screen: its white box
 
 
-def label(axes: Axes, x: float, y: float, text: str, **style: Any) -> Text:
+def draw_label(axes: Axes, x: float, y: float, text: str, **style: Any) -> Text:
     """Dark text on a white box, whose middle is at (x, y)."""
     box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "#888888", "linewidth": 0.6}
     settings = {"ha": "center", "va": "center", "fontsize": 8.5, "color": INK, "zorder": 10, "bbox": box}
     return axes.text(x, y, text, **(settings | style))
 
 
-def first_that_fits(
-    axes: Axes, tiles: Mapping[int, Tile], forms: Sequence[Callable[[], Lettered]], avoid: Sequence[Bbox] = ()
-) -> Lettered:
+def draw_first_fit(
+    axes: Axes, tiles: Mapping[int, Tile], forms: Sequence[Callable[[], TileLabels]], avoid: Sequence[Bbox] = ()
+) -> TileLabels:
     """Letter the tiles in the first form that has room, or not at all: then the answer is empty.
 
     `avoid` are places on the screen that stay free, beside the texts that are there. The figure is settled.
     """
-    taken = [*avoid, *(text_box(text) for text in axes.texts if text.get_text())]
+    taken = [*avoid, *(get_text_box(text) for text in axes.texts if text.get_text())]
     for form in forms:
         lettered = form()
-        boxes = {rank: text_box(text) for rank, text in lettered.items()}
-        inside = all(_lies_in(box, screen_box(axes, tiles[rank])) for rank, box in boxes.items())
-        if inside and not any(_collisions([*boxes.values(), *taken])):
+        boxes = {rank: get_text_box(text) for rank, text in lettered.items()}
+        inside = all(_is_inside(box, get_screen_box(axes, tiles[rank])) for rank, box in boxes.items())
+        if inside and not any(_compare_pairs([*boxes.values(), *taken])):
             return lettered
         for text in lettered.values():
             text.remove()
     return {}
 
 
-def screen_box(axes: Axes, tile: Tile) -> Bbox:
+def get_screen_box(axes: Axes, tile: Tile) -> Bbox:
     """Where a rectangle of the axes' pixels lies on the screen."""
     corners = [(tile.cols.start, tile.rows.stop), (tile.cols.stop, tile.rows.start)]
     return Bbox(axes.transData.transform(corners))
 
 
-def text_box(text: Text) -> Bbox:
+def get_text_box(text: Text) -> Bbox:
     """Where a text lies on the screen, its white box included."""
     return text.get_window_extent().padded(PAD_PX)
 
 
-def _lies_in(inner: Bbox, outer: Bbox) -> bool:
+def _is_inside(inner: Bbox, outer: Bbox) -> bool:
     return bool(outer.fully_containsx(inner.x0) and outer.fully_containsx(inner.x1)) and bool(
         outer.fully_containsy(inner.y0) and outer.fully_containsy(inner.y1)
     )
 
 
-def _collisions(boxes: Sequence[Bbox]) -> Iterator[bool]:
+def _compare_pairs(boxes: Sequence[Bbox]) -> Iterator[bool]:
     return (one.overlaps(other) for one, other in combinations(boxes, 2))

@@ -7,75 +7,84 @@ from itertools import groupby
 
 from matplotlib.axes import Axes
 
-from engines.predict.load import Load
-from engines.spoken import spoken_bytes, spoken_seconds
-from mpi4dl_nb.draw.bars import Look
+from engines.predict.load import RankLoad
+from engines.spoken import format_bytes, format_seconds
+from mpi4dl_nb.draw.bars import BarStyle
 from mpi4dl_nb.draw.figure import INK
-from mpi4dl_nb.draw.sheet import Box, fill, write
+from mpi4dl_nb.draw.sheet import Box, draw_boxes, write
 
-__all__ = ["COUNTING", "NOT_COUNTED", "Loads", "draw_loads", "grouped", "height_of", "spoken_ranks", "told_loads"]
+__all__ = [
+    "COUNTING",
+    "NOT_COUNTED",
+    "RanksByLoad",
+    "compute_height",
+    "describe_loads",
+    "draw_loads",
+    "format_rank_runs",
+    "group_loads",
+]
 
-Loads = Mapping[Load, tuple[int, ...]]
+RanksByLoad = Mapping[RankLoad, tuple[int, ...]]
 """The ranks that carry the same, by what that is."""
 
 LEFT_IN, ROW_IN, BAR_IN = 0.15, 0.27, 0.18
 MOST_ROWS, MOST_LETTERS = 16, 22
 COUNTING, NOT_COUNTED = "counting ...", "not counted"
 LOOKS = (
-    Look("weights and buffers", "#56b4e9", ""),
-    Look("activations kept for backward", "#e69f00", "//"),
-    Look("sent in a training step", "#009e73", "xx"),
-    Look("own work in a step, predicted", "#bfbfbf", "\\\\"),
+    BarStyle("weights and buffers", "#56b4e9", ""),
+    BarStyle("activations kept for backward", "#e69f00", "//"),
+    BarStyle("sent in a training step", "#009e73", "xx"),
+    BarStyle("own work in a step, predicted", "#bfbfbf", "\\\\"),
 )
 PLACES = {3: ((1.75, 1.1), (4.2, 1.1), (7.6, 1.2)), 4: ((1.6, 0.6), (3.25, 0.6), (5.9, 0.6), (8.45, 0.6))}
 """By how many columns there are: where the bars of each begin, and how long the longest one is."""
 
 
-def grouped(loads: Sequence[Load]) -> Loads:
+def group_loads(loads: Sequence[RankLoad]) -> RanksByLoad:
     """From one load for each rank, in rank order."""
-    groups: dict[Load, tuple[int, ...]] = {}
+    groups: dict[RankLoad, tuple[int, ...]] = {}
     for rank, load in enumerate(loads):
         groups[load] = (*groups.get(load, ()), rank)
     return groups
 
 
-def height_of(loads: Loads) -> float:
+def compute_height(loads: RanksByLoad) -> float:
     """Inches that the rows take."""
     rows = min(len(loads), MOST_ROWS) + (len(loads) > MOST_ROWS)
     return ROW_IN * (rows + 1) if rows else 0.0
 
 
-def draw_loads(axes: Axes, loads: Loads, top: float, missing: str) -> None:
+def draw_loads(axes: Axes, loads: RanksByLoad, top: float, missing: str) -> None:
     """A row for all ranks that carry the same: three bars, or four with times, each with its number, or `missing`."""
     groups = list(loads.items())
     columns = 4 if any(load.busy_s is not None for load in loads) else 3
     for column, (look, (left, longest)) in enumerate(zip(LOOKS, PLACES[columns], strict=False) if groups else ()):
         write(axes, left, top, look.name, 9, weight="bold")
-        largest = max(_sizes(load)[column] for load in loads) or 1
+        largest = max(_get_sizes(load)[column] for load in loads) or 1
         boxes: list[Box] = []
         for row, (load, _) in enumerate(groups[:MOST_ROWS]):
-            length = longest * _sizes(load)[column] / largest
-            boxes.append((left, _middle(top, row) - BAR_IN / 2, length, BAR_IN))
-            write(axes, left + length + 0.07, _middle(top, row), _said(load, missing)[column], 9)
-        fill(axes, boxes, facecolor=look.colour, hatch=look.hatch, edgecolor=INK, linewidth=0)
+            length = longest * _get_sizes(load)[column] / largest
+            boxes.append((left, _compute_middle(top, row) - BAR_IN / 2, length, BAR_IN))
+            write(axes, left + length + 0.07, _compute_middle(top, row), _format_values(load, missing)[column], 9)
+        draw_boxes(axes, boxes, facecolor=look.colour, hatch=look.hatch, edgecolor=INK, linewidth=0)
     for row, (_, ranks) in enumerate(groups[:MOST_ROWS]):
-        write(axes, LEFT_IN, _middle(top, row), _short(spoken_ranks(ranks)), 9)
+        write(axes, LEFT_IN, _compute_middle(top, row), _shorten(format_rank_runs(ranks)), 9)
     if rest := sum(len(ranks) for _, ranks in groups[MOST_ROWS:]):
-        write(axes, LEFT_IN, _middle(top, MOST_ROWS), f"... and {rest} more ranks", 9)
+        write(axes, LEFT_IN, _compute_middle(top, MOST_ROWS), f"... and {rest} more ranks", 9)
 
 
-def told_loads(loads: Loads, missing: str) -> Iterable[str]:
+def describe_loads(loads: RanksByLoad, missing: str) -> Iterable[str]:
     """The same in words."""
     for load, ranks in loads.items():
-        parts = zip((look.name for look in LOOKS), _said(load, missing), strict=False)
-        yield f"{spoken_ranks(ranks)}: {', '.join(f'{name} {said}' for name, said in parts)}"
+        parts = zip((look.name for look in LOOKS), _format_values(load, missing), strict=False)
+        yield f"{format_rank_runs(ranks)}: {', '.join(f'{name} {said}' for name, said in parts)}"
 
 
-def spoken_ranks(ranks: Sequence[int]) -> str:
+def format_rank_runs(ranks: Sequence[int]) -> str:
     """
-    >>> spoken_ranks((4,)), spoken_ranks((0, 1, 2, 5)), spoken_ranks((3, 2, 1))
+    >>> format_rank_runs((4,)), format_rank_runs((0, 1, 2, 5)), format_rank_runs((3, 2, 1))
     ('rank 4', 'ranks 0 to 2, 5', 'ranks 3 to 1')
-    >>> spoken_ranks((0, 1))
+    >>> format_rank_runs((0, 1))
     'ranks 0, 1'
     """
     down = len(ranks) > 1 and ranks[1] < ranks[0]
@@ -86,24 +95,24 @@ def spoken_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(runs)}"
 
 
-def _middle(top: float, row: int) -> float:
+def _compute_middle(top: float, row: int) -> float:
     return top + ROW_IN * (row + 1)
 
 
-def _sizes(load: Load) -> tuple[float, ...]:
+def _get_sizes(load: RankLoad) -> tuple[float, ...]:
     return load.weight_bytes, load.kept_bytes or 0, load.sent.bytes, load.busy_s or 0.0
 
 
-def _said(load: Load, missing: str) -> tuple[str, ...]:
+def _format_values(load: RankLoad, missing: str) -> tuple[str, ...]:
     kept = missing
     if load.kept_bytes is not None and load.peak_bytes is not None:
-        kept = f"{spoken_bytes(load.kept_bytes)} ({spoken_bytes(load.peak_bytes)} in all)"
-    sent = f"{load.sent.messages:,} messages, {spoken_bytes(load.sent.bytes)}" if load.sent.messages else "nothing"
+        kept = f"{format_bytes(load.kept_bytes)} ({format_bytes(load.peak_bytes)} in all)"
+    sent = f"{load.sent.messages:,} messages, {format_bytes(load.sent.bytes)}" if load.sent.messages else "nothing"
     time = ()
     if load.busy_s is not None and load.wait_s is not None:
-        time = (f"{spoken_seconds(load.busy_s, 2)}, waits {spoken_seconds(load.wait_s, 2)}",)
-    return spoken_bytes(load.weight_bytes), kept, sent, *time
+        time = (f"{format_seconds(load.busy_s, 2)}, waits {format_seconds(load.wait_s, 2)}",)
+    return format_bytes(load.weight_bytes), kept, sent, *time
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 4]} ..."

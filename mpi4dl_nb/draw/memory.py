@@ -10,34 +10,34 @@ from torch import nn
 from engines.errors import PlanError
 from engines.layer.graph import ModelGraph
 from engines.plan import Plan
-from engines.predict.given import given
-from engines.predict.kinds import name_of
+from engines.predict.given import resolve_machine
+from engines.predict.kinds import describe_plan
 from engines.predict.machine import Machine
-from engines.predict.moment import Moment, PlanMemory, plan_memory
+from engines.predict.moment import PeakMemory, PlanMemory, predict_plan_memory
 from engines.program.instructions import Phase
-from engines.spoken import spoken_bytes
-from engines.traces import Loss, Traces
-from mpi4dl_nb.draw.bars import Look, draw_legend, draw_rows
-from mpi4dl_nb.draw.figure import BLUE, CASING, INK, ORANGE, Drawing, spoken_ranks
+from engines.spoken import format_bytes
+from engines.traces import Loss, TraceCache
+from mpi4dl_nb.draw.bars import BarStyle, draw_legend, draw_rows
+from mpi4dl_nb.draw.figure import BLUE, CASING, INK, ORANGE, Drawing, format_ranks
 
 __all__ = ["draw_memory", "show_memory"]
 
 LOOKS = {
-    "weights": Look("weights and buffers", "#56b4e9", ""),
-    "gradients": Look("gradients of weights", "#e69f00", "//"),
-    "optimiser": Look("state of the optimiser", "#bfbfbf", "++"),
-    "inputs": Look("images and labels", "#f0e442", "|||"),
-    "activations": Look("activations for backward", "#cfe8d5", ""),
-    "halos": Look("halos", "#009e73", "xxx"),
-    "passing": Look("passing: made and let go", "#ffffff", ".."),
-    "messages": Look("memory of messages", "#cc79a7", "\\\\"),
+    "weights": BarStyle("weights and buffers", "#56b4e9", ""),
+    "gradients": BarStyle("gradients of weights", "#e69f00", "//"),
+    "optimiser": BarStyle("state of the optimiser", "#bfbfbf", "++"),
+    "inputs": BarStyle("images and labels", "#f0e442", "|||"),
+    "activations": BarStyle("activations for backward", "#cfe8d5", ""),
+    "halos": BarStyle("halos", "#009e73", "xxx"),
+    "passing": BarStyle("passing: made and let go", "#ffffff", ".."),
+    "messages": BarStyle("memory of messages", "#cc79a7", "\\\\"),
 }
 MOST_RANKS, MOST_LAYERS = 12, 8
 ROW_IN, CURVE_IN = 0.3, 1.9
 LIMIT = {"color": "#b71c1c", "linewidth": 1.8, "linestyle": "--"}
 
-Kinds = Mapping[str, int]
-Rows = Sequence[tuple[str, Kinds]]
+BytesByKind = Mapping[str, int]
+MemoryRows = Sequence[tuple[str, BytesByKind]]
 """The name of each, and its bytes by kind."""
 
 
@@ -65,64 +65,68 @@ def show_memory(
     if isinstance(model, nn.Module):
         if image_shape is None:
             raise PlanError("show_memory needs the image_shape (N, C, H, W) of a batch, to trace the model with it.")
-        model = Traces(model, image_shape, loss or nn.CrossEntropyLoss()).graph(plan)
-    rank_bytes = given(machine).rank_bytes(plan.ranks) if machine else None
-    return draw_memory(plan_memory(model, plan, optimiser_states), rank_bytes, rank)
+        model = TraceCache(model, image_shape, loss or nn.CrossEntropyLoss()).get_graph(plan)
+    rank_bytes = resolve_machine(machine).get_rank_bytes(plan.ranks) if machine else None
+    return draw_memory(predict_plan_memory(model, plan, optimiser_states), rank_bytes, rank)
 
 
 def draw_memory(memory: PlanMemory, rank_bytes: int | None = None, rank: int | None = None) -> Drawing:
     """What `show_memory` shows, of memory that is known. Raises PlanError where the plan has no such rank."""
-    chosen = _chosen(memory, rank)
-    moment, ranks, layers = memory.moment(chosen), _of_ranks(memory), _of_layers(memory.moment(chosen))
+    chosen = _resolve_rank(memory, rank)
+    moment, ranks, layers = (
+        memory.find_peak(chosen),
+        _make_rank_rows(memory),
+        _make_layer_rows(memory.find_peak(chosen)),
+    )
     heights = [ROW_IN * len(ranks) + 0.5, CURVE_IN, ROW_IN * len(layers) + 0.5]
     figure = Drawing(figsize=(11, 2.1 + sum(heights)), layout="constrained")
     upper, curve, lower = figure.subplots(3, height_ratios=heights)
-    unit, size = _unit(max(sum(kinds.values()) for _, kinds in ranks))
+    unit, size = _choose_unit(max(sum(kinds.values()) for _, kinds in ranks))
     _draw_rows(upper, ranks, size)
     _draw_limit(upper, rank_bytes, size)
     _draw_curve(curve, memory, moment, size)
-    inner, part = _unit(max(sum(kinds.values()) for _, kinds in layers))
+    inner, part = _choose_unit(max(sum(kinds.values()) for _, kinds in layers))
     _draw_rows(lower, layers, part)
     upper.set(xlabel=f"{unit} of tensors, each rank at its own fullest moment")
     curve.set(ylabel=f"{unit} held")
     lower.set(xlabel=f"{inner} at that moment")
-    title = f"Memory of a training step: {name_of(memory.plan)}, {_counted(memory.plan.ranks)}"
-    figure.suptitle(f"{title}\n{_verdict(memory, rank_bytes)}", x=0.01, ha="left", fontsize=10)
+    title = f"Memory of a training step: {describe_plan(memory.plan)}, {_format_rank_count(memory.plan.ranks)}"
+    figure.suptitle(f"{title}\n{_format_verdict(memory, rank_bytes)}", x=0.01, ha="left", fontsize=10)
     upper.set_title("All ranks", loc="left", fontsize=10)
     curve.set_title(f"Rank {chosen} through its step: fullest in {moment.words}", loc="left", fontsize=10)
     lower.set_title(f"What rank {chosen} holds then, by the model's layers", loc="left", fontsize=10)
     met = {kind for _, kinds in (*ranks, *layers) for kind, count in kinds.items() if count}
     draw_legend(figure, [look for kind, look in LOOKS.items() if kind in met])
     figure.alt = (
-        f"{title}. {_verdict(memory, rank_bytes)} {'; '.join(_told(ranks))}. "
-        f"Rank {chosen} is fullest in {moment.words}: {'; '.join(_told(layers))}."
+        f"{title}. {_format_verdict(memory, rank_bytes)} {'; '.join(_describe_rows(ranks))}. "
+        f"Rank {chosen} is fullest in {moment.words}: {'; '.join(_describe_rows(layers))}."
     )
     return figure
 
 
-def _chosen(memory: PlanMemory, rank: int | None) -> int:
+def _resolve_rank(memory: PlanMemory, rank: int | None) -> int:
     """The place of a rank in its replica; all replicas hold the same."""
     if rank is None:
         return memory.fullest
     if rank not in range(memory.plan.ranks):
         count = memory.plan.ranks
-        raise PlanError(f"rank={rank} is none of the plan's {_counted(count)}. Use 0 to {count - 1}.")
+        raise PlanError(f"rank={rank} is none of the plan's {_format_rank_count(count)}. Use 0 to {count - 1}.")
     return rank % memory.plan.replica_ranks
 
 
-def _counted(ranks: int) -> str:
+def _format_rank_count(ranks: int) -> str:
     return f"{ranks:,} rank{'s'[: ranks > 1]}"
 
 
-def _verdict(memory: PlanMemory, rank_bytes: int | None) -> str:
-    most = f"The fullest rank holds {spoken_bytes(memory.peak_bytes)}"
+def _format_verdict(memory: PlanMemory, rank_bytes: int | None) -> str:
+    most = f"The fullest rank holds {format_bytes(memory.peak_bytes)}"
     if rank_bytes is None:
         return f"{most}."
     fits = "it fits" if memory.peak_bytes <= rank_bytes else "it does not fit"
-    return f"{most} of the {spoken_bytes(rank_bytes)} that it may use: {fits}."
+    return f"{most} of the {format_bytes(rank_bytes)} that it may use: {fits}."
 
 
-def _of_ranks(memory: PlanMemory) -> Rows:
+def _make_rank_rows(memory: PlanMemory) -> MemoryRows:
     """Ranks that hold the same share a row; the fullest of those that are too many to be shown."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for found in memory.ranks:
@@ -131,20 +135,20 @@ def _of_ranks(memory: PlanMemory) -> Rows:
     if len(rows) > MOST_RANKS:
         rows = sorted(sorted(rows, key=lambda row: -sum(row[1].values()))[:MOST_RANKS])
     copies = f", each of {memory.plan.data_parallel:,} replicas" if memory.plan.data_parallel > 1 else ""
-    return [(f"{spoken_ranks(members)}{copies}", kinds) for members, kinds in rows]
+    return [(f"{format_ranks(members)}{copies}", kinds) for members, kinds in rows]
 
 
-def _of_layers(moment: Moment) -> Rows:
+def _make_layer_rows(moment: PeakMemory) -> MemoryRows:
     """The largest layers in the model's order, then all others together, and what is of no layer."""
-    large = {name for name, _ in moment.largest(MOST_LAYERS)}
+    large = {name for name, _ in moment.get_largest_layers(MOST_LAYERS)}
     rest = [kinds for name, kinds in moment.layers.items() if name not in large]
     rows = [(name or "the model itself", kinds) for name, kinds in moment.layers.items() if name in large]
     if rest:
-        rows.append((f"{len(rest)} other layer{'s'[: len(rest) > 1]}", _summed(rest)))
+        rows.append((f"{len(rest)} other layer{'s'[: len(rest) > 1]}", _sum_kinds(rest)))
     return [*rows, *([("of no layer", moment.rest)] if moment.rest else [])]
 
 
-def _summed(parts: Iterable[Kinds]) -> Kinds:
+def _sum_kinds(parts: Iterable[BytesByKind]) -> BytesByKind:
     found = dict.fromkeys(LOOKS, 0)
     for kinds in parts:
         for kind, count in kinds.items():
@@ -152,15 +156,15 @@ def _summed(parts: Iterable[Kinds]) -> Kinds:
     return found
 
 
-def _unit(largest: int) -> tuple[str, int]:
+def _choose_unit(largest: int) -> tuple[str, int]:
     """
-    >>> _unit(3 << 30), _unit(5 << 20)
+    >>> _choose_unit(3 << 30), _choose_unit(5 << 20)
     (('GB', 1073741824), ('MB', 1048576))
     """
     return ("GB", 1 << 30) if largest >= 1 << 30 else ("MB", 1 << 20)
 
 
-def _draw_rows(axes: Axes, rows: Rows, size: int) -> None:
+def _draw_rows(axes: Axes, rows: MemoryRows, size: int) -> None:
     """A bar for each, its kinds one behind the other, and their sum at its end."""
     bars: dict[str, list[tuple[int, float, float]]] = {kind: [] for kind in LOOKS}
     for row, (_, kinds) in enumerate(rows):
@@ -170,17 +174,17 @@ def _draw_rows(axes: Axes, rows: Rows, size: int) -> None:
             if length:
                 bars[kind].append((row, end, end + length))
             end += length
-        axes.text(end, row, f" {spoken_bytes(sum(kinds.values()))}", va="center", fontsize=9)
+        axes.text(end, row, f" {format_bytes(sum(kinds.values()))}", va="center", fontsize=9)
     for kind, spans in bars.items():
         draw_rows(axes, LOOKS[kind], spans, -0.36, 0.72)
     longest = max(sum(kinds.values()) for _, kinds in rows) / size
     axes.set(xlim=(0, 1.14 * longest), ylim=(len(rows) - 0.4, -0.6))
-    axes.set_yticks(range(len(rows)), [_short(name) for name, _ in rows], fontsize=9)
+    axes.set_yticks(range(len(rows)), [_shorten(name) for name, _ in rows], fontsize=9)
 
 
-def _short(name: str, most: int = 34) -> str:
+def _shorten(name: str, most: int = 34) -> str:
     """
-    >>> _short("ranks 0, 2, 4, 6, 8, 10", most=12)
+    >>> _shorten("ranks 0, 2, 4, 6, 8, 10", most=12)
     'ranks 0, ...'
     """
     return name if len(name) <= most else f"{name[: most - 4].rstrip()} ..."
@@ -196,12 +200,12 @@ def _draw_limit(axes: Axes, rank_bytes: int | None, size: int) -> None:
     axes.axvline(limit, **LIMIT)
     side = {"ha": "right", "x": -4} if limit > 0.5 * axes.get_xlim()[1] else {"ha": "left", "x": 4}
     axes.annotate(
-        f"a rank may use {spoken_bytes(rank_bytes)}", (limit, 1), (side["x"], 3), xycoords=("data", "axes fraction"),
+        f"a rank may use {format_bytes(rank_bytes)}", (limit, 1), (side["x"], 3), xycoords=("data", "axes fraction"),
         textcoords="offset points", ha=side["ha"], va="bottom", fontsize=9, color=LIMIT["color"],
     )  # fmt: skip
 
 
-def _draw_curve(axes: Axes, memory: PlanMemory, moment: Moment, size: int) -> None:
+def _draw_curve(axes: Axes, memory: PlanMemory, moment: PeakMemory, size: int) -> None:
     """Bytes after each instruction, backward ones on a darker ground, and the moment of the peak."""
     found, steps = memory.ranks[moment.rank], memory.programs[moment.rank].steps
     held = [count / size for count in found.after]
@@ -215,17 +219,17 @@ def _draw_curve(axes: Axes, memory: PlanMemory, moment: Moment, size: int) -> No
     axes.plot([place], [moment.bytes / size], marker="o", markersize=8, color=ORANGE, markeredgecolor=INK, zorder=5)
     left = place > 0.6 * len(steps)
     axes.annotate(
-        f"{spoken_bytes(moment.bytes)} in instruction {place}", (place, moment.bytes / size), (-9 if left else 9, 6),
+        f"{format_bytes(moment.bytes)} in instruction {place}", (place, moment.bytes / size), (-9 if left else 9, 6),
         textcoords="offset points", ha="right" if left else "left", fontsize=9, color=INK, path_effects=CASING,
     )  # fmt: skip
     axes.set(xlim=(0.5, len(steps) + 0.5), ylim=(0, top))
     axes.set_xlabel("instructions of the rank's program, in their order; grey: backward", fontsize=10)
 
 
-def _told(rows: Rows) -> Iterable[str]:
+def _describe_rows(rows: MemoryRows) -> Iterable[str]:
     """Each with its sum and its larger parts, in words."""
     for name, kinds in rows:
         total = sum(kinds.values())
         large = {kind: count for kind, count in kinds.items() if 20 * count >= total > 0}
-        parts = (f"{LOOKS[kind].name} {spoken_bytes(count)}" for kind, count in large.items())
-        yield f"{name}: {spoken_bytes(total)} ({', '.join(parts)})"
+        parts = (f"{LOOKS[kind].name} {format_bytes(count)}" for kind, count in large.items())
+        yield f"{name}: {format_bytes(total)} ({', '.join(parts)})"

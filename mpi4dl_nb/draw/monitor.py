@@ -12,18 +12,27 @@ from matplotlib.ticker import MaxNLocator
 
 from engines.layout import Layout, Role
 from engines.plan import Plan
-from engines.program.timeline import Timeline, Use
-from mpi4dl_nb.draw.bars import Look, draw_rows
-from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, Drawing, spoken_bytes
+from engines.program.timeline import Timeline, TimeShares
+from mpi4dl_nb.draw.bars import BarStyle, draw_rows
+from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, Drawing, format_bytes
 from mpi4dl_nb.watching import Progress
 
-__all__ = ["COMMUNICATES", "OTHER", "WAITS", "WORKS", "held_bytes", "rank_names", "show_progress", "uses"]
+__all__ = [
+    "COMMUNICATES",
+    "OTHER",
+    "WAITS",
+    "WORKS",
+    "compute_uses",
+    "format_rank_names",
+    "get_memory_bytes",
+    "show_progress",
+]
 
-WORKS = Look("works", "#56b4e9", "")
-COMMUNICATES = Look("communicates", "#f0e442", "xxx")
-WAITS = Look("waits for others", "#ffffff", "...")
-OTHER = Look("other: between instructions", "#c8c8c8", "")
-MEMORY = Look("memory", "#cccccc", "//")
+WORKS = BarStyle("works", "#56b4e9", "")
+COMMUNICATES = BarStyle("communicates", "#f0e442", "xxx")
+WAITS = BarStyle("waits for others", "#ffffff", "...")
+OTHER = BarStyle("other: between instructions", "#c8c8c8", "")
+MEMORY = BarStyle("memory", "#cccccc", "//")
 LOOKS = (WORKS, COMMUNICATES, WAITS, OTHER)
 
 WIDTH, TOP_IN, HEAD_IN, GAP_IN, FOOT_IN, ROW_IN = 11.0, 2.1, 0.35, 0.8, 0.5, 0.32
@@ -43,7 +52,7 @@ def show_progress(progress: Progress) -> Drawing:
 
     How ranks spend their time is of the last step. Sides are fixed rather than fitted: it is drawn again and again.
     """
-    names = rank_names(progress.plan)
+    names = format_rank_names(progress.plan)
     rows_in = max(2, len(names)) * ROW_IN
     high = HEAD_IN + TOP_IN + GAP_IN + rows_in + FOOT_IN
     figure = Drawing(figsize=(WIDTH, high))
@@ -52,51 +61,51 @@ def show_progress(progress: Progress) -> Drawing:
     loss, speed, use, memory = (
         figure.add_axes((left, bottom, wide, tall)) for bottom, tall in (top, low) for left, wide in COLUMNS
     )
-    _curve(loss, progress.losses, "loss", BLUE)
-    _judged(loss, progress)
-    _curve(speed, progress.speeds, "images per second", INK)
+    _draw_curve(loss, progress.losses, "loss", BLUE)
+    _draw_evaluation(loss, progress)
+    _draw_curve(speed, progress.speeds, "images per second", INK)
     speed.set_ylim(0, 1.15 * max(progress.speeds, default=1))
     for axes in (loss, speed):
-        _epochs(axes, progress)
-    used = uses(progress)
+        _draw_epochs(axes, progress)
+    used = compute_uses(progress)
     _draw_uses(use, names, used)
-    held = held_bytes(progress)
+    held = get_memory_bytes(progress)
     _draw_memory(memory, held)
-    figure.text(0.99, 0.14 / high, _as_of(progress), ha="right", va="bottom", fontsize=9, color=INK)
-    figure.alt = _alt(progress, names, used, held)
+    figure.text(0.99, 0.14 / high, _format_step(progress), ha="right", va="bottom", fontsize=9, color=INK)
+    figure.alt = _format_alt(progress, names, used, held)
     return figure
 
 
-def _as_of(progress: Progress) -> str:
+def _format_step(progress: Progress) -> str:
     """The figure is drawn less often than the numbers beside it: it says what it is of."""
     done = len(progress.losses)
     return f"after step {done}" if done else ""
 
 
-def rank_names(plan: Plan) -> list[str]:
+def format_rank_names(plan: Plan) -> list[str]:
     """`rank 1: stage 0, tile 1`, for all of them."""
-    return [f"rank {rank}: {_role(who)}" for rank, who in enumerate(Layout.of(plan).roles)]
+    return [f"rank {rank}: {_format_role(who)}" for rank, who in enumerate(Layout.of(plan).roles)]
 
 
-def _role(roles: Sequence[Role]) -> str:
+def _format_role(roles: Sequence[Role]) -> str:
     """Of the first of its roles: there is no room for more."""
     return f"stage {roles[0].stage}, tile {roles[0].tile}" if roles else "no work"
 
 
-def held_bytes(progress: Progress) -> dict[str, int]:
+def get_memory_bytes(progress: Progress) -> dict[str, int]:
     """The memory of each rank; one process has that of all ranks together."""
     if progress.one_process and progress.reports:
         return {"all ranks": progress.reports[0].memory_bytes}
     return {f"rank {rank}": report.memory_bytes for rank, report in enumerate(progress.reports)}
 
 
-def uses(progress: Progress) -> dict[int, Use]:
+def compute_uses(progress: Progress) -> dict[int, TimeShares]:
     """What each rank did with the time of the last step; empty before the first one."""
     timeline = Timeline.of(report.events for report in progress.reports)
-    return timeline.uses if timeline.events else {}
+    return timeline.time_shares if timeline.events else {}
 
 
-def _curve(axes: Axes, values: Sequence[float], name: str, colour: str) -> None:
+def _draw_curve(axes: Axes, values: Sequence[float], name: str, colour: str) -> None:
     """Each step where there is room, else the mean of as many as share a place; the last one as a dot."""
     axes.text(0, 1.04, f"{name}, by step", transform=axes.transAxes, fontsize=10)
     axes.tick_params(labelsize=9)
@@ -109,20 +118,20 @@ def _curve(axes: Axes, values: Sequence[float], name: str, colour: str) -> None:
         axes.set(xlim=(0, 10), ylim=(0, 1))
         axes.text(0.5, 0.5, "no step yet", transform=axes.transAxes, ha="center", va="center", color="#555555")
         return
-    steps, means = _thinned(np.asarray(values, dtype=float))
+    steps, means = _downsample(np.asarray(values, dtype=float))
     axes.plot(steps, means, color=colour, linewidth=1.4)
     axes.plot(steps[-1:], means[-1:], "o", color=colour, markersize=4)
     axes.set_xlim(0.5, max(len(values), 2) + 0.5)
 
 
-def _thinned(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _downsample(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of steps, from 1, and values: means of neighbours where there are more than can be seen."""
     edges = np.unique(np.linspace(0, len(values), min(len(values), POINTS) + 1).astype(int))
     counts = np.diff(edges)
     return (edges[:-1] + edges[1:] + 1) / 2, np.add.reduceat(values, edges[:-1]) / counts
 
 
-def _judged(axes: Axes, progress: Progress) -> None:
+def _draw_evaluation(axes: Axes, progress: Progress) -> None:
     """The loss on held-out images, where there are any; one far above all others leaves the axes to these."""
     both = zip(progress.ends, progress.epochs, strict=True)
     judged = [(end, epoch.held_out.loss) for end, epoch in both if epoch.held_out]
@@ -136,14 +145,14 @@ def _judged(axes: Axes, progress: Progress) -> None:
         axes.set_ylim(low - room, high + room)
 
 
-def _epochs(axes: Axes, progress: Progress) -> None:
+def _draw_epochs(axes: Axes, progress: Progress) -> None:
     """A line where each epoch ended, while they are few enough to be told apart."""
     if len(progress.ends) <= POINTS // 10:
         for end in progress.ends:
             axes.axvline(end + 0.5, color="#888888", linewidth=0.8, linestyle=":")
 
 
-def _rows(axes: Axes, title: str, names: Sequence[str], ends: Sequence[str]) -> None:
+def _draw_row_axes(axes: Axes, title: str, names: Sequence[str], ends: Sequence[str]) -> None:
     """Axes for one bar, 0 to 1, for each name. By hand: ticks and second axes take most of the time of a figure."""
     axes.axis("off")
     axes.set(xlim=(0, 1), ylim=(max(1, len(names)) - 0.5, -0.5))
@@ -153,10 +162,10 @@ def _rows(axes: Axes, title: str, names: Sequence[str], ends: Sequence[str]) -> 
         axes.text(1.015, row, end, fontsize=9, ha="left", va="center")
 
 
-def _draw_uses(axes: Axes, names: Sequence[str], used: Mapping[int, Use]) -> None:
+def _draw_uses(axes: Axes, names: Sequence[str], used: Mapping[int, TimeShares]) -> None:
     """The parts of each rank's time, one behind the other, with their numbers where there is room."""
-    _rows(axes, "time of the last step, in %", names, [""] * len(names))
-    bars: dict[Look, list[tuple[int, float, float]]] = {look: [] for look in LOOKS}
+    _draw_row_axes(axes, "time of the last step, in %", names, [""] * len(names))
+    bars: dict[BarStyle, list[tuple[int, float, float]]] = {look: [] for look in LOOKS}
     for rank, use in used.items():
         start = 0.0
         for look, share in zip(LOOKS, (use.work, use.communication, use.waiting, use.other), strict=True):
@@ -174,12 +183,14 @@ def _draw_uses(axes: Axes, names: Sequence[str], used: Mapping[int, Use]) -> Non
 
 def _draw_memory(axes: Axes, held: Mapping[str, int]) -> None:
     """Beside each other, the largest as long as there is room."""
-    _rows(axes, "memory after the last step", list(held), [spoken_bytes(size) for size in held.values()])
+    _draw_row_axes(axes, "memory after the last step", list(held), [format_bytes(size) for size in held.values()])
     most = max(held.values(), default=1)
     draw_rows(axes, MEMORY, [(row, 0, size / most) for row, size in enumerate(held.values())], BAR_TOP, BAR_HIGH)
 
 
-def _alt(progress: Progress, names: Sequence[str], used: Mapping[int, Use], held: Mapping[str, int]) -> str:
+def _format_alt(
+    progress: Progress, names: Sequence[str], used: Mapping[int, TimeShares], held: Mapping[str, int]
+) -> str:
     of = f" of {progress.total}" if progress.total is not None else ""
     told = [f"A training, {progress.state}: {len(progress.losses)}{of} steps done"]
     if progress.losses:
@@ -189,5 +200,5 @@ def _alt(progress: Progress, names: Sequence[str], used: Mapping[int, Use], held
         f"{names[rank]}: works {use.work:.0%}, communicates {use.communication:.0%}, waits {use.waiting:.0%}"
         for rank, use in used.items()
     ]
-    memory = [f"memory of {name}: {spoken_bytes(size)}" for name, size in held.items()]
+    memory = [f"memory of {name}: {format_bytes(size)}" for name, size in held.items()]
     return ". ".join(filter(None, (", ".join(told), "; ".join(ranks), "; ".join(memory)))) + "."

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from engines.images.picture import Pixels
 from engines.spatial.tiles import Tile
 
-__all__ = ["UP_TO_PX", "cells", "spoken_values", "written"]
+__all__ = ["UP_TO_PX", "format_values", "render_cells", "render_values"]
 
 UP_TO_PX = 12  # across a view: in smaller cells nobody could read three numbers
 SMALLEST_FONT_PX, LARGEST_FONT_PX = 7, 17
@@ -21,27 +21,29 @@ DARK = 3 * 120  # red, green and blue together: on less, dark letters are hard t
 FONT = Path(mpl.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
 
 
-def cells(pixels: Pixels, size: tuple[int, int], lines: bool) -> Pixels:
+def render_cells(pixels: Pixels, size: tuple[int, int], lines: bool) -> Pixels:
     """(*size, 4): each pixel as a cell, with white lines between them if asked for."""
-    rows, cols = (_edges(count, px) for count, px in zip(pixels.shape[:2], size, strict=True))
+    rows, cols = (_compute_edges(count, px) for count, px in zip(pixels.shape[:2], size, strict=True))
     large = np.repeat(np.repeat(pixels, np.diff(rows), 0), np.diff(cols), 1)
     if lines:
         large[rows[1:-1]], large[:, cols[1:-1]] = 255, 255
     return np.dstack([large, np.full(size, 255, np.uint8)])
 
 
-def _edges(count: int, px: int) -> NDArray[np.int64]:
+def _compute_edges(count: int, px: int) -> NDArray[np.int64]:
     return np.rint(np.linspace(0, px, count + 1)).astype(np.int64)
 
 
-def written(pixels: Pixels, ground: Pixels, size: tuple[int, int], notes: Mapping[tuple[int, int], str]) -> Pixels:
+def render_values(
+    pixels: Pixels, ground: Pixels, size: tuple[int, int], notes: Mapping[tuple[int, int], str]
+) -> Pixels:
     """(*size, 4): red, green and blue of each pixel in its cell, to lie on cells of the colours `ground`.
 
     `notes` are lines above the numbers, by row and column; such cells have white paper under all of it.
     """
     page = Image.new("RGBA", size[::-1], (255, 255, 255, 0))
     pen = ImageDraw.Draw(page)
-    rows, cols = (_edges(count, px) for count, px in zip(pixels.shape[:2], size, strict=True))
+    rows, cols = (_compute_edges(count, px) for count, px in zip(pixels.shape[:2], size, strict=True))
     cell = min(size[0] / pixels.shape[0], size[1] / pixels.shape[1])
     font = ImageFont.truetype(FONT, min(LARGEST_FONT_PX, max(SMALLEST_FONT_PX, int(cell / 5.2))))
     for row, col in np.ndindex(pixels.shape[:2]):
@@ -58,7 +60,7 @@ def written(pixels: Pixels, ground: Pixels, size: tuple[int, int], notes: Mappin
     return np.array(page)
 
 
-def spoken_values(pixels: Pixels, view: Tile) -> Iterable[str]:
+def format_values(pixels: Pixels, view: Tile) -> Iterable[str]:
     """`row 4: 231 201 214, 229 200 213` for each row: red, green and blue of its pixels from left to right."""
     for number, row in enumerate(pixels, start=view.rows.start):
         yield f"row {number}: {', '.join(' '.join(str(value) for value in pixel) for pixel in row)}"

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from mpi4dl_nb.draw.figure import INK, Drawing
 
-__all__ = ["Panels", "fill_px", "sparse_ticks", "with_panels"]
+__all__ = ["FigurePanels", "choose_ticks", "get_panel_px", "make_panels"]
 
 WIDTH_IN, LEFT_IN, TOP_IN = 11.0, 0.75, 0.9
 MAIN_IN, TALLEST_IN = 5.6, 7.6  # of the large panel
@@ -23,7 +23,7 @@ LINE = 59  # letters of the words
 
 
 @dataclass(frozen=True)
-class Panels:
+class FigurePanels:
     """A drawing with a large panel, a small one (None: left out), and a place for words."""
 
     figure: Drawing
@@ -31,57 +31,57 @@ class Panels:
     words: Axes
     side: Axes | None
 
-    def titled(self, title: str) -> str:
+    def draw_title(self, title: str) -> str:
         """Write it above everything; the title."""
         style = {"ha": "left", "va": "top", "fontsize": 10, "color": INK}
         self.figure.text(LEFT_IN / WIDTH_IN, 1 - 0.14 / self.figure.get_figheight(), title, **style)
         return title
 
-    def say(self, lines: Sequence[str]) -> None:
+    def draw_lines(self, lines: Sequence[str]) -> None:
         """Write them where the words are."""
-        self.words.text(0, 1, _wrapped(lines), ha="left", va="top", fontsize=9, color=INK)
+        self.words.text(0, 1, _wrap(lines), ha="left", va="top", fontsize=9, color=INK)
 
 
-def with_panels(main: tuple[int, int], side: tuple[int, int] | None, words: Sequence[str] = ()) -> Panels:
+def make_panels(main: tuple[int, int], side: tuple[int, int] | None, words: Sequence[str] = ()) -> FigurePanels:
     """Panels for pictures of these rows and columns, which fill them, and room for the words."""
-    main_in = _fitted(main, MAIN_IN, TALLEST_IN)
-    side_in = _fitted(side, SIDE_IN, SIDE_IN) if side else (0.0, 0.0)
-    words_in = LINE_IN * (1 + _wrapped(words).count("\n"))
+    main_in = _fit_sides(main, MAIN_IN, TALLEST_IN)
+    side_in = _fit_sides(side, SIDE_IN, SIDE_IN) if side else (0.0, 0.0)
+    words_in = LINE_IN * (1 + _wrap(words).count("\n"))
     beside = side_in[0] + UNDER_SIDE_IN * bool(side) + words_in
     height = TOP_IN + max(main_in[0] + BELOW_IN, beside + LEGEND_IN)
     figure = Drawing(figsize=(WIDTH_IN, height))
 
-    def axes(left: float, top: float, size: tuple[float, float], name: str) -> Axes:
+    def add_axes(left: float, top: float, size: tuple[float, float], name: str) -> Axes:
         bottom = 1 - (top + size[0]) / height
         return figure.add_axes((left / WIDTH_IN, bottom, size[1] / WIDTH_IN, size[0] / height), label=name)
 
-    large = axes(LEFT_IN, TOP_IN, main_in, "main")
-    text = axes(BESIDE_IN, TOP_IN + beside - words_in, (words_in, WIDTH_IN - BESIDE_IN), "words")
+    large = add_axes(LEFT_IN, TOP_IN, main_in, "main")
+    text = add_axes(BESIDE_IN, TOP_IN + beside - words_in, (words_in, WIDTH_IN - BESIDE_IN), "words")
     text.axis("off")
-    small = axes(SIDE_LEFT_IN, TOP_IN, side_in, "side") if side else None
-    return Panels(figure, large, text, small)
+    small = add_axes(SIDE_LEFT_IN, TOP_IN, side_in, "side") if side else None
+    return FigurePanels(figure, large, text, small)
 
 
-def _wrapped(lines: Sequence[str]) -> str:
+def _wrap(lines: Sequence[str]) -> str:
     return "\n".join(textwrap.fill(line, LINE, subsequent_indent="   ") for line in lines)
 
 
-def _fitted(shape: tuple[int, int], width: float, height: float) -> tuple[float, float]:
+def _fit_sides(shape: tuple[int, int], width: float, height: float) -> tuple[float, float]:
     """The largest sides (height, width) of that shape within these."""
     scale = min(width / shape[1], height / shape[0])
     return shape[0] * scale, shape[1] * scale
 
 
-def fill_px(axes: Axes) -> tuple[int, int]:
+def get_panel_px(axes: Axes) -> tuple[int, int]:
     """How many rows and columns of the screen a panel has."""
     box = axes.get_window_extent()
     return max(1, round(box.height)), max(1, round(box.width))
 
 
-def sparse_ticks(low: int, high: int, most: int = TICKS) -> Sequence[int]:
+def choose_ticks(low: int, high: int, most: int = TICKS) -> Sequence[int]:
     """Few round numbers between two: each that is written costs a millisecond.
 
-    >>> sparse_ticks(0, 512)
+    >>> choose_ticks(0, 512)
     [0, 200, 400]
     """
     step = 1

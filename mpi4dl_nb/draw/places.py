@@ -12,19 +12,19 @@ __all__ = [
     "ARROWS",
     "CLOSEST_PX",
     "NEAR_PX",
-    "around",
-    "closer",
-    "farther",
-    "fraction_of",
-    "nearest_own",
-    "neighbour",
-    "owner",
-    "panned",
-    "pixel_at",
-    "scaled",
-    "seam_near",
-    "stepped",
-    "usual_seam",
+    "add_clamped",
+    "choose_seam",
+    "clamp_to_tile",
+    "find_nearest_seam",
+    "find_owner",
+    "get_closer_zoom",
+    "get_neighbour",
+    "get_pixel_at",
+    "get_wider_zoom",
+    "make_square",
+    "pan",
+    "to_fractions",
+    "to_pixel",
 ]
 
 CLOSEST_PX, FACTOR = 8, 4
@@ -37,70 +37,70 @@ Pixel = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class _Steps:
+class _ZoomLevels:
     """The sides of zoomed views of an image, from far to close."""
 
     sides: tuple[int, ...]
 
     @classmethod
-    def of(cls, size_px: Pixel) -> _Steps:
+    def of(cls, size_px: Pixel) -> _ZoomLevels:
         sides = [CLOSEST_PX]
         while sides[-1] * FACTOR < max(size_px):
             sides.append(sides[-1] * FACTOR)
         return cls(tuple(reversed(sides)))
 
 
-def closer(zoom: int | None, size_px: Pixel) -> int:
+def get_closer_zoom(zoom: int | None, size_px: Pixel) -> int:
     """The next closer view: how many pixels it is wide. None is the whole image.
 
-    >>> closer(None, (512, 300)), closer(128, (512, 300)), closer(8, (512, 300))
+    >>> get_closer_zoom(None, (512, 300)), get_closer_zoom(128, (512, 300)), get_closer_zoom(8, (512, 300))
     (128, 32, 8)
     """
-    sides = _Steps.of(size_px).sides
+    sides = _ZoomLevels.of(size_px).sides
     return next((side for side in sides if zoom is None or side < zoom), CLOSEST_PX)
 
 
-def farther(zoom: int | None, size_px: Pixel) -> int | None:
+def get_wider_zoom(zoom: int | None, size_px: Pixel) -> int | None:
     """The next wider view.
 
-    >>> farther(8, (512, 300)), farther(128, (512, 300))
+    >>> get_wider_zoom(8, (512, 300)), get_wider_zoom(128, (512, 300))
     (32, None)
     """
-    sides = reversed(_Steps.of(size_px).sides)
+    sides = reversed(_ZoomLevels.of(size_px).sides)
     return None if zoom is None else next((side for side in sides if side > zoom), None)
 
 
-def around(at: Pixel, side: int, size_px: Pixel) -> Tile:
+def make_square(at: Pixel, side: int, size_px: Pixel) -> Tile:
     """A square of `side` pixels around one, moved to lie within the image.
 
-    >>> around((1, 50), 8, (100, 100)).rows
+    >>> make_square((1, 50), 8, (100, 100)).rows
     Span(start=0, stop=8)
     """
-    return Tile(*(_around(px, side, limit) for px, limit in zip(at, size_px, strict=True)))
+    return Tile(*(_make_span(px, side, limit) for px, limit in zip(at, size_px, strict=True)))
 
 
-def _around(px: int, side: int, limit: int) -> Span:
+def _make_span(px: int, side: int, limit: int) -> Span:
     start = max(0, min(px - side // 2, limit - side))
     return Span(start, min(limit, start + side))
 
 
-def panned(at: Pixel, way: Pixel, side: int, size_px: Pixel) -> Pixel:
+def pan(at: Pixel, way: Pixel, side: int, size_px: Pixel) -> Pixel:
     """A quarter of a view on, as far as the image goes.
 
-    >>> panned((50, 50), (0, 1), 8, (100, 100))
+    >>> pan((50, 50), (0, 1), 8, (100, 100))
     (50, 52)
     """
-    view = around(at, side, size_px)
+    view = make_square(at, side, size_px)
     step = max(1, side // 4)
     middle = view.rows.start + side // 2, view.cols.start + side // 2
-    moved = around((middle[0] + way[0] * step, middle[1] + way[1] * step), side, size_px)
+    moved = make_square((middle[0] + way[0] * step, middle[1] + way[1] * step), side, size_px)
     return moved.rows.start + side // 2, moved.cols.start + side // 2
 
 
-def neighbour(grid: Grid, tile: int, way: Pixel) -> int:
+def get_neighbour(grid: Grid, tile: int, way: Pixel) -> int:
     """The number of the tile beside one; its own at the edge.
 
-    >>> neighbour(Grid(2, 3), 1, (1, 0)), neighbour(Grid(2, 3), 2, (0, 1))
+    >>> get_neighbour(Grid(2, 3), 1, (1, 0)), get_neighbour(Grid(2, 3), 2, (0, 1))
     (4, 2)
     """
     row, col = divmod(tile, grid.cols)
@@ -108,65 +108,65 @@ def neighbour(grid: Grid, tile: int, way: Pixel) -> int:
     return row * grid.cols + col if row in range(grid.rows) and col in range(grid.cols) else tile
 
 
-def pixel_at(x: float, y: float, size_px: Pixel) -> Pixel:
+def get_pixel_at(x: float, y: float, size_px: Pixel) -> Pixel:
     """The pixel (row, column) under a place (x, y), the nearest one beyond the edge.
 
-    >>> pixel_at(3.7, -0.2, (8, 8))
+    >>> get_pixel_at(3.7, -0.2, (8, 8))
     (0, 3)
     """
     return tuple(min(max(int(place), 0), limit - 1) for place, limit in zip((y, x), size_px, strict=True))  # type: ignore[return-value]
 
 
-def stepped(value: int, by: int, most: int | None = None) -> int:
+def add_clamped(value: int, by: int, most: int | None = None) -> int:
     """The next number, from 0 to `most`.
 
-    >>> stepped(3, 1, 3), stepped(0, -1), stepped(4, -1)
+    >>> add_clamped(3, 1, 3), add_clamped(0, -1), add_clamped(4, -1)
     (3, 0, 3)
     """
     return max(0, value + by if most is None else min(value + by, most))
 
 
-def fraction_of(at: Pixel, size_px: Pixel) -> tuple[float, float]:
+def to_fractions(at: Pixel, size_px: Pixel) -> tuple[float, float]:
     """Where the middle of a pixel is, as fractions of the image: the same place in a layer of any size."""
     return (at[0] + 0.5) / size_px[0], (at[1] + 0.5) / size_px[1]
 
 
-def scaled(place: tuple[float, float], size_px: Pixel) -> Pixel:
+def to_pixel(place: tuple[float, float], size_px: Pixel) -> Pixel:
     """The pixel at such fractions.
 
-    >>> scaled(fraction_of((10, 20), (100, 100)), (50, 50))
+    >>> to_pixel(to_fractions((10, 20), (100, 100)), (50, 50))
     (5, 10)
     """
-    return pixel_at(place[1] * size_px[1], place[0] * size_px[0], size_px)
+    return get_pixel_at(place[1] * size_px[1], place[0] * size_px[0], size_px)
 
 
-def nearest_own(grid: Grid, tile: int, at: Pixel, size_px: Pixel) -> Pixel:
+def clamp_to_tile(grid: Grid, tile: int, at: Pixel, size_px: Pixel) -> Pixel:
     """The pixel of a tile that is nearest to one of the image.
 
-    >>> nearest_own(Grid(2, 2), 0, (50, 20), (100, 100))
+    >>> clamp_to_tile(Grid(2, 2), 0, (50, 20), (100, 100))
     (49, 20)
     """
-    own = grid.tile(tile, *size_px)
+    own = grid.get_tile(tile, *size_px)
     row, col = (min(max(px, span.start), span.stop - 1) for px, span in zip(at, (own.rows, own.cols), strict=True))
     return row, col
 
 
-def owner(grid: Grid, at: Pixel, size_px: Pixel) -> int:
+def find_owner(grid: Grid, at: Pixel, size_px: Pixel) -> int:
     """The number of the tile that owns a pixel of an image.
 
-    >>> owner(Grid(2, 2), (50, 20), (100, 100))
+    >>> find_owner(Grid(2, 2), (50, 20), (100, 100))
     2
     """
     return next(number for number, tile in enumerate(grid.cut(*size_px)) if at[0] in tile.rows and at[1] in tile.cols)
 
 
-def seam_near(point: HaloPoint, rank: int, at: Pixel) -> Pixel:
+def find_nearest_seam(point: HaloPoint, rank: int, at: Pixel) -> Pixel:
     """The pixel of a tile's border to another tile that is nearest to `at`; `at` itself where there is no other tile.
 
     The borders are those across which the tile reads, or all inner ones where it reads none.
     """
-    tile, widths, (rows, cols) = point.tiles[rank], point.widths(rank), point.size_px
-    row, col = nearest_own(point.ranks.grid, point.numbers[rank], at, point.size_px)
+    tile, widths, (rows, cols) = point.tiles[rank], point.compute_widths(rank), point.size_px
+    row, col = clamp_to_tile(point.ranks.grid, point.numbers[rank], at, point.size_px)
     borders = {
         "above": (tile.rows.start > 0, (tile.rows.start, col)),
         "below": (tile.rows.stop < rows, (tile.rows.stop, col)),
@@ -178,13 +178,13 @@ def seam_near(point: HaloPoint, rank: int, at: Pixel) -> Pixel:
     return min(reads.values(), key=lambda place: abs(place[0] - at[0]) + abs(place[1] - at[1]), default=at)
 
 
-def usual_seam(point: HaloPoint, rank: int) -> Pixel:
+def choose_seam(point: HaloPoint, rank: int) -> Pixel:
     """A pixel on a corner of the tile where it borrows, or amid a seam; beside the arrow that is drawn there."""
-    pieces = [move.tile for move in (*point.borrowed(rank), *point.overlaps(rank))]
+    pieces = [move.tile for move in (*point.get_receives(rank), *point.find_redundant_moves(rank))]
     tile = point.tiles[rank]
     if not pieces:
         middle = (tile.rows.start + tile.rows.stop) // 2, (tile.cols.start + tile.cols.stop) // 2
-        return seam_near(point, rank, middle)
+        return find_nearest_seam(point, rank, middle)
     piece = min(pieces, key=lambda tile: tile.pixels)
     row, col = piece.rows.start + len(piece.rows) / 4, piece.cols.start + len(piece.cols) / 4
     row = min(max(row, tile.rows.start), tile.rows.stop)

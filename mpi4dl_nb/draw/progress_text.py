@@ -6,31 +6,32 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from engines.checkpoint.interrupts import StoppedError
-from engines.report import Epoch
-from mpi4dl_nb.draw.figure import spoken_bytes
-from mpi4dl_nb.draw.monitor import held_bytes, rank_names, uses
+from engines.report import EpochResult
+from mpi4dl_nb.draw.figure import format_bytes
+from mpi4dl_nb.draw.monitor import compute_uses, format_rank_names, get_memory_bytes
 from mpi4dl_nb.fitting import History
 from mpi4dl_nb.watching import Progress
 
-__all__ = ["progress_html", "spoken_outcome", "spoken_time"]
+__all__ = ["describe_outcome", "format_duration", "format_progress_html"]
 
 EPOCHS = 6  # the last ones: all of them are in the History
 SIDE_BY_SIDE = "display:flex;flex-wrap:wrap;align-items:flex-start;gap:0 2em"
 RANKS = 16  # more of them are in the figure only
 
 
-def progress_html(progress: Progress) -> str:
+def format_progress_html(progress: Progress) -> str:
     """A line, a bar of the steps done, and two tables: of the last epochs, and of the ranks in the last step."""
-    line = " · ".join(escape(part) for part in _line(progress))
+    line = " · ".join(escape(part) for part in _format_step(progress))
     return (
-        f'<div style="line-height:1.5"><p style="margin:0"><b>{escape(progress.state)}</b> · {line}</p>{_bar(progress)}'
-        f'<div style="{SIDE_BY_SIDE}">{_ranks(progress)}{_epochs(progress.epochs)}</div></div>'
+        f'<div style="line-height:1.5"><p style="margin:0"><b>{escape(progress.state)}</b> · {line}</p>'
+        f"{_format_bar(progress)}"
+        f'<div style="{SIDE_BY_SIDE}">{_format_ranks(progress)}{_format_epochs(progress.epochs)}</div></div>'
     )
 
 
-def spoken_time(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """
-    >>> spoken_time(59.6), spoken_time(3725)
+    >>> format_duration(59.6), format_duration(3725)
     ('1:00', '1:02:05')
     """
     minutes, rest = divmod(round(seconds), 60)
@@ -38,7 +39,7 @@ def spoken_time(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def spoken_outcome(outcome: History | BaseException) -> str:
+def describe_outcome(outcome: History | BaseException) -> str:
     """How a `fit` has ended."""
     match outcome:
         case History(stopped=True, saved=None):
@@ -54,7 +55,7 @@ def spoken_outcome(outcome: History | BaseException) -> str:
     return f"ended by an error: {outcome}"
 
 
-def _line(progress: Progress) -> list[str]:
+def _format_step(progress: Progress) -> list[str]:
     done = len(progress.losses)
     of = f" of {progress.total}" if progress.total is not None else ""
     if progress.last is None:
@@ -63,12 +64,12 @@ def _line(progress: Progress) -> list[str]:
     wait = last.wait_s / (last.seconds + last.wait_s)
     told = [f"epoch {last.epoch}, step {done}{of}", f"loss {last.loss:.5g}", f"{progress.speeds[-1]:.2f} images/s"]
     told += [f"accuracy {last.accuracy:.3f}"] if last.accuracy is not None else []
-    told += [f"waiting for images {wait:.0%}", f"{spoken_time(progress.seconds)} so far"]
-    told += [f"about {spoken_time(progress.left_s)} left"] if progress.left_s is not None else []
+    told += [f"waiting for images {wait:.0%}", f"{format_duration(progress.seconds)} so far"]
+    told += [f"about {format_duration(progress.left_s)} left"] if progress.left_s is not None else []
     return told + ([f"{progress.left_out} bad images left out"] if progress.left_out else [])
 
 
-def _bar(progress: Progress) -> str:
+def _format_bar(progress: Progress) -> str:
     if not progress.total:
         return ""
     style = "width:100%;max-width:40em;height:1.1em;margin:0.2em 0"
@@ -76,21 +77,21 @@ def _bar(progress: Progress) -> str:
     return f'<progress aria-label="steps done" {done} style="{style}"></progress>'
 
 
-def _ranks(progress: Progress) -> str:
-    used, held = uses(progress), held_bytes(progress)
+def _format_ranks(progress: Progress) -> str:
+    used, held = compute_uses(progress), get_memory_bytes(progress)
     together = next(iter(held.values()), 0) if progress.one_process else None
     rows = [
-        (rank_names(progress.plan)[rank],
+        (format_rank_names(progress.plan)[rank],
          *(f"{share:.0%}" for share in (use.work, use.communication, use.waiting, use.other)),
-         "" if together is not None else spoken_bytes(held[f"rank {rank}"]))
+         "" if together is not None else format_bytes(held[f"rank {rank}"]))
         for rank, use in used.items()
     ]  # fmt: skip
-    rows += [("all ranks: one process", "", "", "", "", spoken_bytes(together))] if together else []
+    rows += [("all ranks: one process", "", "", "", "", format_bytes(together))] if together else []
     rows = rows if len(rows) <= RANKS else []
-    return _table("Ranks in the last step", ("rank", "works", "communicates", "waits", "other", "memory"), rows)
+    return _format_table("Ranks in the last step", ("rank", "works", "communicates", "waits", "other", "memory"), rows)
 
 
-def _epochs(epochs: Sequence[Epoch]) -> str:
+def _format_epochs(epochs: Sequence[EpochResult]) -> str:
     """The newest first; columns that none of them has are left out."""
     records = [epoch.record for epoch in reversed(epochs[-EPOCHS:])]
     shown = {"epoch": "d", "loss": ".5g", "accuracy": ".3f", "dice": ".3f", "held_out_loss": ".5g",
@@ -98,10 +99,10 @@ def _epochs(epochs: Sequence[Epoch]) -> str:
     kept = {name: form for name, form in shown.items() if any(record[name] is not None for record in records)}
     rows = [["" if record[name] is None else format(record[name], kept[name]) for name in kept] for record in records]
     names = {"images_per_s": "images/s", "data_wait": "data wait"}
-    return _table("Last epochs", [names.get(name, name.replace("_", " ")) for name in kept], rows)
+    return _format_table("Last epochs", [names.get(name, name.replace("_", " ")) for name in kept], rows)
 
 
-def _table(caption: str, heads: Iterable[str], rows: Sequence[Sequence[str]]) -> str:
+def _format_table(caption: str, heads: Iterable[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return ""
     cell = 'style="text-align:right;padding:0 0.6em"'

@@ -10,13 +10,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from engines.spatial.tiles import Span, Tile
-from mpi4dl_nb.draw.figure import INK, ORANGE, spoken_ranks, spoken_size
+from mpi4dl_nb.draw.figure import INK, ORANGE, format_ranks, format_size
 from mpi4dl_nb.draw.tilemap import HALO
-from mpi4dl_nb.step_events import Group, Panel, View
+from mpi4dl_nb.step_events import PanelGroup, RankPanel, StepView
 
-__all__ = ["draw_panels", "told_panels"]
+__all__ = ["describe_panels", "draw_panels"]
 
-Box = tuple[float, float, float, float]
+FigureBox = tuple[float, float, float, float]
 """(left, bottom, width, height) in the figure's own coordinates."""
 
 MAPS = {False: "cividis", True: "PuOr"}
@@ -25,15 +25,15 @@ BAR_SHARE, BAR_IN, GAP_IN = 0.2, 0.9, 0.42
 UNSHAPED = 1.4  # width to height of a panel without pixels
 
 
-def draw_panels(figure: Figure, view: View, box: Box, focus: int) -> None:
+def draw_panels(figure: Figure, view: StepView, box: FigureBox, focus: int) -> None:
     """Groups of ranks beside each other; in a group tiles lie as in the image."""
     groups = view.groups
     left, bottom, width, height = box
     if not groups:
         words = {"fontsize": 10, "color": INK, "ha": "center", "va": "center", "linespacing": 1.5}
-        figure.text(left + width / 2, bottom + height / 2, "\n".join(_reasons(view)), **words)
+        figure.text(left + width / 2, bottom + height / 2, "\n".join(_describe_reasons(view)), **words)
         return
-    counts = [len(_columns(group)) + BAR_SHARE * 2 for group in groups]
+    counts = [len(_find_columns(group)) + BAR_SHARE * 2 for group in groups]
     start = left
     for group, count in zip(groups, counts, strict=True):
         share = width * count / max(sum(counts), 2.2)
@@ -41,22 +41,22 @@ def draw_panels(figure: Figure, view: View, box: Box, focus: int) -> None:
         start += share
 
 
-def _draw_group(figure: Figure, view: View, group: Group, box: Box, focus: int) -> None:
+def _draw_group(figure: Figure, view: StepView, group: PanelGroup, box: FigureBox, focus: int) -> None:
     left, bottom, width, height = box
     wide_in, high_in = figure.get_size_inches()
-    rows, columns = _rows(group), _columns(group)
-    figure.text(left, bottom + height, spoken_group(view, group, "\n"), fontsize=9, color=INK, va="bottom")
+    rows, columns = _find_rows(group), _find_columns(group)
+    figure.text(left, bottom + height, describe_group(view, group, "\n"), fontsize=9, color=INK, va="bottom")
     gap_x, gap_y = GAP_IN / wide_in, GAP_IN / high_in
     cell_h = (height - 0.05 / high_in) / len(rows)
     room_in = (width * wide_in - BAR_IN) / len(columns)
-    cell_w = min(room_in, (cell_h * high_in - GAP_IN) * _widest(group) + GAP_IN) / wide_in
+    cell_w = min(room_in, (cell_h * high_in - GAP_IN) * _compute_max_aspect(group) + GAP_IN) / wide_in
     drawn = None
     for panel in group.panels[:MOST]:
-        row, column = _place(group, panel)
+        row, column = _locate_panel(group, panel)
         corner = left + column * cell_w + 0.6 * gap_x, bottom + (len(rows) - 1 - row) * cell_h + 0.45 * gap_y
         axes = figure.add_axes((*corner, cell_w - gap_x, cell_h - gap_y))
         drawn = _draw_panel(axes, group, panel)
-        _mark(axes, view, panel, focus)
+        _mark_message(axes, view, panel, focus)
     beside = left + len(columns) * cell_w + 0.05 / wide_in
     bar = figure.add_axes((beside, bottom + 0.1 * height, 0.12 / wide_in, 0.8 * height))
     ticks = figure.colorbar(drawn, cax=bar).ax
@@ -64,7 +64,7 @@ def _draw_group(figure: Figure, view: View, group: Group, box: Box, focus: int) 
     ticks.yaxis.get_offset_text().set(fontsize=8, ha="left")
 
 
-def _widest(group: Group) -> float:
+def _compute_max_aspect(group: PanelGroup) -> float:
     """How wide a panel wants to be, as a part of its height: beyond that it would stand in empty space."""
     held = [panel.extent.held for panel in group.panels if _is_square(panel.extent.held)]
     return max((tile.shape[1] / tile.shape[0] for tile in held), default=UNSHAPED)
@@ -75,7 +75,7 @@ def _is_square(held: Tile | None) -> bool:
     return held is not None and max(held.shape) < 8 * min(held.shape)
 
 
-def _reasons(view: View) -> Iterator[str]:
+def _describe_reasons(view: StepView) -> Iterator[str]:
     """Why no rank shows anything, each reason once."""
     if view.event.done:
         yield "The weights have moved. There are no images to show now: a restart begins another step."
@@ -84,10 +84,10 @@ def _reasons(view: View) -> Iterator[str]:
     for panel in view.panels:
         found.setdefault(panel.why, []).append(panel.rank)
     for why, ranks in found.items():
-        yield f"{spoken_ranks(ranks)}: {why}"
+        yield f"{format_ranks(ranks)}: {why}"
 
 
-def spoken_group(view: View, group: Group, end: str = ", ") -> str:
+def describe_group(view: StepView, group: PanelGroup, end: str = ", ") -> str:
     """`gradient of relu_3 (blocks.0), 32 × 48 px, channel 0 of 16, image 0`, in lines that `end` so."""
     extent, seen = group.panels[0].extent, group.panels[0].seen
     what = f"{'gradient of ' * group.gradient}{group.name}"
@@ -98,37 +98,37 @@ def spoken_group(view: View, group: Group, end: str = ", ") -> str:
     where = f"channel {channel} of {seen.channels}, image {view.image}"
     borrowed = any(panel.extent.held != panel.extent.own for panel in group.panels)
     hatched = f"{end}hatched: not the rank's own pixels" * borrowed
-    return f"{what}{end}{spoken_size(extent.size_px)} px, {where}{means}{hatched}"
+    return f"{what}{end}{format_size(extent.size_px)} px, {where}{means}{hatched}"
 
 
-def _rows(group: Group) -> list[int]:
-    return _starts(group, [panel.extent.own and panel.extent.own.rows.start for panel in group.panels])
+def _find_rows(group: PanelGroup) -> list[int]:
+    return _find_starts(group, [panel.extent.own and panel.extent.own.rows.start for panel in group.panels])
 
 
-def _columns(group: Group) -> list[int]:
+def _find_columns(group: PanelGroup) -> list[int]:
     starts = [panel.extent.own and panel.extent.own.cols.start for panel in group.panels]
-    return _starts(group, starts) if _is_tiled(group) else list(range(min(4, len(group.panels))))
+    return _find_starts(group, starts) if _is_tiled(group) else list(range(min(4, len(group.panels))))
 
 
-def _starts(group: Group, starts: Sequence[int | None]) -> list[int]:
+def _find_starts(group: PanelGroup, starts: Sequence[int | None]) -> list[int]:
     """Of tiles; where all ranks hold the same they stand in rows of four."""
     return sorted({s for s in starts if s is not None}) if _is_tiled(group) else list(range(-(-len(group.panels) // 4)))
 
 
-def _is_tiled(group: Group) -> bool:
+def _is_tiled(group: PanelGroup) -> bool:
     """Whether every rank has another tile."""
     owns = [panel.extent.own for panel in group.panels]
     return None not in owns and len(set(owns)) == len(owns)
 
 
-def _place(group: Group, panel: Panel) -> tuple[int, int]:
+def _locate_panel(group: PanelGroup, panel: RankPanel) -> tuple[int, int]:
     if not _is_tiled(group):
         return divmod(group.panels.index(panel), 4)
     own = panel.extent.own
-    return _rows(group).index(own.rows.start), _columns(group).index(own.cols.start)
+    return _find_rows(group).index(own.rows.start), _find_columns(group).index(own.cols.start)
 
 
-def _draw_panel(axes: Axes, group: Group, panel: Panel) -> object:
+def _draw_panel(axes: Axes, group: PanelGroup, panel: RankPanel) -> object:
     low, high = group.span
     held, own, pixels = panel.extent.held, panel.extent.own, panel.seen.pixels.numpy()
     tile = held or Tile.whole(*pixels.shape)
@@ -140,7 +140,7 @@ def _draw_panel(axes: Axes, group: Group, panel: Panel) -> object:
         interpolation="nearest", aspect=aspect,
     )  # fmt: skip
     if own is not None and own != held:
-        for part in _beyond(held, own):
+        for part in _find_halo_tiles(held, own):
             axes.add_patch(Rectangle((part.cols.start, part.rows.start), *part.shape[::-1], **HALO))
     axes.set_title(f"rank {panel.rank}", fontsize=9, pad=3, color=INK)
     axes.set(xticks=[cols.start, cols.stop], yticks=[rows.start, rows.stop])
@@ -152,7 +152,7 @@ def _draw_panel(axes: Axes, group: Group, panel: Panel) -> object:
     return image
 
 
-def _beyond(held: Tile, own: Tile) -> Iterator[Tile]:
+def _find_halo_tiles(held: Tile, own: Tile) -> Iterator[Tile]:
     """What a rank holds beside what it owns: above, below, left and right."""
     inner = own.rows & held.rows
     for rows in (Span(held.rows.start, inner.start), Span(inner.stop, held.rows.stop)):
@@ -163,7 +163,7 @@ def _beyond(held: Tile, own: Tile) -> Iterator[Tile]:
             yield Tile(inner, cols)
 
 
-def _mark(axes: Axes, view: View, panel: Panel, focus: int) -> None:
+def _mark_message(axes: Axes, view: StepView, panel: RankPanel, focus: int) -> None:
     """Frame what the message in focus has brought, and where it came from."""
     if not view.landed or panel.extent.axes is None:
         return
@@ -178,9 +178,9 @@ def _mark(axes: Axes, view: View, panel: Panel, focus: int) -> None:
     axes.set_title(f"→ rank {panel.rank}" if there else f"rank {panel.rank} →", fontsize=9, pad=3, color=INK)
 
 
-def told_panels(view: View) -> Iterator[str]:
+def describe_panels(view: StepView) -> Iterator[str]:
     """In words: what is shown, and from where to where its colours go."""
     for group in view.groups:
         ranks = ", ".join(str(panel.rank) for panel in group.panels)
         low, high = group.span
-        yield f"Shown of ranks {ranks}: {spoken_group(view, group)}, colours from {low:.4g} to {high:.4g}."
+        yield f"Shown of ranks {ranks}: {describe_group(view, group)}, colours from {low:.4g} to {high:.4g}."

@@ -10,17 +10,17 @@ import numpy as np
 from PIL import Image
 
 from engines.images.picture import Picture, Pixels
-from engines.images.thumbnails import shrunk
+from engines.images.thumbnails import make_thumbnail
 from engines.spatial.tiles import Tile
 
-__all__ = ["EXACT_PX", "LONGEST_PX", "Rasters"]
+__all__ = ["EXACT_PX", "LONGEST_PX", "RasterCache"]
 
 LONGEST_PX = 1200  # of the picture as drawn; no screen shows more of it
 EXACT_PX = 1 << 20  # of the picture: what is larger is read from a coarser level
 KEPT = 16  # places of the picture
 
 
-class Rasters:
+class RasterCache:
     """The whole of a picture, and places in it, in the pixels of the screen."""
 
     def __init__(self, picture: Picture) -> None:
@@ -28,7 +28,7 @@ class Rasters:
         self._kept: dict[Hashable, Pixels] = {}
 
     @classmethod
-    def of(cls, picture: Picture | Rasters) -> Rasters:
+    def of(cls, picture: Picture | RasterCache) -> RasterCache:
         """Those of a picture; what is one already stays as it is."""
         return picture if isinstance(picture, cls) else cls(picture)
 
@@ -36,18 +36,18 @@ class Rasters:
     def _whole(self) -> Pixels:
         return self.picture.thumbnail(LONGEST_PX)
 
-    def whole(self, size: tuple[int, int]) -> Pixels:
+    def render_whole(self, size: tuple[int, int]) -> Pixels:
         """(*size, 4): all of the picture."""
-        return self._once(("whole", size), lambda: _rgba(_resized(self._whole, size)))
+        return self._get_cached(("whole", size), lambda: _to_rgba(_resize(self._whole, size)))
 
-    def place(self, layer_px: tuple[int, int], view: Tile, longest_px: int = LONGEST_PX) -> Pixels:
+    def render_region(self, layer_px: tuple[int, int], view: Tile, longest_px: int = LONGEST_PX) -> Pixels:
         """(h, w, 3): the picture under the pixels `view` of a layer, averaged over each of them.
 
         A large view is coarser: its sides are at most `longest_px`.
         """
-        return self._once((layer_px, view, longest_px), lambda: self._place(layer_px, view, longest_px))
+        return self._get_cached((layer_px, view, longest_px), lambda: self._render_region(layer_px, view, longest_px))
 
-    def _place(self, layer_px: tuple[int, int], view: Tile, longest_px: int) -> Pixels:
+    def _render_region(self, layer_px: tuple[int, int], view: Tile, longest_px: int) -> Pixels:
         (top, bottom), (left, right) = (
             (span.start * side / px, span.stop * side / px)
             for span, side, px in zip((view.rows, view.cols), self.picture.shape(), layer_px, strict=True)
@@ -55,12 +55,12 @@ class Rasters:
         y0, x0 = int(top), int(left)
         rows, cols = math.ceil(bottom) - y0, math.ceil(right) - x0
         if rows * cols > EXACT_PX:
-            return shrunk(self.picture, longest_px, (y0, x0, rows, cols))
+            return make_thumbnail(self.picture, longest_px, (y0, x0, rows, cols))
         there = Image.fromarray(self.picture.read(y0, x0, rows, cols))
         box = (left - x0, top - y0, right - x0, bottom - y0)
         return np.array(there.resize(view.shape[::-1], Image.Resampling.BOX, box=box))
 
-    def _once(self, key: Hashable, make: Callable[[], Pixels]) -> Pixels:
+    def _get_cached(self, key: Hashable, make: Callable[[], Pixels]) -> Pixels:
         """What was made before, or is made now; the oldest is forgotten."""
         if key not in self._kept:
             self._kept[key] = make()
@@ -69,12 +69,12 @@ class Rasters:
         return self._kept[key]
 
 
-def _resized(pixels: Pixels, size: tuple[int, int]) -> Pixels:
+def _resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
     larger = max(size) > max(pixels.shape[:2])
     how = Image.Resampling.NEAREST if larger else Image.Resampling.BOX
     return np.array(Image.fromarray(pixels).resize(size[::-1], how))
 
 
-def _rgba(pixels: Pixels) -> Pixels:
+def _to_rgba(pixels: Pixels) -> Pixels:
     """With an opaque fourth channel, which matplotlib draws several times faster."""
     return np.dstack([pixels, np.full(pixels.shape[:2], 255, np.uint8)])

@@ -8,27 +8,27 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
 
 from engines.errors import PlanError
-from engines.predict.kinds import name_of
+from engines.predict.kinds import describe_plan
 from engines.predict.limits import Limit
 from engines.predict.scaling import Scaling
 from engines.predict.shares import SHARES
-from engines.spoken import spoken_bytes, spoken_rate, spoken_share
-from mpi4dl_nb.draw.bars import Look, draw_legend, draw_rows
+from engines.spoken import format_bytes, format_number, format_percent
+from mpi4dl_nb.draw.bars import BarStyle, draw_legend, draw_rows
 from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, Drawing
 
 __all__ = ["show_limits", "show_scaling"]
 
 LOOKS = {
-    "compute": Look("compute", "#56b4e9", ""),
-    "messages": Look("messages: packed, unpacked", "#009e73", "xxx"),
-    "waiting for messages": Look("waiting for messages", "#ffffff", ".."),
-    "sums": Look("sums: adding up", "#f0e442", "|||"),
-    "waiting for sums": Look("waiting for sums", "#fdf6c9", "oo"),
+    "compute": BarStyle("compute", "#56b4e9", ""),
+    "messages": BarStyle("messages: packed, unpacked", "#009e73", "xxx"),
+    "waiting for messages": BarStyle("waiting for messages", "#ffffff", ".."),
+    "sums": BarStyle("sums: adding up", "#f0e442", "|||"),
+    "waiting for sums": BarStyle("waiting for sums", "#fdf6c9", "oo"),
 }
 LINES = ((BLUE, "-", "o"), (ORANGE, "--", "s"), ("#007a5a", "-.", "^"), ("#7b3294", ":", "D"))
 MOST = len(LINES)
 IDEAL = {"color": "#767676", "linewidth": 1, "zorder": 2}
-PIXELS = Look("largest side that fits", "#56b4e9", "")
+PIXELS = BarStyle("largest side that fits", "#56b4e9", "")
 
 
 def show_scaling(studies: Scaling | Mapping[str, Scaling]) -> Drawing:
@@ -55,7 +55,7 @@ def show_scaling(studies: Scaling | Mapping[str, Scaling]) -> Drawing:
     title = f"{first.model} on {first.machine}, predicted: {ways} scaling"
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     draw_legend(figure, [LOOKS[kind] for kind in SHARES])
-    figure.alt = f"{title}. {' '.join(_told(name, study) for name, study in named.items())}"
+    figure.alt = f"{title}. {' '.join(_describe_study(name, study) for name, study in named.items())}"
     return figure
 
 
@@ -70,22 +70,22 @@ def _draw_speeds(axes: Axes, named: Mapping[str, Scaling], grows: bool) -> None:
     axes.set(xscale="log", yscale="log", xlabel="ranks")
     axes.set_ylabel("megapixels per second" if grows else "images per second")
     every = sorted({point.ranks for study in named.values() for point in study.points})
-    shown = _apart(every)
+    shown = _choose_ticks(every)
     axes.xaxis.set_major_locator(FixedLocator(shown))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xticks([], minor=True)
     axes.set_xticklabels([f"{count:,}" for count in shown])
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(lambda value, _: spoken_rate(value))
+    axes.yaxis.set_major_formatter(lambda value, _: format_number(value))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.legend(loc="lower right", fontsize=9, frameon=False)
 
 
-def _apart(counts: Sequence[int], factor: float = 1.5) -> list[int]:
+def _choose_ticks(counts: Sequence[int], factor: float = 1.5) -> list[int]:
     """Those that have room for their numbers on a logarithmic axis.
 
-    >>> _apart([4, 5, 8, 16])
+    >>> _choose_ticks([4, 5, 8, 16])
     [4, 8, 16]
     """
     found: list[int] = []
@@ -107,8 +107,8 @@ def _draw_shares(axes: Axes, named: Mapping[str, Scaling]) -> None:
                 if share:
                     bars[kind].append((row, 100 * start, 100 * (start + share)))
                 start += share
-            labels.append(f"{f'{name}, ' if len(named) > 1 else ''}{_ranks(point.ranks)}")
-            ends.append(f"{spoken_share(study.efficiency(point))}")
+            labels.append(f"{f'{name}, ' if len(named) > 1 else ''}{_format_rank_count(point.ranks)}")
+            ends.append(f"{format_percent(study.compute_efficiency(point))}")
     for kind, spans in bars.items():
         draw_rows(axes, LOOKS[kind], spans, -0.36, 0.72)
     axes.set(xlim=(0, 100), ylim=(len(labels) - 0.4, -0.6), xlabel="% of a rank's time")
@@ -120,22 +120,23 @@ def _draw_shares(axes: Axes, named: Mapping[str, Scaling]) -> None:
     opposite.set_ylabel("efficiency", fontsize=9)
 
 
-def _ranks(count: int) -> str:
+def _format_rank_count(count: int) -> str:
     """
-    >>> _ranks(1), _ranks(2048)
+    >>> _format_rank_count(1), _format_rank_count(2048)
     ('1 rank', '2,048 ranks')
     """
     return f"{count:,} rank{'s'[: count > 1]}"
 
 
-def _told(name: str, study: Scaling) -> str:
+def _describe_study(name: str, study: Scaling) -> str:
     points = []
     for point in study.points:
-        parts = ", ".join(f"{spoken_share(share)} {kind}" for kind, share in point.shares.items() if share)
+        parts = ", ".join(f"{format_percent(share)} {kind}" for kind, share in point.shares.items() if share)
         size = " × ".join(map(str, point.image_shape[2:]))
         points.append(
-            f"{_ranks(point.ranks)}, {name_of(point.forecast.plan)}, images of {size} px: "
-            f"{spoken_rate(point.images_per_s)} images/s, efficiency {spoken_share(study.efficiency(point))} ({parts})"
+            f"{_format_rank_count(point.ranks)}, {describe_plan(point.forecast.plan)}, images of {size} px: "
+            f"{format_number(point.images_per_s)} images/s, "
+            f"efficiency {format_percent(study.compute_efficiency(point))} ({parts})"
         )
     return f"{name}: {'; '.join(points)}."
 
@@ -154,26 +155,29 @@ def show_limits(limits: Sequence[Limit], machine: str = "") -> Drawing:
     axes = figure.subplots()
     draw_rows(axes, PIXELS, [(row, 0.0, float(each.size_px)) for row, each in enumerate(limits)], -0.36, 0.72)
     for row, each in enumerate(limits):
-        axes.text(each.size_px, row, f" {_limit(each)}", va="center", fontsize=9, color=INK)
-    names = [f"{name_of(each.plan)}, {_ranks(each.plan.ranks)}" if each.plan.ranks > 1 else "1 rank" for each in limits]
+        axes.text(each.size_px, row, f" {_format_limit(each)}", va="center", fontsize=9, color=INK)
+    names = [
+        f"{describe_plan(each.plan)}, {_format_rank_count(each.plan.ranks)}" if each.plan.ranks > 1 else "1 rank"
+        for each in limits
+    ]
     axes.set_yticks(range(len(limits)), names, fontsize=9)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set(xlim=(0, 1.45 * max(1, *(each.size_px for each in limits))), ylim=(len(limits) - 0.4, -0.6))
     axes.set_xlabel(f"pixels a side, in steps of {limits[0].step_px}")
     title = f"The largest square image that fits{f' on {machine}' * bool(machine)}, in batches of {limits[0].batch}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    figure.alt = f"{title}. {'; '.join(_named(names, limits))}."
+    figure.alt = f"{title}. {'; '.join(_describe_limits(names, limits))}."
     return figure
 
 
-def _named(names: Iterable[str], limits: Iterable[Limit]) -> Iterable[str]:
-    return (f"{name}: {_limit(each)}" for name, each in zip(names, limits, strict=True))
+def _describe_limits(names: Iterable[str], limits: Iterable[Limit]) -> Iterable[str]:
+    return (f"{name}: {_format_limit(each)}" for name, each in zip(names, limits, strict=True))
 
 
-def _limit(each: Limit) -> str:
+def _format_limit(each: Limit) -> str:
     """`6,144 px: 15.8 GB of 16.0 GB`."""
     if not each.size_px:
-        need = spoken_bytes(each.next_bytes or 0)
-        return f"none fits: {each.step_px} px need {need} of {spoken_bytes(each.rank_bytes)}"
+        need = format_bytes(each.next_bytes or 0)
+        return f"none fits: {each.step_px} px need {need} of {format_bytes(each.rank_bytes)}"
     more = "" if each.next_bytes else ", and no larger one was tried"
-    return f"{each.size_px:,} px: {spoken_bytes(each.bytes)} of {spoken_bytes(each.rank_bytes)}{more}"
+    return f"{each.size_px:,} px: {format_bytes(each.bytes)} of {format_bytes(each.rank_bytes)}{more}"

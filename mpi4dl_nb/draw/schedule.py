@@ -10,22 +10,22 @@ from matplotlib.axes import Axes
 from matplotlib.text import Text
 
 from engines.errors import PlanError
-from engines.pipeline.work import Kind, Schedule, Slot, Work
-from mpi4dl_nb.draw.bars import Look, draw_bars, draw_legend, frame_rows, text_of_rows
+from engines.pipeline.work import ActionKind, PipelineAction, Schedule, Slot
+from mpi4dl_nb.draw.bars import BarStyle, draw_bars, draw_legend, draw_row_frame, get_row_layout
 from mpi4dl_nb.draw.figure import CASING, INK, Drawing
 
-__all__ = ["draw_slots", "letter_slots", "show_schedule"]
+__all__ = ["draw_slots", "label_slots", "show_schedule"]
 
 HINT = "in a bar: its micro-batch; white: idle; held: forwards that have not gone all the way back"
 TOP, HIGH = -0.4, 0.8  # of a bar, around the middle of its row
 ROOM_PX = 6  # for the casing of a text
 LOOKS = {
-    (Kind.FORWARD, False): Look("forward", "#56b4e9", ""),
-    (Kind.BACKWARD, False): Look("backward", "#e69f00", "//"),
-    (Kind.WEIGHTS, False): Look("weights' gradient", "#bfbfbf", "++"),
-    (Kind.FORWARD, True): Look("forward, mirrored", "#009e73", "..."),
-    (Kind.BACKWARD, True): Look("backward, mirrored", "#cc79a7", "\\\\"),
-    (Kind.WEIGHTS, True): Look("weights' gradient, mirrored", "#f0e442", "xx"),
+    (ActionKind.FORWARD, False): BarStyle("forward", "#56b4e9", ""),
+    (ActionKind.BACKWARD, False): BarStyle("backward", "#e69f00", "//"),
+    (ActionKind.WEIGHTS, False): BarStyle("weights' gradient", "#bfbfbf", "++"),
+    (ActionKind.FORWARD, True): BarStyle("forward, mirrored", "#009e73", "..."),
+    (ActionKind.BACKWARD, True): BarStyle("backward, mirrored", "#cc79a7", "\\\\"),
+    (ActionKind.WEIGHTS, True): BarStyle("weights' gradient, mirrored", "#f0e442", "xx"),
 }
 
 
@@ -36,14 +36,14 @@ def show_schedule(schedule: Schedule) -> Drawing:
     stages, how much of the time it idles, and how many forwards it holds at most (`schedule.in_flight`). Raises
     PlanError where there is no work.
 
-    >>> from engines.pipeline.schedule import Batch, schedule
+    >>> from engines.pipeline.make_schedule import Batch, make_schedule
     >>> from mpi4dl_nb import show_schedule
-    >>> made = schedule("1f1b", [[(0,), (1,)]], [Batch(0, (0, 1, 2))])
+    >>> made = make_schedule("1f1b", [[(0,), (1,)]], [Batch(0, (0, 1, 2))])
     >>> figure = show_schedule(made)
     """
     if not schedule.length:
         raise PlanError("The schedule holds no work: make it of at least one batch with a micro-batch.")
-    row_in, end = text_of_rows(schedule.ranks)
+    row_in, end = get_row_layout(schedule.ranks)
     figure = Drawing(figsize=(11, 1.6 + row_in * schedule.ranks), layout="constrained")
     axes = figure.add_subplot()
     title = (
@@ -52,25 +52,28 @@ def show_schedule(schedule: Schedule) -> Drawing:
     axes.set_title(f"{title}\n{HINT}", loc="left", fontsize=10)
     draw_legend(figure, draw_slots(axes, schedule))
     ranks = range(schedule.ranks)
-    left = [(f"rank {rank}", _stages(schedule.order(rank))) for rank in ranks]
-    right = [(f"idle {schedule.idle_of(rank):.0%}", f"holds up to {schedule.in_flight(rank)}") for rank in ranks]
-    frame_rows(
+    left = [(f"rank {rank}", _format_stages(schedule.get_actions(rank))) for rank in ranks]
+    right = [
+        (f"idle {schedule.compute_idle_share(rank):.0%}", f"holds up to {schedule.count_in_flight(rank)}")
+        for rank in ranks
+    ]
+    draw_row_frame(
         axes, schedule.length, "time, in forwards", *([end.join(each) for each in side] for side in (left, right))
     )
-    figure.settle()
-    letter_slots(axes, schedule)
+    figure.freeze_layout()
+    label_slots(axes, schedule)
     told = [f"{', '.join(who)}: {', '.join(numbers)}" for who, numbers in zip(left, right, strict=True)]
     figure.alt = f"{title}. {'; '.join(told)}."
     return figure
 
 
-def draw_slots(axes: Axes, schedule: Schedule) -> list[Look]:
+def draw_slots(axes: Axes, schedule: Schedule) -> list[BarStyle]:
     """Every slot; the looks that occur, in the legend's order."""
-    met: set[Look] = set()
+    met: set[BarStyle] = set()
     for rank, lane in enumerate(schedule.lanes):
-        spans: dict[Look, list[tuple[float, float]]] = defaultdict(list)
+        spans: dict[BarStyle, list[tuple[float, float]]] = defaultdict(list)
         for slot in lane:
-            spans[_look(slot)].append((slot.start, slot.stop))
+            spans[_get_style(slot)].append((slot.start, slot.stop))
         for look, bars in spans.items():
             draw_bars(axes, rank, look, bars, rank + TOP, HIGH)
         axes.vlines([slot.start for slot in lane], rank + TOP, rank + TOP + HIGH, color=INK, linewidth=0.6)
@@ -78,11 +81,11 @@ def draw_slots(axes: Axes, schedule: Schedule) -> list[Look]:
     return [look for look in LOOKS.values() if look in met]
 
 
-def _look(slot: Slot) -> Look:
+def _get_style(slot: Slot) -> BarStyle:
     return LOOKS[slot.work.kind, slot.work.direction > 0]
 
 
-def _stages(order: Iterable[Work]) -> str:
+def _format_stages(order: Iterable[PipelineAction]) -> str:
     """`stages 0, 2 and mirrored 1`."""
     found = [sorted({work.stage for work in order if (work.direction > 0) is mirrored}) for mirrored in (False, True)]
     words = [", ".join(map(str, stages)) for stages in found]
@@ -90,23 +93,23 @@ def _stages(order: Iterable[Work]) -> str:
     return f"stage{'s' * (sum(map(len, found)) > 1)} {told}" if told else "no work"
 
 
-def letter_slots(axes: Axes, schedule: Schedule) -> None:
+def label_slots(axes: Axes, schedule: Schedule) -> None:
     """Name the work in all bars, or its micro-batch, or nothing, as there is room in the shortest."""
     slots = [(rank, slot) for rank, lane in enumerate(schedule.lanes) for slot in lane]
     unit_px = axes.bbox.width / schedule.length
-    forms: tuple[Callable[[Work], str], ...] = (schedule.name_of, lambda work: str(work.micro_batch))
+    forms: tuple[Callable[[PipelineAction], str], ...] = (schedule.format_action, lambda work: str(work.micro_batch))
     for form in forms:
         widest = max(slots, key=lambda each: len(form(each[1].work)) / (each[1].stop - each[1].start))
-        text = _text(axes, *widest, form)
+        text = _draw_text(axes, *widest, form)
         fits = text.get_window_extent().width + ROOM_PX < unit_px * (widest[1].stop - widest[1].start)
         text.remove()
         if fits:
             for rank, slot in slots:
-                _text(axes, rank, slot, form)
+                _draw_text(axes, rank, slot, form)
             return
 
 
-def _text(axes: Axes, rank: int, slot: Slot, form: Callable[[Work], str]) -> Text:
+def _draw_text(axes: Axes, rank: int, slot: Slot, form: Callable[[PipelineAction], str]) -> Text:
     middle = (slot.start + slot.stop) / 2
     style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "path_effects": CASING}
     return axes.text(middle, rank, form(slot.work), **style)

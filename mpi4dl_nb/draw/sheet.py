@@ -11,7 +11,7 @@ from matplotlib.path import Path
 
 from mpi4dl_nb.draw.figure import INK, Drawing
 
-__all__ = ["Box", "draw_arrows", "fill", "fit", "new_sheet", "write"]
+__all__ = ["Box", "draw_arrows", "draw_boxes", "make_sheet", "write", "write_fitting"]
 
 CHARACTER_IN = 0.0085  # the width of one, for each point of the type's size
 HEAD_IN = 0.09  # of an arrow
@@ -21,7 +21,7 @@ Box = tuple[float, float, float, float]
 Point = tuple[float, float]
 
 
-def new_sheet(width_in: float, height_in: float) -> tuple[Drawing, Axes]:
+def make_sheet(width_in: float, height_in: float) -> tuple[Drawing, Axes]:
     """An empty one."""
     figure = Drawing(figsize=(width_in, height_in))
     axes = figure.add_axes((0, 0, 1, 1))
@@ -35,7 +35,9 @@ def write(axes: Axes, x: float, y: float, text: str, size: float, **style: Any) 
     axes.text(x, y, text, fontsize=size, color=INK, **{"va": "center", "ha": "left"} | style)
 
 
-def fit(axes: Axes, x: float, y: float, forms: Sequence[str], width: float, size: float, **style: Any) -> None:
+def write_fitting(
+    axes: Axes, x: float, y: float, forms: Sequence[str], width: float, size: float, **style: Any
+) -> None:
     """The first of these texts that is narrow enough, its middle at (x, y), or nothing."""
     for form in forms:
         if max(map(len, form.splitlines())) * CHARACTER_IN * size < width:
@@ -43,10 +45,10 @@ def fit(axes: Axes, x: float, y: float, forms: Sequence[str], width: float, size
             return
 
 
-def fill(axes: Axes, boxes: Sequence[Box], **style: Any) -> None:
+def draw_boxes(axes: Axes, boxes: Sequence[Box], **style: Any) -> None:
     """All boxes as one patch, which is quicker than one for each."""
     corners = [((x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y)) for x, y, w, h in boxes]
-    _add(axes, corners, **style)
+    _add_outlines(axes, corners, **style)
 
 
 def draw_arrows(axes: Axes, spans: Sequence[Point], y: float) -> None:
@@ -55,10 +57,10 @@ def draw_arrows(axes: Axes, spans: Sequence[Point], y: float) -> None:
     for start, stop in spans:
         neck = stop - HEAD_IN
         outlines.append(((start, y), (neck, y), (neck, y - 0.05), (stop, y), (neck, y + 0.05), (neck, y), (start, y)))
-    _add(axes, outlines, facecolor=INK, edgecolor=INK, linewidth=1)
+    _add_outlines(axes, outlines, facecolor=INK, edgecolor=INK, linewidth=1)
 
 
-def _add(axes: Axes, outlines: Sequence[Sequence[Point]], **style: Any) -> None:
+def _add_outlines(axes: Axes, outlines: Sequence[Sequence[Point]], **style: Any) -> None:
     points = [point for outline in outlines for point in outline]
     codes = [code for each in outlines for code in (Path.MOVETO, *[Path.LINETO] * (len(each) - 2), Path.CLOSEPOLY)]
     if points:

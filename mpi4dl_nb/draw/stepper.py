@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 from matplotlib.axes import Axes
 
 from engines.pipeline.work import Schedule
-from engines.program.places import Place
-from mpi4dl_nb.draw.bars import MANY, Look
-from mpi4dl_nb.draw.figure import INK, ORANGE, Drawing, spoken_bytes, spoken_ranks
-from mpi4dl_nb.draw.landings import draw_landing, told_landing
-from mpi4dl_nb.draw.rank_panels import draw_panels, told_panels
-from mpi4dl_nb.draw.schedule import draw_slots, letter_slots
-from mpi4dl_nb.step_events import RankEvent, StepEvent, View
+from engines.program.places import StepLabel
+from mpi4dl_nb.draw.bars import MANY, BarStyle
+from mpi4dl_nb.draw.figure import INK, ORANGE, Drawing, format_bytes, format_ranks
+from mpi4dl_nb.draw.landings import describe_message, draw_message
+from mpi4dl_nb.draw.rank_panels import describe_panels, draw_panels
+from mpi4dl_nb.draw.schedule import draw_slots, label_slots
+from mpi4dl_nb.step_events import RankEvent, StepEvent, StepView
 
 if TYPE_CHECKING:
-    from mpi4dl_nb.stepping import Stepping
+    from mpi4dl_nb.stepping import StepDebugger
 
-__all__ = ["draw_step", "show_step", "spoken_place"]
+__all__ = ["draw_step", "format_step_label", "show_step"]
 
 WIDE_IN, MARGIN_IN, LANDING_IN = 10.5, 0.15, 7.0
 COLUMNS = (
@@ -39,7 +39,9 @@ NOTHING, DONE = "nothing yet", "nothing: done"
 ROW_IN, HEAD_IN, PANELS_IN = 0.25, 0.62, 4.0
 
 
-def show_step(stepping: Stepping, channel: int = 0, image: int = 0, show: str = "made", message: int = 0) -> Drawing:
+def show_step(
+    stepping: StepDebugger, channel: int = 0, image: int = 0, show: str = "made", message: int = 0
+) -> Drawing:
     """Where a walked step is now, on all ranks side by side, and one channel of one image of what they have there.
 
     `show` is the `activation`, the `gradient`, or what was `made`; `message` numbers what moved last. Raises PlanError
@@ -58,28 +60,28 @@ def show_step(stepping: Stepping, channel: int = 0, image: int = 0, show: str = 
     return draw_step(stepping.view(channel, image, show), message)
 
 
-def draw_step(view: View, focus: int = 0) -> Drawing:
+def draw_step(view: StepView, focus: int = 0) -> Drawing:
     """All of a `View`. `focus` is the number of the message whose values are shown, of those that moved last."""
     ranks = view.event.ranks
     lane_in = 0.27 if len(ranks) <= MANY else 0.16
     heights = (0.42, ROW_IN * (len(ranks) + 1), HEAD_IN + PANELS_IN, 0.5 + lane_in * len(ranks), 0.1)
     page = _Page(sum(heights))
     figure, tops = page.figure, [sum(heights[:index]) for index in range(len(heights))]
-    title = spoken_event(view.event)
-    figure.text(MARGIN_IN / WIDE_IN, page.share(0.12), title, va="top", fontsize=11, weight="bold", color=INK)
-    _draw_table(page.axes(MARGIN_IN, tops[1], WIDE_IN - 2 * MARGIN_IN, heights[1]), view)
+    title = describe_event(view.event)
+    figure.text(MARGIN_IN / WIDE_IN, page.to_figure_y(0.12), title, va="top", fontsize=11, weight="bold", color=INK)
+    _draw_table(page.add_axes(MARGIN_IN, tops[1], WIDE_IN - 2 * MARGIN_IN, heights[1]), view)
     wide = LANDING_IN - 3 * MARGIN_IN if view.landed else WIDE_IN - 2 * MARGIN_IN
-    draw_panels(figure, view, page.box(MARGIN_IN, tops[2] + HEAD_IN, wide, PANELS_IN - 0.05), focus)
+    draw_panels(figure, view, page.compute_box(MARGIN_IN, tops[2] + HEAD_IN, wide, PANELS_IN - 0.05), focus)
     if view.landed:
-        draw_landing(
+        draw_message(
             figure,
             view,
-            page.box(LANDING_IN, tops[2] + HEAD_IN, WIDE_IN - LANDING_IN - MARGIN_IN, PANELS_IN - 0.05),
+            page.compute_box(LANDING_IN, tops[2] + HEAD_IN, WIDE_IN - LANDING_IN - MARGIN_IN, PANELS_IN - 0.05),
             focus,
         )
-    _draw_schedule(page.axes(0.75, tops[3] + 0.45, WIDE_IN - 0.95, heights[3] - 0.5), view)
+    _draw_schedule(page.add_axes(0.75, tops[3] + 0.45, WIDE_IN - 0.95, heights[3] - 0.5), view)
     figure.alt = " ".join(
-        (title, *map(_told_rank, ranks), *told_panels(view), told_landing(view, focus))
+        (title, *map(_describe_rank, ranks), *describe_panels(view), describe_message(view, focus))
     ).strip()  # fmt: skip
     return figure
 
@@ -90,19 +92,19 @@ class _Page:
     def __init__(self, high_in: float) -> None:
         self.high_in, self.figure = high_in, Drawing(figsize=(WIDE_IN, high_in))
 
-    def share(self, top_in: float) -> float:
+    def to_figure_y(self, top_in: float) -> float:
         """The figure's own coordinate, from below."""
         return 1 - top_in / self.high_in
 
-    def box(self, left: float, top: float, wide: float, high: float) -> tuple[float, float, float, float]:
+    def compute_box(self, left: float, top: float, wide: float, high: float) -> tuple[float, float, float, float]:
         """(left, bottom, width, height) in the figure's own coordinates."""
-        return left / WIDE_IN, self.share(top + high), wide / WIDE_IN, high / self.high_in
+        return left / WIDE_IN, self.to_figure_y(top + high), wide / WIDE_IN, high / self.high_in
 
-    def axes(self, left: float, top: float, wide: float, high: float) -> Axes:
-        return self.figure.add_axes(self.box(left, top, wide, high))
+    def add_axes(self, left: float, top: float, wide: float, high: float) -> Axes:
+        return self.figure.add_axes(self.compute_box(left, top, wide, high))
 
 
-def spoken_event(event: StepEvent) -> str:
+def describe_event(event: StepEvent) -> str:
     """What the whole step is at."""
     done = sum(event.places)
     if event.done:
@@ -110,36 +112,36 @@ def spoken_event(event: StepEvent) -> str:
     loss = "" if event.loss is None else f" Loss {event.loss:.6g}"
     if not done:
         return "At the start of a training step: nothing is done"
-    return f"In a training step, after {done} instructions of all ranks; {_moved(event.ranks)}.{loss}"
+    return f"In a training step, after {done} instructions of all ranks; {_describe_moved(event.ranks)}.{loss}"
 
 
-def _moved(ranks: Sequence[RankEvent]) -> str:
+def _describe_moved(ranks: Sequence[RankEvent]) -> str:
     who = [rank.rank for rank in ranks if rank.moved]
-    return f"{spoken_ranks(who)} went on" if who else "no rank went on"
+    return f"{format_ranks(who)} went on" if who else "no rank went on"
 
 
-def spoken_place(place: Place | None, at_end: str) -> str:
+def format_step_label(place: StepLabel | None, at_end: str) -> str:
     """`forward compute · micro-batch 0 · blocks.0.conv1`."""
-    return at_end if place is None else place.words
+    return at_end if place is None else place.text
 
 
-def _short_place(schedule: Schedule, place: Place | None, at_end: str) -> str:
+def _format_short_label(schedule: Schedule, place: StepLabel | None, at_end: str) -> str:
     """`F0 compute · blocks.0.conv1`: the work is called as in the schedule."""
     if place is None:
         return at_end
-    work = f"{schedule.name_of(place.work)} " if place.work else ""
+    work = f"{schedule.format_action(place.work)} " if place.work else ""
     return f"{work}{place.kind}" + f" · {place.where}" * (place.where != place.kind)
 
 
-def _next(rank: RankEvent, text: str) -> str:
-    return f"waits for {spoken_ranks(rank.waits_for)}: {text}" if rank.waits_for else text
+def _describe_next(rank: RankEvent, text: str) -> str:
+    return f"waits for {format_ranks(rank.waits_for)}: {text}" if rank.waits_for else text
 
 
-def _memory(rank: RankEvent) -> str:
-    return f"{spoken_bytes(rank.activation_bytes)} | {spoken_bytes(rank.process_bytes)}"
+def _format_memory(rank: RankEvent) -> str:
+    return f"{format_bytes(rank.activation_bytes)} | {format_bytes(rank.process_bytes)}"
 
 
-def _draw_table(axes: Axes, view: View) -> None:
+def _draw_table(axes: Axes, view: StepView) -> None:
     """A row for each rank; those that went on are bold."""
     ranks, schedule = view.event.ranks, view.schedule
     axes.set(xlim=(0, 1), ylim=(len(ranks) + 1, 0))
@@ -149,17 +151,17 @@ def _draw_table(axes: Axes, view: View) -> None:
     for row, rank in enumerate(ranks, start=1):
         axes.axhline(row, color="#cccccc", linewidth=0.7)
         name = f"{'▶ ' if rank.moved else '   '}{rank.rank}: {rank.role}"
-        did, coming = _short_place(schedule, rank.did, NOTHING), _short_place(schedule, rank.next, DONE)
-        texts = [name, did, _next(rank, coming)]
+        did, coming = _format_short_label(schedule, rank.did, NOTHING), _format_short_label(schedule, rank.next, DONE)
+        texts = [name, did, _describe_next(rank, coming)]
         cut = [text if len(text) <= fits else f"{text[: fits - 1]}…" for text, fits in zip(texts, FITS, strict=True)]
         weight = "bold" if rank.moved else "normal"
-        for (left, _), text in zip(COLUMNS, (*cut, _memory(rank)), strict=True):
+        for (left, _), text in zip(COLUMNS, (*cut, _format_memory(rank)), strict=True):
             axes.text(
                 left, row + 0.5, text, va="center", fontsize=8.5, color=INK, weight=weight if left < 0.5 else None
             )
 
 
-def _draw_schedule(axes: Axes, view: View) -> None:
+def _draw_schedule(axes: Axes, view: StepView) -> None:
     """The order of micro-batches through stages, and how far each rank is."""
     schedule = view.schedule
     looks = draw_slots(axes, schedule)
@@ -167,22 +169,25 @@ def _draw_schedule(axes: Axes, view: View) -> None:
     axes.set(xlim=(0, schedule.length), ylim=(len(ranks) - 0.5, -0.5), xticks=[])
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=8.5)
     axes.tick_params(length=0)
-    letter_slots(axes, schedule)
+    label_slots(axes, schedule)
     for rank in view.event.ranks:
         axes.plot([rank.time] * 2, [rank.rank - 0.48, rank.rank + 0.48], color="white", linewidth=6, zorder=8)
         axes.plot([rank.time] * 2, [rank.rank - 0.48, rank.rank + 0.48], color=ORANGE, linewidth=3, zorder=9)
     axes.set_title(
-        f"{schedule.name}: which micro-batch of which pass; the upright bar is where a rank is. {_legend(looks)}",
-        loc="left", fontsize=9, color=INK,
-    )  # fmt: skip
+        f"{schedule.name}: which micro-batch of which pass; the upright bar is where a rank is. "
+        f"{_format_legend(looks)}",
+        loc="left",
+        fontsize=9,
+        color=INK,
+    )
 
 
-def _legend(looks: Sequence[Look]) -> str:
+def _format_legend(looks: Sequence[BarStyle]) -> str:
     hatches = {"": "plain", "//": "striped", "++": "crossed", "...": "dotted", "\\\\": "back-striped", "xx": "checked"}
     return ", ".join(f"{hatches.get(look.hatch, look.hatch)}: {look.name}" for look in looks)
 
 
-def _told_rank(rank: RankEvent) -> str:
-    did, coming = spoken_place(rank.did, NOTHING), _next(rank, spoken_place(rank.next, DONE))
-    memory = f"values {spoken_bytes(rank.activation_bytes)}, process {spoken_bytes(rank.process_bytes)}"
+def _describe_rank(rank: RankEvent) -> str:
+    did, coming = format_step_label(rank.did, NOTHING), _describe_next(rank, format_step_label(rank.next, DONE))
+    memory = f"values {format_bytes(rank.activation_bytes)}, process {format_bytes(rank.process_bytes)}"
     return f"Rank {rank.rank} ({rank.role}) did {did}; next {coming}; {memory}."

@@ -17,27 +17,27 @@ from engines.images.picture import Pixels
 from engines.layout import StageRanks
 from engines.spatial.moves import Move
 from engines.spatial.tiles import Span, Tile
-from mpi4dl_nb.draw.figure import BLUE, CASING, INK, ORANGE, spoken_bytes
+from mpi4dl_nb.draw.figure import BLUE, CASING, INK, ORANGE, format_bytes
 from mpi4dl_nb.draw.halos import HaloPoint
-from mpi4dl_nb.draw.lettering import Lettered, first_that_fits, label
-from mpi4dl_nb.draw.panels import fill_px, sparse_ticks
-from mpi4dl_nb.draw.rasters import Rasters
+from mpi4dl_nb.draw.lettering import TileLabels, draw_first_fit, draw_label
+from mpi4dl_nb.draw.panels import choose_ticks, get_panel_px
+from mpi4dl_nb.draw.rasters import RasterCache
 
 __all__ = [
     "COMPUTED",
     "HALO",
     "LOOKS",
     "OTHER_HALO",
-    "colour_of",
+    "clamp_point",
+    "compute_middle",
     "draw_arrow",
-    "draw_borrowing",
+    "draw_halo_arrows",
     "draw_halos",
     "draw_picture",
     "draw_tiles",
-    "middle",
-    "near",
+    "get_tile_colour",
+    "label_tiles",
     "show_raster",
-    "tag_tiles",
 ]
 
 LOOKS = ((ORANGE, "solid"), (BLUE, (0, (5, 2))))  # of tiles, in turn
@@ -47,11 +47,11 @@ OTHER_HALO = {"facecolor": "none", "edgecolor": INK, "hatch": "...", "linewidth"
 TAGS = (("tile {tile}, rank {rank}", 9), ("tile {tile}\nrank {rank}", 8), ("r{rank}", 7), ("{rank}", 5))
 
 
-def draw_picture(axes: Axes, rasters: Rasters, size_px: tuple[int, int], unit: str = "px") -> None:
+def draw_picture(axes: Axes, rasters: RasterCache, size_px: tuple[int, int], unit: str = "px") -> None:
     """The whole picture under a layer's pixel coordinates."""
     height, width = size_px
-    axes.set(xlim=(0, width), ylim=(height, 0), xticks=sparse_ticks(0, width), yticks=sparse_ticks(0, height))
-    show_raster(axes, rasters.whole(fill_px(axes)), Tile.whole(height, width))
+    axes.set(xlim=(0, width), ylim=(height, 0), xticks=choose_ticks(0, width), yticks=choose_ticks(0, height))
+    show_raster(axes, rasters.render_whole(get_panel_px(axes)), Tile.whole(height, width))
     axes.set_xlabel(f"column, {unit}", fontsize=9)
     axes.set_ylabel(f"row, {unit}", fontsize=9)
     axes.tick_params(labelsize=9)
@@ -76,21 +76,21 @@ def draw_tiles(axes: Axes, ranks: StageRanks, tiles: Mapping[int, Tile], gap: fl
             axes.add_patch(outline)
 
 
-def tag_tiles(
+def label_tiles(
     axes: Axes, names: Mapping[int, int], tiles: Mapping[int, Tile], centre: Tile, avoid: Sequence[Bbox] = ()
-) -> Lettered:
+) -> TileLabels:
     """Tile numbers, `names` by rank, as fully as there is room, in the corners farthest from `centre`."""
 
-    def tags(form: str, size: int) -> Lettered:
+    def draw_tile_labels(form: str, size: int) -> TileLabels:
         return {
-            rank: _tag(axes, tiles[rank], centre, form.format(tile=number, rank=rank), size)
+            rank: _draw_tile_label(axes, tiles[rank], centre, form.format(tile=number, rank=rank), size)
             for rank, number in names.items()
         }
 
-    return first_that_fits(axes, tiles, [lambda form=form: tags(*form) for form in TAGS], avoid)
+    return draw_first_fit(axes, tiles, [lambda form=form: draw_tile_labels(*form) for form in TAGS], avoid)
 
 
-def _tag(axes: Axes, tile: Tile, centre: Tile, text: str, size: int) -> Text:
+def _draw_tile_label(axes: Axes, tile: Tile, centre: Tile, text: str, size: int) -> Text:
     right, low = tile.cols.start > centre.cols.start, tile.rows.start > centre.rows.start
     x, ha, dx = (tile.cols.stop, "right", -1.2 * size) if right else (tile.cols.start, "left", 1.2 * size)
     y, va, dy = (tile.rows.stop, "bottom", 1.2 * size) if low else (tile.rows.start, "top", -1.2 * size)
@@ -106,29 +106,29 @@ def draw_halos(axes: Axes, ranks: StageRanks, pieces: Iterable[Move], look: Mapp
         if look is not OTHER_HALO:
             casing = look | {"edgecolor": "white", "linewidth": 4, "hatch_linewidth": 3.5}
             axes.add_patch(Rectangle(corner, width, height, **casing))
-        axes.add_patch(Rectangle(corner, width, height, **{"edgecolor": colour_of(ranks, move.source)} | look))
+        axes.add_patch(Rectangle(corner, width, height, **{"edgecolor": get_tile_colour(ranks, move.source)} | look))
 
 
-def colour_of(ranks: StageRanks, rank: int) -> str:
+def get_tile_colour(ranks: StageRanks, rank: int) -> str:
     """The colour of a rank's tile: neighbours differ."""
     row, col = divmod(ranks.ranks.index(rank), ranks.grid.cols)
     return LOOKS[(row + col) % 2][0]
 
 
-def draw_borrowing(axes: Axes, point: HaloPoint, rank: int, avoid: Sequence[Bbox] = ()) -> Lettered:
+def draw_halo_arrows(axes: Axes, point: HaloPoint, rank: int, avoid: Sequence[Bbox] = ()) -> TileLabels:
     """One arrow for each piece that a rank borrows, labelled where there is room for all the labels."""
-    tiles, pieces = point.tiles, point.borrowed(rank)
-    texts = {move.source: point.piece_text(move, "\n") for move in pieces}
-    total = spoken_bytes(point.bytes(pieces)) if pieces else "nothing"
+    tiles, pieces = point.tiles, point.get_receives(rank)
+    texts = {move.source: point.describe_move(move, "\n") for move in pieces}
+    total = format_bytes(point.count_bytes(pieces)) if pieces else "nothing"
     texts[rank] = f"tile {point.numbers[rank]}, rank {rank}\nborrows {total}"
 
-    def labels() -> Lettered:
-        return {owner: label(axes, *middle(tiles[owner]), text) for owner, text in texts.items()}
+    def draw_labels() -> TileLabels:
+        return {owner: draw_label(axes, *compute_middle(tiles[owner]), text) for owner, text in texts.items()}
 
-    lettered = first_that_fits(axes, tiles, [labels], avoid)
+    lettered = draw_first_fit(axes, tiles, [draw_labels], avoid)
     for move in pieces:
         start = lettered.get(move.source)
-        draw_arrow(axes, middle(tiles[move.source]), _landing(move.tile, tiles[rank]), start)
+        draw_arrow(axes, compute_middle(tiles[move.source]), _compute_arrow_tip(move.tile, tiles[rank]), start)
     return lettered
 
 
@@ -143,19 +143,19 @@ def draw_arrow(
     axes.annotate("", xy=end, xytext=start, arrowprops=look | ends, zorder=9)
 
 
-def _landing(piece: Tile, own: Tile) -> tuple[float, float]:
+def _compute_arrow_tip(piece: Tile, own: Tile) -> tuple[float, float]:
     """Just inside the tile, beside the piece."""
     depth = 0.09 * min(own.shape)
     inner = Tile(*(Span(span.start + depth, span.stop - depth) for span in (own.rows, own.cols)))
-    return near(middle(piece), inner)
+    return clamp_point(compute_middle(piece), inner)
 
 
-def middle(tile: Tile) -> tuple[float, float]:
+def compute_middle(tile: Tile) -> tuple[float, float]:
     """(x, y) of a rectangle's middle."""
     return (tile.cols.start + tile.cols.stop) / 2, (tile.rows.start + tile.rows.stop) / 2
 
 
-def near(point: tuple[float, float], tile: Tile) -> tuple[float, float]:
+def clamp_point(point: tuple[float, float], tile: Tile) -> tuple[float, float]:
     """The place in a rectangle that is nearest to (x, y)."""
     x, y = point
     return min(max(x, tile.cols.start), tile.cols.stop), min(max(y, tile.rows.start), tile.rows.stop)

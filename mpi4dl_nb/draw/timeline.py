@@ -9,36 +9,36 @@ from matplotlib.axes import Axes
 
 from engines.errors import PlanError
 from engines.layout import Layout, Role
-from engines.pipeline.bubble import bubble_of
+from engines.pipeline.bubble import compute_plan_bubble
 from engines.plan import Plan
-from engines.program.timeline import WORK, Event, Timeline
-from mpi4dl_nb.draw.bars import Look, draw_bars, draw_legend, frame_rows, text_of_rows
+from engines.program.timeline import WORK, Timeline, TimelineEvent
+from mpi4dl_nb.draw.bars import BarStyle, draw_bars, draw_legend, draw_row_frame, get_row_layout
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.timeline_labels import label_rows
 
-__all__ = ["look", "show_timeline"]
+__all__ = ["get_style", "show_timeline"]
 
 HINT = "upper half of a row: own work; lower half: communication, and waiting for others with its share of the step"
 
-FORWARD = Look("compute, forward", "#56b4e9", "")
-BACKWARD = Look("compute, backward", "#e69f00", "//")
-WEIGHTS = Look("compute, weights' gradient", "#bfbfbf", "++")
+FORWARD = BarStyle("compute, forward", "#56b4e9", "")
+BACKWARD = BarStyle("compute, backward", "#e69f00", "//")
+WEIGHTS = BarStyle("compute, weights' gradient", "#bfbfbf", "++")
 PASSES = {"forward": FORWARD, "weights": WEIGHTS}
-OTHER = Look("other communication", "#d9d9d9", "ooo")
-WAIT = Look("waiting for others", "#ffffff", "..")
+OTHER = BarStyle("other communication", "#d9d9d9", "ooo")
+WAIT = BarStyle("waiting for others", "#ffffff", "..")
 LOOKS = {
-    "update": Look("update of the weights", "#4d4d4d", "**"),
-    "halo": Look("halo", "#009e73", "xxx"),
-    "stage": Look("stage transfer", "#cc79a7", "\\\\"),
-    "all-reduce": Look("all-reduce", "#f0e442", "|||"),
+    "update": BarStyle("update of the weights", "#4d4d4d", "**"),
+    "halo": BarStyle("halo", "#009e73", "xxx"),
+    "stage": BarStyle("stage transfer", "#cc79a7", "\\\\"),
+    "all-reduce": BarStyle("all-reduce", "#f0e442", "|||"),
 }
 ORDER = (FORWARD, BACKWARD, WEIGHTS, *LOOKS.values(), OTHER, WAIT)  # of the legend
 
-Rows = Mapping[int, tuple[str, ...]]
+RowLabels = Mapping[int, tuple[str, ...]]
 """Each rank's name and role."""
 
 
-def look(event: Event) -> Look:
+def get_style(event: TimelineEvent) -> BarStyle:
     """The look of an event's kind; of computation there are two, by direction."""
     if event.kind == "compute":
         return PASSES.get(event.phase, BACKWARD)
@@ -64,50 +64,50 @@ def show_timeline(
     >>> figure = show_timeline(forecast(resnet20_v1(), plan, (2, 3, 64, 64), "Summit").timeline, plan)
     """
     charts = {"measured": timeline} | ({"predicted": predicted} if predicted is not None else {})
-    rows = {name: _rows(chart, plan) for name, chart in charts.items()}
+    rows = {name: _make_row_labels(chart, plan) for name, chart in charts.items()}
     first, last = span_ms or (0.0, max(chart.seconds for chart in charts.values()) * 1e3)
     if not 0 <= first < last:
         raise PlanError(f"span_ms={span_ms} must be (start, end) in milliseconds, 0 <= start < end.")
-    row_in, _ = text_of_rows(len(rows["measured"]))
+    row_in, _ = get_row_layout(len(rows["measured"]))
     tall = [0.8 + row_in * len(each) for each in rows.values()]
     figure = Drawing(figsize=(11, 0.8 + sum(tall)), layout="constrained")
     axes = figure.subplots(len(charts), sharex=True, squeeze=False, height_ratios=tall)[:, 0]
-    titles = {name: _title(name, charts, plan) for name in charts}
+    titles = {name: _format_title(name, charts, plan) for name in charts}
     met = {
         style
         for place, (name, chart) in zip(axes, charts.items(), strict=True)
-        for style in _chart(place, chart, rows[name], titles[name])
+        for style in _draw_chart(place, chart, rows[name], titles[name])
     }
     axes[0].set_title(f"{titles['measured']}\n{HINT}", loc="left", fontsize=10)
     for place in axes[:-1]:
         place.set_xlabel("")
     axes[0].set_xlim(first, last)
     draw_legend(figure, [style for style in ORDER if style in met])
-    figure.settle()
+    figure.freeze_layout()
     for place, chart in zip(axes, charts.values(), strict=True):
         label_rows(place, chart)
-    figure.alt = " ".join(_alt(titles[name], chart, rows[name]) for name, chart in charts.items())
+    figure.alt = " ".join(_format_alt(titles[name], chart, rows[name]) for name, chart in charts.items())
     return figure
 
 
-def _title(name: str, charts: Mapping[str, Timeline], plan: Plan | None) -> str:
+def _format_title(name: str, charts: Mapping[str, Timeline], plan: Plan | None) -> str:
     """Of one chart; where there are two, each says which one it is."""
     chart, measured = charts[name], charts["measured"]
     title = "One training step" if len(charts) == 1 else f"One training step, {name}"
     beside = f" ({chart.seconds / measured.seconds - 1:+.0%})" if name == "predicted" else ""
-    return f"{title}: {chart.seconds * 1e3:.4g} ms{beside} on {len(chart.ranks)} ranks{_idle(chart, plan)}"
+    return f"{title}: {chart.seconds * 1e3:.4g} ms{beside} on {len(chart.ranks)} ranks{_format_idle(chart, plan)}"
 
 
-def _idle(timeline: Timeline, plan: Plan | None) -> str:
+def _format_idle(timeline: Timeline, plan: Plan | None) -> str:
     """How long ranks of a pipeline do not compute, and how long by formula if its stages were equal."""
     if plan is None or plan.micro_batches == 1 or plan.split_size == 1:
         return ""
-    formula = bubble_of(plan)
+    formula = compute_plan_bubble(plan)
     beside = "" if formula is None else f" ({plan.schedule} of equal stages: {formula:.0%})"
     return f"; idle or communicating {timeline.idle:.0%}{beside}"
 
 
-def _rows(timeline: Timeline, plan: Plan | None) -> Rows:
+def _make_row_labels(timeline: Timeline, plan: Plan | None) -> RowLabels:
     """Each rank's name and role, ascending."""
     if not timeline.events:
         raise PlanError("The timeline holds no event: run a training step first.")
@@ -120,31 +120,31 @@ def _rows(timeline: Timeline, plan: Plan | None) -> Rows:
             f"The timeline is of ranks {ranks}, but the plan needs {len(roles)} ranks. "
             "Give the plan that was run, or none."
         )
-    return {rank: (f"rank {rank}", *map(_told, who)) for rank, who in enumerate(roles)}
+    return {rank: (f"rank {rank}", *map(_format_role, who)) for rank, who in enumerate(roles)}
 
 
-def _told(role: Role) -> str:
+def _format_role(role: Role) -> str:
     return f"stage {role.stage}, tile {role.tile}{', mirrored' * role.direction}"
 
 
-def _chart(axes: Axes, timeline: Timeline, rows: Rows, title: str) -> set[Look]:
+def _draw_chart(axes: Axes, timeline: Timeline, rows: RowLabels, title: str) -> set[BarStyle]:
     """Every event, and the texts beside the rows; the looks that occur."""
     axes.set_title(title, loc="left", fontsize=10)
     met = _draw_bars(axes, timeline, list(rows))
-    end = text_of_rows(len(rows))[1]
-    texts = [[end.join(words) for words in side] for side in (rows.values(), _shares(timeline).values())]
-    frame_rows(axes, timeline.seconds * 1e3, "time, ms", *texts)
+    end = get_row_layout(len(rows))[1]
+    texts = [[end.join(words) for words in side] for side in (rows.values(), _format_shares(timeline).values())]
+    draw_row_frame(axes, timeline.seconds * 1e3, "time, ms", *texts)
     return met
 
 
-def _draw_bars(axes: Axes, timeline: Timeline, ranks: Sequence[int]) -> set[Look]:
+def _draw_bars(axes: Axes, timeline: Timeline, ranks: Sequence[int]) -> set[BarStyle]:
     """Work above, messages below, and at their end the waiting for them."""
-    bars: dict[tuple[int, Look, bool], list[tuple[float, float]]] = defaultdict(list)
+    bars: dict[tuple[int, BarStyle, bool], list[tuple[float, float]]] = defaultdict(list)
     for event in timeline.events:
         start, wait, end = (
             (s - timeline.start_s) * 1e3 for s in (event.start_s, event.end_s - event.wait_s, event.end_s)
         )
-        bars[event.rank, look(event), event.kind in WORK].append((start, wait))
+        bars[event.rank, get_style(event), event.kind in WORK].append((start, wait))
         if event.wait_s:
             bars[event.rank, WAIT, False].append((wait, end))
     for (rank, style, is_work), spans in bars.items():
@@ -152,15 +152,15 @@ def _draw_bars(axes: Axes, timeline: Timeline, ranks: Sequence[int]) -> set[Look
     return {style for _, style, _ in bars}
 
 
-def _shares(timeline: Timeline) -> dict[int, tuple[str, str]]:
+def _format_shares(timeline: Timeline) -> dict[int, tuple[str, str]]:
     """`compute 71%` and `communicate 5%, wait 22%`, by rank."""
     return {
         rank: (f"compute {use.work:.0%}", f"communicate {use.communication:.0%}, wait {use.waiting:.0%}")
-        for rank, use in timeline.uses.items()
+        for rank, use in timeline.time_shares.items()
     }
 
 
-def _alt(title: str, timeline: Timeline, rows: Rows) -> str:
-    shares = _shares(timeline)
+def _format_alt(title: str, timeline: Timeline, rows: RowLabels) -> str:
+    shares = _format_shares(timeline)
     told = [f"{', '.join(rows[rank])}: {', '.join(shares[rank])}" for rank in rows]
     return f"{title}. {'; '.join(told)}."

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from matplotlib.axes import Axes
 
-from engines.program.timeline import Event, Timeline
+from engines.program.timeline import Timeline, TimelineEvent
 from mpi4dl_nb.draw.figure import CASING, INK
 
 __all__ = ["label_rows"]
@@ -17,7 +17,7 @@ SMALL_ROW_PX = 40  # rows of this height have no room for texts in their halves
 ROOM_PX, LETTER_PX = 6, 7  # beside a text, and of a character of it
 LEAST = 0.02  # of the step: bubbles that are smaller say no number
 
-Span = tuple[float, float]
+Interval = tuple[float, float]
 
 
 def label_rows(axes: Axes, timeline: Timeline) -> None:
@@ -28,28 +28,28 @@ def label_rows(axes: Axes, timeline: Timeline) -> None:
     if axes.bbox.height / len(timeline.ranks) < SMALL_ROW_PX:
         return
     for row, rank in enumerate(timeline.ranks):
-        for text, span in _passes(timeline, rank):
-            _label(axes, [text], span, row - 0.22)
-        for start_s, end_s in timeline.bubbles(rank):
+        for text, span in _find_passes(timeline, rank):
+            _draw_first_fit(axes, [text], span, row - 0.22)
+        for start_s, end_s in timeline.find_bubbles(rank):
             share = (end_s - start_s) / timeline.seconds
             if share >= LEAST:
-                _label(axes, [f"waits {share:.0%}", f"{share:.0%}"], (start_s * 1e3, end_s * 1e3), row + 0.22)
+                _draw_first_fit(axes, [f"waits {share:.0%}", f"{share:.0%}"], (start_s * 1e3, end_s * 1e3), row + 0.22)
 
 
-def _passes(timeline: Timeline, rank: int) -> Iterator[tuple[str, Span]]:
+def _find_passes(timeline: Timeline, rank: int) -> Iterator[tuple[str, Interval]]:
     """Stretches of work on one micro-batch in one direction, in ms of the step, with what they are called."""
     mine = [event for event in timeline.events if event.rank == rank and event.kind == "compute"]
-    for name, events in groupby(sorted(mine, key=lambda event: event.start_s), key=_name):
+    for name, events in groupby(sorted(mine, key=lambda event: event.start_s), key=_format_name):
         stretch = list(events)
         start_s, end_s = stretch[0].start_s - timeline.start_s, stretch[-1].end_s - timeline.start_s
         yield name, (start_s * 1e3, end_s * 1e3)
 
 
-def _name(event: Event) -> str:
+def _format_name(event: TimelineEvent) -> str:
     return f"{PASSES.get(event.phase, 'B')}{event.micro_batch}"
 
 
-def _label(axes: Axes, forms: Sequence[str], span: Span, height: float) -> None:
+def _draw_first_fit(axes: Axes, forms: Sequence[str], span: Interval, height: float) -> None:
     """The first form that fits into what can be seen of the span, in its middle."""
     low, high = axes.get_xlim()
     start, end = max(span[0], low), min(span[1], high)

@@ -10,16 +10,16 @@ from torch import nn
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.program.compile import compile_plan
-from engines.program.traffic import Traffic, traffic
+from engines.program.traffic import Traffic, count_traffic
 from engines.training import prepare
 from mpi4dl_nb.draw.bars import draw_legend
-from mpi4dl_nb.draw.figure import INK, Drawing, spoken_bytes
+from mpi4dl_nb.draw.figure import INK, Drawing, format_bytes
 from mpi4dl_nb.draw.timeline import LOOKS
 
 __all__ = ["show_traffic"]
 
 KINDS = ("halo", "stage", "all-reduce")
-Sent = Mapping[str, Traffic]
+TrafficByKind = Mapping[str, Traffic]
 
 
 def show_traffic(model: nn.Module, plans: Mapping[str, Plan], image_shape: Sequence[int]) -> Drawing:
@@ -35,27 +35,29 @@ def show_traffic(model: nn.Module, plans: Mapping[str, Plan], image_shape: Seque
     """
     if not plans:
         raise PlanError("There is no plan to show: give at least one, such as {'D1': Plan()}.")
-    sent = {name: _busiest(model, plan, image_shape) for name, plan in plans.items()}
+    sent = {name: _find_busiest(model, plan, image_shape) for name, plan in plans.items()}
     figure = Drawing(figsize=(11, 1.9 + 0.5 * len(sent)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    _draw(left, sent, lambda part: part.messages, "{:.0f}".format)
-    _draw(right, sent, lambda part: part.bytes / 2**20, lambda size: spoken_bytes(round(size * 2**20)))
+    _draw_bars(left, sent, lambda part: part.messages, "{:.0f}".format)
+    _draw_bars(right, sent, lambda part: part.bytes / 2**20, lambda size: format_bytes(round(size * 2**20)))
     left.set(xlabel="messages sent", yticks=range(len(sent)), yticklabels=sent, ylim=(len(sent) - 0.4, -0.6))
     right.set(xlabel="megabytes sent")
     title = "One training step, forward and back: what the busiest rank sends"
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     draw_legend(figure, [LOOKS[kind] for kind in KINDS])
-    figure.alt = f"{title}. {'; '.join(f'{name}: {_told(parts)}' for name, parts in sent.items())}."
+    figure.alt = f"{title}. {'; '.join(f'{name}: {_describe_traffic(parts)}' for name, parts in sent.items())}."
     return figure
 
 
-def _busiest(model: nn.Module, plan: Plan, image_shape: Sequence[int]) -> Sent:
+def _find_busiest(model: nn.Module, plan: Plan, image_shape: Sequence[int]) -> TrafficByKind:
     """By kind, on the rank that sends most bytes."""
     programs = compile_plan(prepare(model, plan, image_shape).graph, plan)
-    return max(map(traffic, programs), key=lambda parts: sum(part.bytes for part in parts.values()))
+    return max(map(count_traffic, programs), key=lambda parts: sum(part.bytes for part in parts.values()))
 
 
-def _draw(axes: Axes, sent: Mapping[str, Sent], size: Callable[[Traffic], float], said: Callable[[float], str]) -> None:
+def _draw_bars(
+    axes: Axes, sent: Mapping[str, TrafficByKind], size: Callable[[Traffic], float], said: Callable[[float], str]
+) -> None:
     """One bar for each plan, its kinds one behind the other, and their sum at its end."""
     for row, parts in enumerate(sent.values()):
         end = 0.0
@@ -68,9 +70,9 @@ def _draw(axes: Axes, sent: Mapping[str, Sent], size: Callable[[Traffic], float]
     axes.set_xlim(left=0)
 
 
-def _told(parts: Sent) -> str:
+def _describe_traffic(parts: TrafficByKind) -> str:
     return ", ".join(
-        f"{parts[kind].messages} messages of {spoken_bytes(parts[kind].bytes)} for {LOOKS[kind].name}"
+        f"{parts[kind].messages} messages of {format_bytes(parts[kind].bytes)} for {LOOKS[kind].name}"
         for kind in KINDS
         if kind in parts
     )

@@ -10,18 +10,18 @@ from matplotlib.axes import Axes
 
 from engines.errors import PlanError
 from engines.plan import Plan
-from engines.predict.kinds import grids_of, name_of
-from engines.spoken import spoken_bytes, spoken_rate
-from mpi4dl_nb.draw.bars import Look, draw_legend
+from engines.predict.kinds import describe_plan, format_grids
+from engines.spoken import format_bytes, format_number
+from mpi4dl_nb.draw.bars import BarStyle, draw_legend
 from mpi4dl_nb.draw.figure import INK, Drawing
 
 if TYPE_CHECKING:
     from mpi4dl_nb.tuning import Candidate
 
-__all__ = ["COLUMNS", "cells", "show_tuning", "spoken_measured", "table_html"]
+__all__ = ["COLUMNS", "describe_measurements", "format_cells", "format_table_html", "show_tuning"]
 
-PREDICTED = Look("predicted", "#56b4e9", "")
-MEASURED = Look("measured", "#e69f00", "//")
+PREDICTED = BarStyle("predicted", "#56b4e9", "")
+MEASURED = BarStyle("measured", "#e69f00", "//")
 SHOWN = 10
 """Rows of the figure: the rest is in the table."""
 
@@ -35,38 +35,45 @@ NUMBERS = 5
 MB = 1 << 20
 
 
-def _order(plan: Plan) -> str:
+def _format_schedule(plan: Plan) -> str:
     """The schedule, where there is anything to be put in order."""
     return plan.schedule if plan.parts > 1 or plan.bidirectional else "–"
 
 
-def cells(number: int, each: Candidate) -> tuple[str, ...]:
+def format_cells(number: int, each: Candidate) -> tuple[str, ...]:
     """The row of a candidate, one text for each column."""
     plan = each.plan
-    measured = "failed" if each.failure else _said(each.images_per_s, spoken_rate)
+    measured = "failed" if each.failure else _format_optional(each.images_per_s, format_number)
     return (
-        str(number), name_of(plan), str(plan.split_size), grids_of(plan), _order(plan), str(plan.parts),
-        spoken_rate(each.predicted_images_per_s), measured, spoken_bytes(each.predicted_bytes),
-        _said(each.peak_bytes, spoken_bytes),
-    )  # fmt: skip
+        str(number),
+        describe_plan(plan),
+        str(plan.split_size),
+        format_grids(plan),
+        _format_schedule(plan),
+        str(plan.parts),
+        format_number(each.predicted_images_per_s),
+        measured,
+        format_bytes(each.predicted_bytes),
+        _format_optional(each.peak_bytes, format_bytes),
+    )
 
 
-def _said(value: Any, say: Callable[[Any], str]) -> str:
+def _format_optional(value: Any, say: Callable[[Any], str]) -> str:
     return "–" if value is None else say(value)
 
 
-def table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
+def format_table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
     """All candidates as an HTML table with headers for rows and columns.
 
     With `choose` each row begins with a radio button, whose value is the row's number from 0, and whose name for those
     who do not see the table is that word, the number and the plan.
     """
     caption = f"{len(candidates)} plans, the best first: measured ones before those that are only predicted"
-    rows = "".join(_row(number, each, choose) for number, each in enumerate(candidates, 1))
+    rows = "".join(_format_row(number, each, choose) for number, each in enumerate(candidates, 1))
     return (
         f'<table style="border-collapse: collapse; color: inherit">'
         f'<caption style="text-align: left">{caption}</caption>'
-        f"<thead>{_heads()}</thead><tbody>{rows}</tbody></table>"
+        f"<thead>{_format_heads()}</thead><tbody>{rows}</tbody></table>"
     )
 
 
@@ -75,7 +82,7 @@ _CELL = f"padding: 2px 10px 2px 4px; {_LINE}; line-height: 1.3"
 _WORDS, _NUMBER = f"text-align: left; {_CELL}", f"text-align: right; white-space: nowrap; {_CELL}"
 
 
-def _heads() -> str:
+def _format_heads() -> str:
     """Two rows: some heads are of two columns."""
     upper = lower = ""
     for place, (name, *parts) in enumerate(COLUMNS):
@@ -90,8 +97,8 @@ def _heads() -> str:
     return f"<tr>{upper}</tr><tr>{lower}</tr>"
 
 
-def _row(number: int, each: Candidate, choose: str) -> str:
-    first, name, *rest = cells(number, each)
+def _format_row(number: int, each: Candidate, choose: str) -> str:
+    first, name, *rest = format_cells(number, each)
     if choose:
         said = escape(f"{choose} {number}: {name}")
         first = f'<input type="radio" value="{number - 1}" aria-label="{said}"> {first}'
@@ -103,11 +110,11 @@ def _row(number: int, each: Candidate, choose: str) -> str:
     return f"<tr{tip}>{told}</tr>"
 
 
-def spoken_measured(measured: Sequence[Candidate]) -> str:
+def describe_measurements(measured: Sequence[Candidate]) -> str:
     """What came of measuring these: how many, how far off predictions were, and why others failed."""
     ratios = [f"{each.images_per_s / each.predicted_images_per_s:.2f}" for each in measured if each.images_per_s]
     counted = f"{len(ratios)} of {len(measured)} plans measured, at {', '.join(ratios)} of their predicted images/s."
-    failed = (f"{name_of(each.plan)} failed: {each.failure}" for each in measured if each.failure)
+    failed = (f"{describe_plan(each.plan)} failed: {each.failure}" for each in measured if each.failure)
     return " ".join([*[counted] * bool(ratios), *failed])
 
 
@@ -121,31 +128,33 @@ def show_tuning(candidates: Sequence[Candidate]) -> Drawing:
     shown = list(candidates[:SHOWN])
     figure = Drawing(figsize=(11, 1.6 + 0.52 * len(shown)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    _draw(left, shown, lambda each: each.predicted_images_per_s, lambda each: each.images_per_s, spoken_rate)
-    _draw(
+    _draw_bars(left, shown, lambda each: each.predicted_images_per_s, lambda each: each.images_per_s, format_number)
+    _draw_bars(
         right, shown, lambda each: each.predicted_bytes / MB,
         lambda each: None if each.peak_bytes is None else each.peak_bytes / MB,
-        lambda held: spoken_bytes(round(held * MB)),
+        lambda held: format_bytes(round(held * MB)),
     )  # fmt: skip
-    names = [f"{number}. {name_of(each.plan)}" for number, each in enumerate(shown, 1)]
+    names = [f"{number}. {describe_plan(each.plan)}" for number, each in enumerate(shown, 1)]
     left.set(xlabel="images per second", yticks=range(len(shown)), yticklabels=names, ylim=(len(shown) - 0.4, -0.6))
     right.set(xlabel="memory of the fullest rank in MB, of its tensors")
     title = f"The best {len(shown)} of {len(candidates)} plans for {shown[0].plan.ranks} ranks"
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     draw_legend(figure, [PREDICTED, MEASURED])
-    told = [f"{name}: {_told(each)}" for name, each in zip(names, shown, strict=True)]
+    told = [f"{name}: {_describe_candidate(each)}" for name, each in zip(names, shown, strict=True)]
     figure.alt = f"{title}. {'; '.join(told)}."
     return figure
 
 
-def _told(each: Candidate) -> str:
-    words = [f"{spoken_rate(each.predicted_images_per_s)} images/s and {spoken_bytes(each.predicted_bytes)} predicted"]
+def _describe_candidate(each: Candidate) -> str:
+    words = [
+        f"{format_number(each.predicted_images_per_s)} images/s and {format_bytes(each.predicted_bytes)} predicted"
+    ]
     if each.images_per_s is not None and each.peak_bytes is not None:
-        words.append(f"{spoken_rate(each.images_per_s)} images/s and {spoken_bytes(each.peak_bytes)} measured")
+        words.append(f"{format_number(each.images_per_s)} images/s and {format_bytes(each.peak_bytes)} measured")
     return ", ".join(words) + (", failed" if each.failure else "")
 
 
-def _draw(
+def _draw_bars(
     axes: Axes, shown: Sequence[Candidate], predicted: Callable[[Candidate], float],
     measured: Callable[[Candidate], float | None], say: Callable[[float], str],
 ) -> None:  # fmt: skip

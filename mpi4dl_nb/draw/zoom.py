@@ -8,92 +8,95 @@ from matplotlib.transforms import Bbox
 
 from engines.images.picture import Pixels
 from engines.spatial.tiles import Tile
-from mpi4dl_nb.draw.figure import CASING, INK, spoken_size
+from mpi4dl_nb.draw.figure import CASING, INK, format_size
 from mpi4dl_nb.draw.halos import HaloPoint
-from mpi4dl_nb.draw.lettering import Lettered, first_that_fits, label, screen_box
-from mpi4dl_nb.draw.numbers import cells, written
-from mpi4dl_nb.draw.panels import fill_px
-from mpi4dl_nb.draw.places import around, usual_seam
-from mpi4dl_nb.draw.rasters import Rasters
-from mpi4dl_nb.draw.tilemap import COMPUTED, draw_arrow, draw_halos, draw_tiles, middle, show_raster
+from mpi4dl_nb.draw.lettering import TileLabels, draw_first_fit, draw_label, get_screen_box
+from mpi4dl_nb.draw.numbers import render_cells, render_values
+from mpi4dl_nb.draw.panels import get_panel_px
+from mpi4dl_nb.draw.places import choose_seam, make_square
+from mpi4dl_nb.draw.rasters import RasterCache
+from mpi4dl_nb.draw.tilemap import COMPUTED, compute_middle, draw_arrow, draw_halos, draw_tiles, show_raster
 
-__all__ = ["draw_zoom", "mark_zoom", "name_owners", "zoom_view"]
+__all__ = ["choose_zoom_view", "draw_zoom", "label_owners", "mark_zoom"]
 
 SMALLEST_FRAME_PT, LARGE_FRAME_PT = 13, 36
 GRID_UP_TO_PX = 60  # lines between more pixels than that would hide them
 VEIL = 165  # of 255: what lies under it is seen, but does not count
 
 
-def zoom_view(point: HaloPoint, rank: int) -> Tile:
+def choose_zoom_view(point: HaloPoint, rank: int) -> Tile:
     """A square of layer pixels on a corner of the rank's tile where it borrows, or amid a seam."""
-    side = 10 + 6 * max(point.widths(rank).values())
-    return around(usual_seam(point, rank), side, point.size_px)
+    side = 10 + 6 * max(point.compute_widths(rank).values())
+    return make_square(choose_seam(point, rank), side, point.size_px)
 
 
 def mark_zoom(axes: Axes, view: Tile) -> list[Bbox]:
     """A frame around the zoomed place, never too small to be seen; where no text should hide it."""
-    box, point_px = screen_box(axes, view), axes.figure.dpi / 72
+    box, point_px = get_screen_box(axes, view), axes.figure.dpi / 72
     side_pt = max(box.width / point_px, SMALLEST_FRAME_PT)
     frame = {"marker": "s", "markersize": side_pt, "markeredgecolor": INK, "markeredgewidth": 2.2}
-    axes.plot(*middle(view), markerfacecolor="none", path_effects=CASING, zorder=9.5, **frame)
+    axes.plot(*compute_middle(view), markerfacecolor="none", path_effects=CASING, zorder=9.5, **frame)
     grown = box.padded((side_pt * point_px - box.width) / 2 + 3)
     return [grown] if side_pt < LARGE_FRAME_PT else []
 
 
-def draw_zoom(axes: Axes, rasters: Rasters, point: HaloPoint, rank: int, view: Tile, values: bool = False) -> None:
+def draw_zoom(axes: Axes, rasters: RasterCache, point: HaloPoint, rank: int, view: Tile, values: bool = False) -> None:
     """One cell is one pixel of the layer, in the mean colour of the picture there; `values` writes these into it."""
-    size, in_cells = fill_px(axes), max(view.shape) <= GRID_UP_TO_PX
-    pixels = rasters.place(point.size_px, view, max(size))
-    ground = _veiled(pixels, point, rank, view)
+    size, in_cells = get_panel_px(axes), max(view.shape) <= GRID_UP_TO_PX
+    pixels = rasters.render_region(point.size_px, view, max(size))
+    ground = _fade_unneeded(pixels, point, rank, view)
     axes.set(xlim=(view.cols.start, view.cols.stop), ylim=(view.rows.stop, view.rows.start))
-    show_raster(axes, cells(ground, size, lines=in_cells), view)
+    show_raster(axes, render_cells(ground, size, lines=in_cells), view)
     draw_tiles(axes, point.ranks, point.tiles, gap=0, chosen=rank)
-    draw_halos(axes, point.ranks, point.borrowed(rank))
-    draw_halos(axes, point.ranks, point.overlaps(rank), COMPUTED)
+    draw_halos(axes, point.ranks, point.get_receives(rank))
+    draw_halos(axes, point.ranks, point.find_redundant_moves(rank), COMPUTED)
     if values:
-        show_raster(axes, written(pixels, ground, size, _lenders(point, rank, view)), view, level=7)
-    _frame(axes, view, in_cells)
-    _measure(axes, point, rank, view)
+        show_raster(axes, render_values(pixels, ground, size, _find_owners(point, rank, view)), view, level=7)
+    _draw_frame(axes, view, in_cells)
+    _draw_widths(axes, point, rank, view)
 
 
-def _frame(axes: Axes, view: Tile, in_cells: bool) -> None:
+def _draw_frame(axes: Axes, view: Tile, in_cells: bool) -> None:
     cols, rows = view.cols, view.rows
     axes.set(xlim=(cols.start, cols.stop), ylim=(rows.stop, rows.start))
     axes.set(xticks=[cols.start, cols.stop], yticks=[rows.start, rows.stop])
     axes.tick_params(labelsize=9)
     each = ", each a cell" if in_cells else ""
-    axes.set_xlabel(f"the framed place: {spoken_size(view.shape)} px of this layer{each}", fontsize=9)
+    axes.set_xlabel(f"the framed place: {format_size(view.shape)} px of this layer{each}", fontsize=9)
 
 
-def _veiled(pixels: Pixels, point: HaloPoint, rank: int, view: Tile) -> Pixels:
+def _fade_unneeded(pixels: Pixels, point: HaloPoint, rank: int, view: Tile) -> Pixels:
     """The same with white over what the rank neither owns nor borrows nor computes."""
     veil = np.full(pixels.shape[:2], True)
     scale = [there / here for there, here in zip(pixels.shape, view.shape, strict=False)]
-    for tile in (point.tiles[rank], *(move.tile for move in (*point.borrowed(rank), *point.overlaps(rank)))):
-        rows, cols = (tile & view).within(view)
-        veil[_times(rows, scale[0]), _times(cols, scale[1])] = False
+    for tile in (
+        point.tiles[rank],
+        *(move.tile for move in (*point.get_receives(rank), *point.find_redundant_moves(rank))),
+    ):
+        rows, cols = (tile & view).to_slices(view)
+        veil[_scale_slice(rows, scale[0]), _scale_slice(cols, scale[1])] = False
     pale = (pixels.astype(np.uint16) * (255 - VEIL) + 255 * VEIL) // 255
     return np.where(veil[..., None], pale, pixels).astype(np.uint8)
 
 
-def _times(part: slice, scale: float) -> slice:
+def _scale_slice(part: slice, scale: float) -> slice:
     return slice(round(part.start * scale), round(part.stop * scale))
 
 
-def _lenders(point: HaloPoint, rank: int, view: Tile) -> dict[tuple[int, int], str]:
+def _find_owners(point: HaloPoint, rank: int, view: Tile) -> dict[tuple[int, int], str]:
     """What stands above the values of a pixel that is not the rank's own: whose it is."""
     found = {}
-    for sign, pieces in (("from", point.borrowed(rank)), ("of", point.overlaps(rank))):
+    for sign, pieces in (("from", point.get_receives(rank)), ("of", point.find_redundant_moves(rank))):
         for move in pieces:
-            rows, cols = (move.tile & view).within(view)
+            rows, cols = (move.tile & view).to_slices(view)
             cells_of = ((row, col) for row in range(rows.start, rows.stop) for col in range(cols.start, cols.stop))
             found.update(dict.fromkeys(cells_of, f"{sign} r{move.source}"))
     return found
 
 
-def _measure(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
+def _draw_widths(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
     """Brackets outside of the frame: how many rows and columns are borrowed here."""
-    own, width = point.tiles[rank], point.widths(rank)
+    own, width = point.tiles[rank], point.compute_widths(rank)
     sides = (("left", own.cols.start, -1), ("right", own.cols.stop, 1))
     for side, edge, way in sides:
         if width[side] and view.cols.start < edge < view.cols.stop:
@@ -108,20 +111,20 @@ def _measure(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
             axes.text(1.04, sum(ends) / 2, f"{width[side]} px", ha="left", va="center", transform=frame)
 
 
-def name_owners(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
+def label_owners(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
     """Who lent what, with arrows, as fully as there is room."""
-    lent = (*point.borrowed(rank), *point.overlaps(rank))
+    lent = (*point.get_receives(rank), *point.find_redundant_moves(rank))
     pieces = {move.source: move.tile & view for move in lent if move.tile & view}
     seen = {owner: point.tiles[owner] & view for owner in (*pieces, rank) if point.tiles[owner] & view}
 
-    def names(own: str, lent: str) -> Lettered:
+    def draw_names(own: str, lent: str) -> TileLabels:
         return {
-            owner: label(axes, *middle(part), (own if owner == rank else lent).format(owner), fontsize=8)
+            owner: draw_label(axes, *compute_middle(part), (own if owner == rank else lent).format(owner), fontsize=8)
             for owner, part in seen.items()
         }
 
     verb = "computed,\nof rank {}" if point.computed else "borrowed\nfrom rank {}"
     forms = (("own pixels\nof rank {}", verb), ("own", "r{}"))
-    lettered = first_that_fits(axes, seen, [lambda form=form: names(*form) for form in forms])
+    lettered = draw_first_fit(axes, seen, [lambda form=form: draw_names(*form) for form in forms])
     for owner in pieces.keys() & lettered.keys() if not point.computed else ():
-        draw_arrow(axes, middle(seen[owner]), middle(pieces[owner]), after=lettered[owner], short_pt=7)
+        draw_arrow(axes, compute_middle(seen[owner]), compute_middle(pieces[owner]), after=lettered[owner], short_pt=7)

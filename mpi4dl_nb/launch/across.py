@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpi4dl_nb.launch.environment import mpi_environment, mpiexec
-from mpi4dl_nb.launch.hosts import Hosts, Share
-from mpi4dl_nb.launch.outpost import network_of, own_address
-from mpi4dl_nb.launch.outposts import BOOT, Outposts
-from mpi4dl_nb.launch.reach import Reach, is_here
-from mpi4dl_nb.launch.reports import Ended
+from mpi4dl_nb.launch.environment import find_mpiexec, make_mpi_environment
+from mpi4dl_nb.launch.hosts import HostRanks, Hosts
+from mpi4dl_nb.launch.outpost import find_network, find_own_address
+from mpi4dl_nb.launch.outposts import BOOT, HostAgents
+from mpi4dl_nb.launch.reach import RemoteShell, is_local_address
+from mpi4dl_nb.launch.reports import RankExit
 
-__all__ = ["Across", "CutOff", "forwarded"]
+__all__ = ["HostLost", "MultiHost", "select_environment"]
 
 # What ranks elsewhere shall know of this process's environment. MPI forwards its own settings itself.
 _FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "NVIDIA_TF32_OVERRIDE")
@@ -25,13 +25,13 @@ _FAMILIES = ("MPI4DL_NB_", "NCCL_", "PYTORCH_", "TORCH_", "THP_")
 _ALIVE = {"oob_tcp_keepalive_time": 6, "oob_tcp_keepalive_intvl": 1, "oob_tcp_keepalive_probes": 3}
 
 
-def forwarded(known: Mapping[str, str]) -> dict[str, str]:
+def select_environment(known: Mapping[str, str]) -> dict[str, str]:
     """What of it ranks elsewhere shall know: how torch and its libraries were asked to compute, among others."""
     return {name: value for name, value in known.items() if name in _FORWARDED or name.startswith(_FAMILIES)}
 
 
 @dataclass(frozen=True, slots=True)
-class CutOff(Ended):
+class HostLost(RankExit):
     """A rank of which nothing is known any more: its host does not answer."""
 
     host: str = ""
@@ -41,28 +41,28 @@ class CutOff(Ended):
         return f"its host {self.host} has not answered for {self.silent_s} s: it is down, or its network is"
 
 
-class Across:
+class MultiHost:
     """`n` ranks over hosts with addresses. `prepare`, then `arm`, then mpiexec with `flags`; `close` in the end."""
 
     @classmethod
-    def of(cls, n: int, hosts: Hosts) -> Across:
+    def of(cls, n: int, hosts: Hosts) -> MultiHost:
         """Raises PlanError where ranks do not fit, or a host has no address; nothing was started then."""
-        shares, reach = hosts.share_out(n), Reach(hosts.srun)
-        return cls(shares, reach, reach.addresses(share.name for share in shares))
+        shares, reach = hosts.assign_ranks(n), RemoteShell(hosts.srun)
+        return cls(shares, reach, reach.resolve_addresses(share.name for share in shares))
 
-    def __init__(self, shares: Sequence[Share], reach: Reach, addresses: Mapping[str, str]) -> None:
+    def __init__(self, shares: Sequence[HostRanks], reach: RemoteShell, addresses: Mapping[str, str]) -> None:
         self.shares, self.reach, self.addresses = tuple(shares), reach, addresses
-        self._posts: Outposts | None = None
+        self._posts: HostAgents | None = None
         self._home = ""
         self._told: dict[str, dict[str, Any]] = {}
 
     @property
     def address(self) -> str:
         """Of this machine, on the way to the hosts: where the controller listens, and nowhere else."""
-        far = [address for address in self.addresses.values() if not is_here(address)]
-        return (own_address(far[0]) if far else None) or "127.0.0.1"
+        far = [address for address in self.addresses.values() if not is_local_address(address)]
+        return (find_own_address(far[0]) if far else None) or "127.0.0.1"
 
-    def controller_flags(self) -> list[str]:
+    def make_controller_flags(self) -> list[str]:
         """Engines come from the hosts, the client from this machine."""
         return [
             f"--IPController.engine_ip={self.address}", f"--IPController.location={self.address}",
@@ -75,46 +75,57 @@ class Across:
         if paths := os.environ.get("PYTHONPATH"):
             words = ["env", f"PYTHONPATH={paths}", *words]
         hosts = [share.name for share in self.shares]
-        commands = {host: self.reach.command(host, self.addresses[host], words) for host in hosts}
-        towards = {host: own_address(self.addresses[host]) or self.address for host in hosts}
-        self._home, self._posts = home, Outposts(commands, home)
-        self._told = self._posts.tell(
-            towards, {share.name: len(share.ranks) for share in self.shares}, str(Path.cwd()), mpiexec()
+        commands = {host: self.reach.make_command(host, self.addresses[host], words) for host in hosts}
+        towards = {host: find_own_address(self.addresses[host]) or self.address for host in hosts}
+        self._home, self._posts = home, HostAgents(commands, home)
+        self._told = self._posts.collect_facts(
+            towards, {share.name: len(share.ranks) for share in self.shares}, str(Path.cwd()), find_mpiexec()
         )
 
-    def arm(self, file: str, port: int) -> None:
+    def send_connection_file(self, file: str, port: int) -> None:
         """Bring the engines' connection file to the hosts, through what reaches them: no word of it is in the clear."""
-        self._posts.arm({f"security/{Path(file).name}": Path(file).read_text()}, (self.address, port))
+        self._posts.send_connection_file({f"security/{Path(file).name}": Path(file).read_text()}, (self.address, port))
 
-    def flags(self, program: Sequence[str], cluster_id: str) -> list[str]:
+    def make_engine_flags(self, program: Sequence[str], cluster_id: str) -> list[str]:
         """What mpiexec is told to run `program`, engines, on the hosts: there each finds the cluster's folder."""
-        found = [*self.reach.mpiexec_flags(), *self._networks(), "--prtemca", "prte_local_tmpdir_base", self._home]
+        found = [
+            *self.reach.make_mpiexec_flags(),
+            *self._make_network_flags(),
+            "--prtemca",
+            "prte_local_tmpdir_base",
+            self._home,
+        ]
         for name, value in _ALIVE.items():
             found += ["--prtemca", name, str(value)]
         for number, share in enumerate(self.shares):
             found += [":"] * (number > 0)
             found += ["-n", str(len(share.ranks)), "-H", f"{share.name}:{len(share.ranks)}", "-wdir", str(Path.cwd())]
-            for name, value in self._environment(share, cluster_id).items():
+            for name, value in self._make_environment(share, cluster_id).items():
                 found += ["-x", f"{name}={value}"]
             found += program
         return found
 
-    def _environment(self, share: Share, cluster_id: str) -> dict[str, str]:
+    def _make_environment(self, share: HostRanks, cluster_id: str) -> dict[str, str]:
         """Each host's cores are shared out among its own ranks."""
         cores = self._told[share.name]["cores"]
         threads = max(1, cores // len(share.ranks))
-        home, memory = self._posts.folders(share.name)
+        home, memory = self._posts.get_folders(share.name)
         theirs = {
             "IPYTHONDIR": home,
             "IPP_PROFILE_DIR": home,
             "IPP_CLUSTER_ID": cluster_id,
             "OMPI_MCA_btl_sm_backing_directory": memory,
         }
-        return {**forwarded(os.environ), **mpi_environment(len(share.ranks)), **theirs, "OMP_NUM_THREADS": str(threads)}
+        return {
+            **select_environment(os.environ),
+            **make_mpi_environment(len(share.ranks)),
+            **theirs,
+            "OMP_NUM_THREADS": str(threads),
+        }
 
-    def _networks(self) -> list[str]:
+    def _make_network_flags(self) -> list[str]:
         """MPI shall take the networks that lead to the hosts: others may have the same addresses on every host."""
-        found = {told["network"] for told in self._told.values()} | {network_of(self.address)}
+        found = {told["network"] for told in self._told.values()} | {find_network(self.address)}
         found -= {"127.0.0.0/8"}
         if None in found or not found:
             return []
@@ -126,15 +137,15 @@ class Across:
             flags += ["--prtemca", "prte_if_include", networks]
         return flags
 
-    def cut_off(self) -> frozenset[str]:
+    def find_lost_hosts(self) -> frozenset[str]:
         """The hosts that do not answer any more."""
-        return frozenset(self._posts.silent()) if self._posts else frozenset()
+        return frozenset(self._posts.find_silent_hosts()) if self._posts else frozenset()
 
-    def lost(self) -> dict[int, Ended]:
+    def find_lost_ranks(self) -> dict[int, RankExit]:
         """The ranks on hosts that do not answer any more."""
-        silent = self._posts.silent() if self._posts else {}
+        silent = self._posts.find_silent_hosts() if self._posts else {}
         return {
-            rank: CutOff(None, host=str(share), silent_s=round(silent[share.name], 1))
+            rank: HostLost(None, host=str(share), silent_s=round(silent[share.name], 1))
             for share in self.shares
             if share.name in silent
             for rank in share.ranks

@@ -13,7 +13,7 @@ from typing import Any
 from engines.errors import PlanError
 from mpi4dl_nb.launch.hosts import Host, Hosts, read_hosts
 
-__all__ = ["Allocation", "allocation", "chosen_hosts", "expand"]
+__all__ = ["Allocation", "choose_hosts", "expand_nodes", "read_allocation"]
 
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _PARTS = re.compile(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*")
@@ -29,7 +29,7 @@ class Allocation:
     hosts: tuple[Host, ...]
 
 
-def chosen_hosts(wish: Any, several: bool) -> Hosts | None:
+def choose_hosts(wish: Any, several: bool) -> Hosts | None:
     """The hosts that a user names, else those of the batch job; None for this machine alone.
 
     A job of one host shares that out by itself. Raises PlanError, also where ranks can't be on `several` hosts.
@@ -38,22 +38,22 @@ def chosen_hosts(wish: Any, several: bool) -> Hosts | None:
         if not several:
             raise PlanError(f"hosts={wish!r} needs backend='mpi': the threads of this process are all here.")
         return Hosts(named)
-    job = allocation() if several else None
+    job = read_allocation() if several else None
     if job is None or len(job.hosts) == 1:
         return None
     by_srun = job.system == "Slurm" and shutil.which("srun") is not None
     return Hosts(job.hosts, f"the hosts of {job.system} job {job.job},", by_srun)
 
 
-def allocation(told: Mapping[str, str] = os.environ) -> Allocation | None:
+def read_allocation(told: Mapping[str, str] = os.environ) -> Allocation | None:
     """What this process runs in; None outside of Slurm and PBS. Raises PlanError on what can't be understood.
 
-    >>> allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}).hosts
+    >>> read_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}).hosts
     (Host(name='n1', slots=4), Host(name='n2', slots=4))
     """
     if nodes := told.get("SLURM_JOB_NODELIST", told.get("SLURM_NODELIST", "")):
-        names = expand(nodes)
-        slots = _slots(told, len(names))
+        names = expand_nodes(nodes)
+        slots = _parse_slots(told, len(names))
         return Allocation("Slurm", told.get("SLURM_JOB_ID", "?"), tuple(map(Host, names, slots)))
     if path := told.get("PBS_NODEFILE", ""):
         try:
@@ -65,7 +65,7 @@ def allocation(told: Mapping[str, str] = os.environ) -> Allocation | None:
     return None
 
 
-def _slots(told: Mapping[str, str], hosts: int) -> list[int]:
+def _parse_slots(told: Mapping[str, str], hosts: int) -> list[int]:
     """Tasks on each host, as Slurm abbreviates them: `2(x3),1`; where it was not asked for tasks, its processors."""
     name = next((key for key in ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE") if told.get(key)), None)
     if name is None:
@@ -79,20 +79,20 @@ def _slots(told: Mapping[str, str], hosts: int) -> list[int]:
     return counts
 
 
-def expand(nodes: str) -> list[str]:
+def expand_nodes(nodes: str) -> list[str]:
     """Slurm's short list of hosts, written out; a host once, in order. Raises PlanError where it is none.
 
-    >>> expand("node[001-003,7],gpu1")
+    >>> expand_nodes("node[001-003,7],gpu1")
     ['node001', 'node002', 'node003', 'node7', 'gpu1']
     """
-    parts = _split(nodes)
+    parts = _split_nodes(nodes)
     if not all(parts):
         raise PlanError(f"{nodes!r} is no list of hosts such as node[001-003,7],gpu1. Name them: hosts=[...].")
-    found = [name for part in parts for name in _written_out(part, nodes)]
+    found = [name for part in parts for name in _expand_part(part, nodes)]
     return list(dict.fromkeys(found))
 
 
-def _split(nodes: str) -> list[str]:
+def _split_nodes(nodes: str) -> list[str]:
     """At the commas outside of brackets; an empty part where the brackets make no sense."""
     parts, at = [], 0
     while at <= len(nodes):
@@ -105,7 +105,7 @@ def _split(nodes: str) -> list[str]:
     return parts
 
 
-def _written_out(part: str, nodes: str) -> Iterator[str]:
+def _expand_part(part: str, nodes: str) -> Iterator[str]:
     """`rack[1-2]node[3,5]`: every combination, the last brackets running fastest."""
     head, bracket, rest = part.partition("[")
     if not bracket:
@@ -119,5 +119,5 @@ def _written_out(part: str, nodes: str) -> Iterator[str]:
                 f"{piece!r} in {nodes!r} is no number, nor a range that ascends. Name the hosts: hosts=[...]."
             )
         for number in range(int(found[1]), int(found[2] or found[1]) + 1):
-            for end in _written_out(tail, nodes):
+            for end in _expand_part(tail, nodes):
                 yield f"{head}{number:0{len(found[1])}d}{end}"

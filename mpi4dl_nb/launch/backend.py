@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import warnings
 
-from engines.comm.container import memory_bytes
+from engines.comm.container import get_memory_bytes
 from engines.errors import RankError
-from engines.spoken import spoken_bytes
-from mpi4dl_nb.launch.environment import mpiexec
+from engines.spoken import format_bytes
+from mpi4dl_nb.launch.environment import find_mpiexec
 
-__all__ = ["chosen_backend"]
+__all__ = ["choose_backend"]
 
 RANK_BYTES, NOTEBOOK_BYTES = 600 << 20, 1 << 30
 """What a process that has imported torch holds with a small training, and the notebook's with figures and checks."""
 
 
-def chosen_backend(wish: str, n: int, has_hosts: bool = False) -> str:
+def choose_backend(wish: str, n: int, has_hosts: bool = False) -> str:
     """`auto`: `mpi` where there are hosts, or an mpiexec and memory for `n` processes; else, told, `loopback`."""
     if wish != "auto":
         return wish
     if has_hosts:
         return "mpi"
     try:
-        mpiexec()
+        find_mpiexec()
     except RankError as error:
         why = str(error).partition(".")[0]
     else:
-        have, need = memory_bytes(), n * RANK_BYTES + NOTEBOOK_BYTES
+        have, need = get_memory_bytes(), n * RANK_BYTES + NOTEBOOK_BYTES
         if have >= need:
             return "mpi"
-        why = f"{n} processes and this one need {spoken_bytes(need)} of memory, of {spoken_bytes(have)}"
+        why = f"{n} processes and this one need {format_bytes(need)} of memory, of {format_bytes(have)}"
     warnings.warn(f"{why}: the ranks are threads of this kernel (loopback).", RuntimeWarning, stacklevel=3)
     return "loopback"

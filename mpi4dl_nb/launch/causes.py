@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["cause", "excerpt"]
+__all__ = ["find_startup_cause", "format_excerpt"]
 
 _CAUSES = {
     r"not enough slots available": (
@@ -42,10 +42,10 @@ _KNOWN = [(re.compile(pattern), text) for pattern, text in _CAUSES.items()]
 _LINES = 12
 
 
-def cause(said: str) -> str:
+def find_startup_cause(said: str) -> str:
     """In a sentence, with what to do; empty where it is none that we know.
 
-    >>> cause("ModuleNotFoundError: No module named 'cloudpickle'")
+    >>> find_startup_cause("ModuleNotFoundError: No module named 'cloudpickle'")
     'The Python of the ranks has no cloudpickle. Install it there.'
     """
     for pattern, text in _KNOWN:
@@ -55,9 +55,9 @@ def cause(said: str) -> str:
     return ""
 
 
-def excerpt(said: str) -> str:
+def format_excerpt(said: str) -> str:
     """What processes said: from the line that tells the cause, if we know it, else the last lines."""
     lines = [line.strip("\0 ") for line in said.splitlines() if line.strip("-\0 ")]
-    begins = [at for at, line in enumerate(lines) if cause(line)]
+    begins = [at for at, line in enumerate(lines) if find_startup_cause(line)]
     shown = lines[begins[0] :][:_LINES] if begins else lines[-_LINES:]
     return "\n".join(["They said:", *shown]) if shown else ""

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import psutil  # its processes are never mistaken for later ones with the same pid
 
-__all__ = ["MARK", "end", "is_at_work", "remove", "started"]
+__all__ = ["MARK", "end_cluster", "get_start_time", "is_running", "remove_paths"]
 
 MARK = "MPI4DL_NB_CLUSTER"
 """In the environment of every process of a cluster: the cluster's name, which no other one ever had."""
@@ -28,7 +28,7 @@ MARK = "MPI4DL_NB_CLUSTER"
 _LOOK_S, _ORDERLY_S, _FORCED_S, _GRACE_S = 0.25, 5.0, 3.0, 2.0
 
 
-def started(pid: int) -> float:
+def get_start_time(pid: int) -> float:
     """When a process began, on a clock that nobody sets; together with its pid it names one process only.
 
     Raises psutil.NoSuchProcess where there is none, or only its exit code is left of it.
@@ -44,7 +44,7 @@ def started(pid: int) -> float:
     return float(fields[18])
 
 
-def is_at_work(process: psutil.Process) -> bool:
+def is_running(process: psutil.Process) -> bool:
     """Whether it still runs; one of which only the exit code is left does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -52,25 +52,25 @@ def is_at_work(process: psutil.Process) -> bool:
         return False
 
 
-def end(name: str, others: Iterable[psutil.Process] = ()) -> None:
+def end_cluster(name: str, others: Iterable[psutil.Process] = ()) -> None:
     """End all processes of the cluster of that name, with what they have started, and these others.
 
     They are asked first; whatever is left after some seconds is killed.
     """
-    family = {*_marked(name), *others}
+    family = {*_find_marked(name), *others}
     for process in tuple(family):
         with contextlib.suppress(psutil.Error):
             family |= set(process.children(recursive=True))
     for within_s, force in ((_ORDERLY_S, False), (_FORCED_S, True)):
         deadline, asked = time.monotonic() + within_s, set()
-        while (left := {*filter(is_at_work, family)} | {*_marked(name)}) and time.monotonic() < deadline:
+        while (left := {*filter(is_running, family)} | {*_find_marked(name)}) and time.monotonic() < deadline:
             for process in left - asked:
-                _ask(process, force)
+                _terminate(process, force)
             family, asked = family | left, asked | left
             time.sleep(0.05)
 
 
-def _ask(process: psutil.Process, force: bool) -> None:
+def _terminate(process: psutil.Process, force: bool) -> None:
     with contextlib.suppress(psutil.Error):
         if force:
             process.kill()
@@ -79,7 +79,7 @@ def _ask(process: psutil.Process, force: bool) -> None:
             process.resume()  # a stopped process does not hear that it is to end
 
 
-def _marked(name: str) -> Iterator[psutil.Process]:
+def _find_marked(name: str) -> Iterator[psutil.Process]:
     """This user's processes with the mark; not the one that looks."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -88,7 +88,7 @@ def _marked(name: str) -> Iterator[psutil.Process]:
                 yield process
 
 
-def remove(paths: Iterable[str | Path]) -> None:
+def remove_paths(paths: Iterable[str | Path]) -> None:
     """Files, and folders with all that is in them; what is not there, or resists, is left."""
     for path in map(Path, paths):
         if path.is_dir() and not path.is_symlink():
@@ -98,7 +98,7 @@ def remove(paths: Iterable[str | Path]) -> None:
                 path.unlink()
 
 
-def _hold(name: str, notebook: int, paths: Iterable[str]) -> None:
+def _watch_cluster(name: str, notebook: int, paths: Iterable[str]) -> None:
     """End the cluster when its notebook lets go of it or dies, or one of the processes it depends on has ended.
 
     `notebook` is the parent's pid, told by itself: it may be dead by now, while workers of it keep its pipes open.
@@ -108,20 +108,20 @@ def _hold(name: str, notebook: int, paths: Iterable[str]) -> None:
     """
     held, let_go = [], False
     with contextlib.suppress(psutil.NoSuchProcess):
-        while not let_go and os.getppid() == notebook and all(map(is_at_work, held)):
-            pids = _said(_LOOK_S)
+        while not let_go and os.getppid() == notebook and all(map(is_running, held)):
+            pids = _read_pids(_LOOK_S)
             let_go = pids is None
             held += [psutil.Process(pid) for pid in pids or ()]
     with contextlib.suppress(OSError):  # the notebook may be gone
-        os.write(1, b"".join(b"%d\n" % each.pid for each in held if not is_at_work(each)))
-    end(name)
+        os.write(1, b"".join(b"%d\n" % each.pid for each in held if not is_running(each)))
+    end_cluster(name)
     deadline = time.monotonic() + _GRACE_S  # the notebook may want to read what they said last
     while not let_go and os.getppid() == notebook and time.monotonic() < deadline:
-        let_go = _said(_LOOK_S) is None
-    remove(paths)
+        let_go = _read_pids(_LOOK_S) is None
+    remove_paths(paths)
 
 
-def _said(within_s: float) -> list[int] | None:
+def _read_pids(within_s: float) -> list[int] | None:
     """The pids that have come; None at the end of the input."""
     if not select.select([0], [], [], within_s)[0]:
         return []
@@ -129,7 +129,7 @@ def _said(within_s: float) -> list[int] | None:
     return [int(line) for line in text.split()] if text else None
 
 
-def _keep(name: str, paths: Iterable[str], command: Sequence[str]) -> NoReturn:
+def _run_launcher(name: str, paths: Iterable[str], command: Sequence[str]) -> NoReturn:
     """Run a launcher of ranks, in whose environment the name is, to its end; clean up after it, and leave as it did.
 
     A signal that another process sends is passed on. Of one that comes from the terminal the launcher has heard itself.
@@ -149,12 +149,12 @@ def _keep(name: str, paths: Iterable[str], command: Sequence[str]) -> NoReturn:
         heard = signal.sigwaitinfo({*told, signal.SIGCHLD})
         if heard.si_signo in told and heard.si_code <= 0:  # not from the system
             launcher.send_signal(heard.si_signo)
-    end(name)
-    remove(paths)
-    _leave_as(launcher.returncode)
+    end_cluster(name)
+    remove_paths(paths)
+    _exit_with(launcher.returncode)
 
 
-def _leave_as(code: int) -> NoReturn:
+def _exit_with(code: int) -> NoReturn:
     """With that exit code; where it is negative by that signal, as far as it ends a process."""
     if code < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
@@ -167,5 +167,5 @@ def _leave_as(code: int) -> NoReturn:
 if __name__ == "__main__":
     if sys.argv[1] == "keep":
         at = sys.argv.index("--")
-        _keep(sys.argv[2], sys.argv[3:at], sys.argv[at + 1 :])
-    _hold(sys.argv[2], int(sys.argv[3]), sys.argv[4:])
+        _run_launcher(sys.argv[2], sys.argv[3:at], sys.argv[at + 1 :])
+    _watch_cluster(sys.argv[2], int(sys.argv[3]), sys.argv[4:])

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from engines.start import command
-from mpi4dl_nb.launch.environment import mpiexec
-from mpi4dl_nb.launch.library import library
+from engines.start import make_command
+from mpi4dl_nb.launch.environment import find_mpiexec
+from mpi4dl_nb.launch.library import find_mpi_library
 
-__all__ = ["engine_command"]
+__all__ = ["make_engine_command"]
 
 
-def engine_command(n: int, *arguments: str) -> list[str]:
+def make_engine_command(n: int, *arguments: str) -> list[str]:
     """`mpiexec -n N python -m mpi4py -m engines ARGUMENTS`, whatever files of the working folder are called.
 
     Raises RankError where there is no MPI that can.
     """
-    program = mpiexec()
-    flags = library(program).flags
-    return [program, *flags, "-n", str(n), *command("mpi4py", "-m", "engines", *arguments)]
+    program = find_mpiexec()
+    flags = find_mpi_library(program).flags
+    return [program, *flags, "-n", str(n), *make_command("mpi4py", "-m", "engines", *arguments)]

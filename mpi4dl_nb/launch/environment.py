@@ -8,13 +8,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from engines.comm.device import threads_per_rank
+from engines.comm.device import compute_threads_per_rank
 from engines.errors import RankError
 
-__all__ = ["home", "mpi_environment", "mpiexec"]
+__all__ = ["find_mpiexec", "get_home_variable", "make_mpi_environment"]
 
 
-def mpiexec() -> str:
+def find_mpiexec() -> str:
     own = Path(sys.prefix, "bin", "mpiexec")
     found = str(own) if own.exists() else shutil.which("mpiexec")
     if not found:
@@ -24,13 +24,13 @@ def mpiexec() -> str:
     return found
 
 
-def home() -> dict[str, str]:
+def get_home_variable() -> dict[str, str]:
     """Open MPI does not start without this variable. Where it is missing: the user's, or a folder that is there."""
     found = os.path.expanduser("~")  # noqa: PTH111 (Path's raises where there is no home)
     return {"HOME": os.environ.get("HOME") or (found if Path(found).is_absolute() else tempfile.gettempdir())}
 
 
-def mpi_environment(n: int) -> dict[str, str]:
+def make_mpi_environment(n: int) -> dict[str, str]:
     """What Open MPI and torch read when they start."""
     as_root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if os.getuid() == 0 else ()
     return {
@@ -38,10 +38,10 @@ def mpi_environment(n: int) -> dict[str, str]:
         # Threads look for the next kernel for some ms (GNU OpenMP 3, LLVM OpenMP 1), then sleep: ranks share cores.
         "GOMP_SPINCOUNT": "100000",
         "KMP_BLOCKTIME": "1",
-        "OMP_NUM_THREADS": str(threads_per_rank(n)),
+        "OMP_NUM_THREADS": str(compute_threads_per_rank(n)),
         # Page faults are most of what a fresh tensor costs: freed memory stays with the process.
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": "100000000000",
         **dict.fromkeys(as_root, "1"),
-        **home(),
+        **get_home_variable(),
     }

@@ -13,7 +13,7 @@ from typing import Any
 from engines.errors import PlanError, RankError
 from engines.regular import read_bounded
 
-__all__ = ["Host", "Hosts", "Share", "as_told", "read_hosts"]
+__all__ = ["Host", "HostRanks", "Hosts", "format_ranks", "read_hosts"]
 
 _NAME = re.compile(r"(?:[\w.-]+@)?\w[\w.-]*")
 _LINE = re.compile(r"(?P<name>\S+?)(?::(?P<short>\S*)|\s+slots\s*=\s*(?P<slots>\S+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
@@ -31,20 +31,20 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Share:
+class HostRanks:
     """A host and its ranks."""
 
     name: str
     ranks: range
 
     def __str__(self) -> str:
-        return f"{self.name} ({as_told(self.ranks)})"
+        return f"{self.name} ({format_ranks(self.ranks)})"
 
 
-def as_told(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Ranks in words.
 
-    >>> as_told(range(3)), as_told([4])
+    >>> format_ranks(range(3)), format_ranks([4])
     ('ranks 0, 1, 2', 'rank 4')
     """
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
@@ -61,11 +61,11 @@ def read_hosts(wish: Iterable[str] | Mapping[str, int] | str | PathLike[str] | N
     if wish is None:
         return ()
     if isinstance(wish, str | PathLike):
-        found = _from_file(Path(wish))
+        found = _read_hostfile(Path(wish))
     elif isinstance(wish, Mapping):
-        found = [_host(name, name, slots) for name, slots in wish.items()]
+        found = [_make_host(name, name, slots) for name, slots in wish.items()]
     elif isinstance(wish, Iterable):
-        found = [_from_text(text) for text in wish]
+        found = [_parse_host(text) for text in wish]
     else:
         raise PlanError(f"hosts={wish!r} must be a list of names, a dict of slots by name, or a hostfile's path.")
     if not found:
@@ -76,23 +76,23 @@ def read_hosts(wish: Iterable[str] | Mapping[str, int] | str | PathLike[str] | N
     return tuple(found)
 
 
-def _from_file(path: Path) -> list[Host]:
+def _read_hostfile(path: Path) -> list[Host]:
     try:
         lines = read_bounded(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(
             f"hosts={str(path)!r} is no hostfile that can be read ({error}). A list of names goes as hosts=[...]."
         ) from error
-    return [_from_text(text) for line in lines if (text := line.split("#")[0].strip())]
+    return [_parse_host(text) for line in lines if (text := line.split("#")[0].strip())]
 
 
-def _from_text(text: Any) -> Host:
+def _parse_host(text: Any) -> Host:
     if not isinstance(text, str) or not (found := _LINE.fullmatch(text.strip())):
         raise PlanError(f"The host {text!r} must be a name, or a name with its slots: 'node2:3'.")
-    return _host(text, found["name"], found["short"] if found["short"] is not None else found["slots"])
+    return _make_host(text, found["name"], found["short"] if found["short"] is not None else found["slots"])
 
 
-def _host(said: Any, name: Any, slots: Any) -> Host:
+def _make_host(said: Any, name: Any, slots: Any) -> Host:
     """Checked: a name that began with a dash would be a flag of ssh."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise PlanError(f"The host {said!r} has no name that ssh could take: letters, digits, '.', '-' and '_'.")
@@ -114,19 +114,19 @@ class Hosts:
     def __str__(self) -> str:
         return ", ".join(map(str, self.hosts))
 
-    def without(self, names: Collection[str]) -> Hosts:
+    def exclude(self, names: Collection[str]) -> Hosts:
         """Those that are left. Raises RankError where there are none."""
         left = tuple(host for host in self.hosts if host.name not in names)
         if not left:
             raise RankError(f"None of {self.whose} {self} answers. Mend them, then call restart() on the cluster.")
         return replace(self, hosts=left)
 
-    def share_out(self, n: int) -> tuple[Share, ...]:
+    def assign_ranks(self, n: int) -> tuple[HostRanks, ...]:
         """`n` ranks over the hosts in order: slots are filled, the rest is shared evenly by hosts without slots.
 
         A host without a rank is left out. Raises PlanError where the ranks are more than the slots.
 
-        >>> [str(share) for share in Hosts(read_hosts(["a", "b"])).share_out(5)]
+        >>> [str(share) for share in Hosts(read_hosts(["a", "b"])).assign_ranks(5)]
         ['a (ranks 0, 1, 2)', 'b (ranks 3, 4)']
         """
         fixed = sum(host.slots or 0 for host in self.hosts)
@@ -136,16 +136,16 @@ class Hosts:
                 f"{n} ranks do not fit: {self.whose} {self} have {fixed} slots together. "
                 "Give more slots or hosts, or start fewer ranks."
             )
-        counts = _counts([host.slots for host in self.hosts], n, divmod(max(0, n - fixed), max(1, others)))
+        counts = _count_ranks([host.slots for host in self.hosts], n, divmod(max(0, n - fixed), max(1, others)))
         ends = accumulate(counts)
         return tuple(
-            Share(host.name, range(end - count, end))
+            HostRanks(host.name, range(end - count, end))
             for host, count, end in zip(self.hosts, counts, ends, strict=True)
             if count
         )
 
 
-def _counts(slots: Sequence[int | None], n: int, evenly: tuple[int, int]) -> list[int]:
+def _count_ranks(slots: Sequence[int | None], n: int, evenly: tuple[int, int]) -> list[int]:
     """Ranks of each host; those without slots get `evenly[0]`, and the first `evenly[1]` of them one more."""
     left, more, counts = n, evenly[1], []
     for each in slots:

@@ -9,33 +9,33 @@ from queue import SimpleQueue
 from threading import Thread
 
 from engines import host
-from engines.comm.container import cores
+from engines.comm.container import count_cores
 from engines.comm.device import share_process
 from engines.errors import ReleasedError
-from engines.streaming.relay import Relay
+from engines.streaming.relay import RankScheduler
 from mpi4dl_nb.launch.loopback import LoopbackRanks
 
-__all__ = ["RanksInTurn"]
+__all__ = ["SingleThreadRanks"]
 
 _Work = Callable[[], None]
 
 
-class RanksInTurn(LoopbackRanks):
+class SingleThreadRanks(LoopbackRanks):
     """As threads of this process, but that all ranks are one thread: a rank goes on where the one before it waits."""
 
     def __init__(self, n: int) -> None:
-        self._relay, self._asked = Relay(n), SimpleQueue[tuple[Future[bytes], _Work] | None]()
-        self._host(self._relay.worlds)
+        self._relay, self._asked = RankScheduler(n), SimpleQueue[tuple[Future[bytes], _Work] | None]()
+        self._make_servers(self._relay.worlds)
         for rank, each in enumerate(self._hosts):
-            self._relay.enter(rank, partial(_put_away, each))
+            self._relay.register(rank, partial(_offload_trainings, each))
         self._interrupted = self._stopped = False
-        Thread(target=self._take_turns, name="ranks in turn", daemon=True).start()
+        Thread(target=self._run_calls, name="ranks in turn", daemon=True).start()
 
     def submit(self, rank: int, common: bytes, own: bytes) -> Future[bytes]:
         """Nothing begins before all have been asked."""
         future: Future[bytes] = Future()
 
-        def work() -> None:
+        def run_call() -> None:
             try:
                 if self._interrupted:
                     raise ReleasedError("released: it had not begun")
@@ -43,7 +43,7 @@ class RanksInTurn(LoopbackRanks):
             except BaseException as error:
                 future.set_exception(error)
 
-        self._asked.put((future, work))
+        self._asked.put((future, run_call))
         return future
 
     def interrupt(self) -> None:
@@ -57,9 +57,9 @@ class RanksInTurn(LoopbackRanks):
         self._stopped = True
         self.interrupt()
 
-    def _take_turns(self) -> None:
+    def _run_calls(self) -> None:
         """Call after call."""
-        share_process(cores())
+        share_process(count_cores())
         asked: list[_Work] = []
         while not self._stopped:
             one = self._asked.get()
@@ -71,7 +71,7 @@ class RanksInTurn(LoopbackRanks):
             one = None  # or what it was asked would be held until the next call
 
 
-def _put_away(own: host.Host) -> None:
+def _offload_trainings(own: host.RankServer) -> None:
     """What a rank's trainings hold while others compute, where their plan has that in a file."""
     for training in own.trainings.values():
-        training.worker.put_away()
+        training.worker.offload()

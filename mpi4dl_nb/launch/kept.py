@@ -8,28 +8,28 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from mpi4dl_nb.launch import ending
-from mpi4dl_nb.launch.allocation import allocation
-from mpi4dl_nb.launch.environment import mpi_environment
-from mpi4dl_nb.launch.place import Place
-from mpi4dl_nb.launch.record import Record, sweep
+from mpi4dl_nb.launch.allocation import read_allocation
+from mpi4dl_nb.launch.environment import make_mpi_environment
+from mpi4dl_nb.launch.place import RunDirectory
+from mpi4dl_nb.launch.record import PidFile, remove_stale_clusters
 
-__all__ = ["become"]
+__all__ = ["exec_launcher"]
 
 
-def become(command: Sequence[str], n: int) -> NoReturn:
+def exec_launcher(command: Sequence[str], n: int) -> NoReturn:
     """Become the process that runs a launcher of `n` ranks and cleans up after it; its exit code is the launcher's.
 
     It holds 20 MB, where this process may have loaded torch. Should it be killed together with the launcher, the next
     start finds its record: a process keeps its pid when it becomes another program. Raises RankError where there is no
     room, and PlanError where a batch system's hosts cannot be understood.
     """
-    environment = {**os.environ, **mpi_environment(n)}
+    environment = {**os.environ, **make_mpi_environment(n)}
     if sys.platform != "linux":
         os.execve(command[0], command, environment)
-    sweep()
-    job = allocation()
-    place = Place.make(n)
-    paths = [*place.folders, *filter(None, [Record.of(place).write()])]
+    remove_stale_clusters()
+    job = read_allocation()
+    place = RunDirectory.make(n)
+    paths = [*place.folders, *filter(None, [PidFile.of(place).write()])]
     keeper = [sys.executable, "-P", ending.__file__, "keep", place.name, *map(str, paths), "--", *command]
     is_alone = job is None or len(job.hosts) == 1
-    os.execve(keeper[0], keeper, {**environment, **place.environment(is_alone)})
+    os.execve(keeper[0], keeper, {**environment, **place.make_environment(is_alone)})

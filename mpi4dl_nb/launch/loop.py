@@ -9,20 +9,20 @@ from functools import cache
 from threading import Thread
 from typing import Any
 
-__all__ = ["in_loop"]
+__all__ = ["run_in_loop"]
 
 
 @cache
-def _loop(process: int) -> asyncio.AbstractEventLoop:
+def _get_loop(process: int) -> asyncio.AbstractEventLoop:
     """Of this process: one that was forked has a copy of its parent's, but not the thread that runs it."""
     loop = asyncio.new_event_loop()
     Thread(target=loop.run_forever, name="mpi4dl_nb launcher", daemon=True).start()
     return loop
 
 
-def in_loop(work: Coroutine[Any, Any, Any]) -> Any:
+def run_in_loop(work: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine to its end."""
-    future = asyncio.run_coroutine_threadsafe(work, _loop(os.getpid()))
+    future = asyncio.run_coroutine_threadsafe(work, _get_loop(os.getpid()))
     try:
         return future.result()
     except KeyboardInterrupt:

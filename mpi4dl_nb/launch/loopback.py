@@ -12,12 +12,12 @@ from typing import Any
 
 from engines import host
 from engines.comm.device import share_process
-from engines.comm.loopback import loopback
+from engines.comm.loopback import make_loopback_worlds
 from engines.comm.world import World
-from engines.output import Line, Output, diverted
+from engines.output import LineBuffer, OutputLine, redirect_streams
 from engines.packing import pack
-from engines.whereabouts import here
-from mpi4dl_nb.launch.reports import Ended, Still
+from engines.whereabouts import get_status_board
+from mpi4dl_nb.launch.reports import RankExit, StalledRank
 
 __all__ = ["LoopbackRanks"]
 
@@ -26,13 +26,13 @@ class LoopbackRanks:
     """Every rank a thread of this process: no MPI, nothing to start."""
 
     def __init__(self, n: int) -> None:
-        self._host(loopback(n))
+        self._make_servers(make_loopback_worlds(n))
 
-    def _host(self, worlds: Sequence[World]) -> None:
-        self._hosts = [host.Host(world) for world in worlds]
-        self._said: SimpleQueue[tuple[int, Line]] = SimpleQueue()
+    def _make_servers(self, worlds: Sequence[World]) -> None:
+        self._hosts = [host.RankServer(world) for world in worlds]
+        self._said: SimpleQueue[tuple[int, OutputLine]] = SimpleQueue()
         for rank, each in enumerate(self._hosts):
-            each.board.output = Output(partial(_put, self._said, rank))
+            each.board.output = LineBuffer(partial(_put, self._said, rank))
 
     def count(self) -> int:
         """As many as were asked for."""
@@ -42,14 +42,14 @@ class LoopbackRanks:
         """A thread of its own: a rank that never returns must not keep Python from ending."""
         future: Future[bytes] = Future()
 
-        def work() -> None:
+        def run_call() -> None:
             share_process()
             try:
                 future.set_result(host.execute(self._hosts[rank], common, own))
             except BaseException as error:
                 future.set_exception(error)
 
-        Thread(target=work, name=f"rank {rank}", daemon=True).start()
+        Thread(target=run_call, name=f"rank {rank}", daemon=True).start()
         return future
 
     def interrupt(self) -> None:
@@ -60,36 +60,36 @@ class LoopbackRanks:
         """Nor can it be ended: whoever starts afresh leaves it alone."""
         self.interrupt()
 
-    def lost(self) -> Mapping[int, Ended]:
+    def find_lost_ranks(self) -> Mapping[int, RankExit]:
         """Threads do not die alone."""
         return {}
 
-    def cut_off(self) -> frozenset[str]:
+    def find_lost_hosts(self) -> frozenset[str]:
         """There is no other host."""
         return frozenset()
 
-    def still(self) -> Mapping[int, Still]:
+    def find_stalled_ranks(self) -> Mapping[int, StalledRank]:
         """Those that have not gone on for a while."""
         now = {rank: host.board.read() for rank, host in enumerate(self._hosts)}
-        return {rank: Still(at) for rank, at in now.items() if at is not None}
+        return {rank: StalledRank(at) for rank, at in now.items() if at is not None}
 
     def pack(self, values: Sequence[Any]) -> list[bytes]:
         """As bytes; modules are those of this process, whatever becomes of them."""
         return [pack(value) for value in values]
 
-    def listening(self) -> AbstractContextManager[None]:
+    def capture_output(self) -> AbstractContextManager[None]:
         """What is printed is kept, where a rank prints it."""
-        return diverted(lambda: here().output)
+        return redirect_streams(lambda: get_status_board().output)
 
-    def said(self) -> list[tuple[int, Line]]:
+    def read_output(self) -> list[tuple[int, OutputLine]]:
         """What has been printed."""
         return [self._said.get() for _ in range(self._said.qsize())]
 
-    def lacks(self, rank: int, lines: int) -> bool:
+    def has_pending_output(self, rank: int, lines: int) -> bool:
         """Nothing is on its way."""
         return False
 
-    def leave_out(self, ranks: Iterable[int]) -> None:
+    def exclude_ranks(self, ranks: Iterable[int]) -> None:
         """There are none to be left out."""
 
     def stop(self) -> None:
@@ -97,5 +97,5 @@ class LoopbackRanks:
         self.interrupt()
 
 
-def _put(said: SimpleQueue[tuple[int, Line]], rank: int, line: Line) -> None:
+def _put(said: SimpleQueue[tuple[int, OutputLine]], rank: int, line: OutputLine) -> None:
     said.put((rank, line))

@@ -26,21 +26,21 @@ _SHARED_MEMORY = "/dev/shm"
 _SEGMENT_BYTES = 17 << 20  # Open MPI maps 16 MiB for each rank, and some pages more
 
 
-def facts(order: dict) -> dict:
+def collect_facts(order: dict) -> dict:
     """What this host has: `order` names the folder to work in, the `mpiexec`, and an address (`towards`) to reach."""
-    address = own_address(order["towards"])
+    address = find_own_address(order["towards"])
     return {
         "host": socket.gethostname(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "versions": versions(order["mpiexec"]),
+        "versions": collect_versions(order["mpiexec"]),
         "has_folder": os.access(order["folder"], os.X_OK),
-        "network": network_of(address),
+        "network": find_network(address),
     }
 
 
-def versions(mpiexec: str) -> dict:
+def collect_versions(mpiexec: str) -> dict:
     """Of what all hosts must have alike; our own code is known by its content."""
-    found = {"Python": sys.version.split()[0], "code of mpi4dl_nb": _code(), "MPI": _mpi(mpiexec)}
+    found = {"Python": sys.version.split()[0], "code of mpi4dl_nb": _hash_code(), "MPI": _get_mpi_version(mpiexec)}
     for name in _PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
@@ -49,7 +49,7 @@ def versions(mpiexec: str) -> dict:
     return found
 
 
-def _code():
+def _hash_code():
     spec = importlib.util.find_spec("engines")
     if spec is None or not spec.origin:
         return None
@@ -59,7 +59,7 @@ def _code():
     return mark.hexdigest()[:12]
 
 
-def _mpi(mpiexec: str):
+def _get_mpi_version(mpiexec: str):
     try:
         said = subprocess.run(
             [mpiexec, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=False
@@ -69,7 +69,7 @@ def _mpi(mpiexec: str):
     return (said.stdout.strip().splitlines() or [None])[0]
 
 
-def own_address(towards: str):
+def find_own_address(towards: str):
     """Of the interface that leads there; no packet is sent."""
     family = socket.AF_INET6 if ":" in towards else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -80,7 +80,7 @@ def own_address(towards: str):
         return probe.getsockname()[0]
 
 
-def network_of(address):
+def find_network(address):
     """The network of an address of this host, as `10.0.0.0/24`."""
     import ipaddress
 
@@ -95,7 +95,7 @@ def network_of(address):
     return None
 
 
-def arm(home: str, order: dict) -> str:
+def write_connection_file(home: str, order: dict) -> str:
     """Write the files of `order`, for their owner only; why the controller can't be reached from here, or nothing."""
     for name, text in order["files"].items():
         path = Path(home, name)
@@ -109,14 +109,14 @@ def arm(home: str, order: dict) -> str:
     return ""
 
 
-class _Lines:
+class _LineReader:
     """Lines of the standard input, waited for with a deadline."""
 
     def __init__(self):
         self.pending, self.ready = b"", selectors.DefaultSelector()
         self.ready.register(0, selectors.EVENT_READ)
 
-    def next(self, within_s: float):
+    def read_line(self, within_s: float):
         """None where the input has ended, or nothing came in time."""
         deadline = time.monotonic() + within_s
         while b"\n" not in self.pending:
@@ -130,7 +130,7 @@ class _Lines:
         return line
 
 
-def in_memory(home: str, ranks: int) -> str:
+def make_memory_folder(home: str, ranks: int) -> str:
     """A folder in memory for so many ranks, where there is room; otherwise `home`."""
     memory = Path(_SHARED_MEMORY, Path(home).name)
     try:
@@ -143,11 +143,11 @@ def in_memory(home: str, ranks: int) -> str:
     return str(memory)
 
 
-def _say(**what):
+def _send(**what):
     os.write(1, json.dumps(what).encode() + b"\n")
 
 
-def _end_left(home: str) -> None:
+def _kill_remaining(home: str) -> None:
     """End the processes of this cluster that are still here: its folder is in their environment."""
     mark = b"=" + home.encode() + b"\0"
     for entry in Path("/proc").iterdir() if Path("/proc").is_dir() else ():
@@ -161,23 +161,23 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the ranks
     for number in (signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(1))  # a batch system ends it so: in order, too
-    lines, silence_s = _Lines(), 60.0
+    lines, silence_s = _LineReader(), 60.0
     home = memory = tempfile.mkdtemp(prefix="mpi4dl_nb-")
     try:
-        while (line := lines.next(silence_s)) is not None:
+        while (line := lines.read_line(silence_s)) is not None:
             order = json.loads(line)
             if order["do"] == "tell":
                 silence_s = order["silence_s"]
-                memory = in_memory(home, order["ranks"])
-                _say(told=facts(order), home=home, memory=memory)
+                memory = make_memory_folder(home, order["ranks"])
+                _send(told=collect_facts(order), home=home, memory=memory)
             elif order["do"] == "arm":
-                _say(unreachable=arm(home, order))
+                _send(unreachable=write_connection_file(home, order))
             else:
-                _say(beat=order["beat"])
+                _send(beat=order["beat"])
     except OSError:
         pass  # nobody listens any more
     finally:
-        _end_left(home)
+        _kill_remaining(home)
         for folder in (memory, home):
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -16,7 +16,7 @@ from typing import Any
 from engines.errors import RankError
 from mpi4dl_nb.launch import outpost
 
-__all__ = ["BOOT", "SILENT_S", "Outpost", "Outposts", "check_alike"]
+__all__ = ["BOOT", "SILENT_S", "HostAgent", "HostAgents", "check_alike"]
 
 SILENT_S = 4.0  # a host that has not answered for so long is lost
 _BEAT_S, _LOOK_S, _TELL_S, _LEAVE_S = 0.5, 0.02, 25.0, 5.0
@@ -41,7 +41,7 @@ _WORDS = {
 }
 
 
-class Outpost:
+class HostAgent:
     """One host: the process that reaches it, and what it said last."""
 
     def __init__(self, host: str, command: list[str], words_at: Path) -> None:
@@ -53,10 +53,10 @@ class Outpost:
             )  # fmt: skip
         self.heard_s, self.said = time.monotonic(), dict[str, Any]()
         self._send(Path(outpost.__file__).read_text())
-        self._ear = Thread(target=self._listen, name=f"outpost {host}", daemon=True)
+        self._ear = Thread(target=self._read_replies, name=f"outpost {host}", daemon=True)
         self._ear.start()
 
-    def _listen(self) -> None:
+    def _read_replies(self) -> None:
         with self.process.stdout as lines:
             for line in lines:
                 with suppress(ValueError, TypeError):  # a shell's greeting
@@ -70,29 +70,29 @@ class Outpost:
         except (OSError, ValueError):
             pass  # it is gone: that is seen where its answer is missed
 
-    def order(self, do: str, **what: Any) -> None:
+    def send_request(self, do: str, **what: Any) -> None:
         """Ask for something; the answer comes by and by."""
         self._send({"do": do, **what})
 
-    def answer(self, key: str, until_s: float) -> Any:
+    def wait_for_reply(self, key: str, until_s: float) -> Any:
         """Raises RankError, in words, if it does not come."""
         while key not in self.said:
             if self.process.poll() is not None or time.monotonic() > until_s:
-                raise RankError(f"The host {self.host} can't be used: {self._why()}.")
+                raise RankError(f"The host {self.host} can't be used: {self._describe_failure()}.")
             time.sleep(_LOOK_S)
         return self.said[key]
 
-    def _why(self) -> str:
+    def _describe_failure(self) -> str:
         said = self._words_at.read_text(errors="replace")
         code = self.process.poll()
         if code is None:
-            return f"it has not answered within {_TELL_S:.0f} s" + _quoted(said)
+            return f"it has not answered within {_TELL_S:.0f} s" + _quote(said)
         for pattern, meaning in _WORDS.items():
             if re.search(pattern, said):
-                return meaning.format(host=self.host, python=sys.executable) + _quoted(said)
-        return f"what was started there has ended with code {code}" + _quoted(said)
+                return meaning.format(host=self.host, python=sys.executable) + _quote(said)
+        return f"what was started there has ended with code {code}" + _quote(said)
 
-    def leave(self) -> None:
+    def close_input(self) -> None:
         """The end of the input: it cleans up and goes."""
         with suppress(OSError):  # what was still to be sent has nobody to go to
             self.process.stdin.close()
@@ -107,22 +107,22 @@ class Outpost:
         self._ear.join(_LEAVE_S)
 
 
-class Outposts:
+class HostAgents:
     """Those of all hosts of a cluster. They beat until `close`."""
 
     def __init__(self, commands: Mapping[str, list[str]], home: str) -> None:
-        self.posts: dict[str, Outpost] = {}
+        self.posts: dict[str, HostAgent] = {}
         self._closed, self._beats = Event(), 0
         for number, (host, command) in enumerate(commands.items()):
-            self.posts[host] = Outpost(host, command, Path(home, f"outpost-{number}.log"))
+            self.posts[host] = HostAgent(host, command, Path(home, f"outpost-{number}.log"))
 
-    def tell(
+    def collect_facts(
         self, towards: Mapping[str, str], ranks: Mapping[str, int], folder: str, mpiexec: str
     ) -> dict[str, dict[str, Any]]:
         """What the hosts have (outpost.facts). Raises RankError where one does not answer, or differs from this one."""
         until_s = time.monotonic() + _TELL_S
         for host, post in self.posts.items():
-            post.order(
+            post.send_request(
                 "tell",
                 folder=folder,
                 mpiexec=mpiexec,
@@ -130,30 +130,30 @@ class Outposts:
                 ranks=ranks[host],
                 silence_s=_REMOTE_SILENCE_S,
             )
-        own = outpost.versions(mpiexec)
-        found = {host: post.answer("told", until_s) for host, post in self.posts.items()}
+        own = outpost.collect_versions(mpiexec)
+        found = {host: post.wait_for_reply("told", until_s) for host, post in self.posts.items()}
         for host, told in found.items():
             check_alike(host, told, own, folder)
-        Thread(target=self._beat, name="beats of outposts", daemon=True).start()
+        Thread(target=self._send_heartbeats, name="beats of outposts", daemon=True).start()
         return found
 
-    def folders(self, host: str) -> tuple[str, str]:
+    def get_folders(self, host: str) -> tuple[str, str]:
         """Those of the cluster on a host: for its files, and for what ranks share, in memory."""
         return self.posts[host].said["home"], self.posts[host].said["memory"]
 
-    def arm(self, files: Mapping[str, str], controller: tuple[str, int]) -> None:
+    def send_connection_file(self, files: Mapping[str, str], controller: tuple[str, int]) -> None:
         """Give the hosts the engines' connection file. Raises RankError where one can't reach the controller."""
         until_s = time.monotonic() + _TELL_S
         for post in self.posts.values():
-            post.order("arm", files=dict(files), controller=controller)
+            post.send_request("arm", files=dict(files), controller=controller)
         for host, post in self.posts.items():
-            if why := post.answer("unreachable", until_s):
+            if why := post.wait_for_reply("unreachable", until_s):
                 raise RankError(
                     f"The host {host} can't connect to this machine at {controller[0]}, port {controller[1]}: {why}. "
                     "Let the firewall pass connections between the hosts: MPI needs them too."
                 )
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Where this process itself was held up, silence is not the hosts'."""
         last_s = time.monotonic()
         while not self._closed.wait(_BEAT_S):
@@ -161,9 +161,9 @@ class Outposts:
             self._beats += 1
             for post in self.posts.values():
                 post.heard_s += held_s if held_s > _BEAT_S else 0.0
-                post.order("beat", beat=self._beats)
+                post.send_request("beat", beat=self._beats)
 
-    def silent(self) -> dict[str, float]:
+    def find_silent_hosts(self) -> dict[str, float]:
         """The hosts that do not answer any more: for how many seconds."""
         now = time.monotonic()
         quiet = {host: now - post.heard_s for host, post in self.posts.items()}
@@ -177,15 +177,15 @@ class Outposts:
         """Have them all leave; those that can't are cut off."""
         self._closed.set()
         for host, post in self.posts.items():
-            if host in self.silent():
+            if host in self.find_silent_hosts():
                 post.process.kill()
-            post.leave()
+            post.close_input()
         until_s = time.monotonic() + _LEAVE_S
         for post in self.posts.values():
             post.end(until_s)
 
 
-def _quoted(said: str) -> str:
+def _quote(said: str) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip(" @\n")]
     return f" ({' / '.join(lines[-3:])})" if lines else ""
 

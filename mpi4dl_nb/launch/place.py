@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engines.errors import RankError
-from mpi4dl_nb.launch.ending import MARK, remove
+from mpi4dl_nb.launch.ending import MARK, remove_paths
 
-__all__ = ["PREFIX", "Place"]
+__all__ = ["PREFIX", "RunDirectory"]
 
 PREFIX = "mpi4dl_nb-"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -19,7 +19,7 @@ _SEGMENT_BYTES = 17 << 20  # Open MPI maps 16 MiB for each rank, and some pages 
 
 
 @dataclass(frozen=True)
-class Place:
+class RunDirectory:
     """`home` holds keys, logs and the files of MPI's runtime; `memory` what the ranks share. Both go with the cluster.
 
     As MPI would put them, under names of its own in /tmp and /dev/shm, they stay behind when it is killed.
@@ -29,7 +29,7 @@ class Place:
     memory: Path
 
     @classmethod
-    def make(cls, n: int) -> Place:
+    def make(cls, n: int) -> RunDirectory:
         """The folders for `n` ranks. Raises RankError where there is no room, or nothing may be written."""
         home = None
         try:
@@ -37,13 +37,13 @@ class Place:
             _check_room(home)
         except OSError as error:
             if home is not None:
-                remove([home])
+                remove_paths([home])
             raise RankError(
                 f"There is no place for the files of the cluster: {error.strerror or error} "
                 f"({home or tempfile.gettempdir()}; {_FILES_BYTES >> 20} MiB are needed). "
                 "Make room there, or set TMPDIR to a folder that can be written, before Python starts."
             ) from None
-        return cls(home, _in_memory(home, n))
+        return cls(home, _make_memory_folder(home, n))
 
     @property
     def folders(self) -> list[Path]:
@@ -55,7 +55,7 @@ class Place:
         """Of the cluster; no other one has it."""
         return self.home.name
 
-    def environment(self, alone: bool = True) -> dict[str, str]:
+    def make_environment(self, alone: bool = True) -> dict[str, str]:
         """What tells processes that they belong here. `alone`: on no other machine, where no such folders are."""
         ours = {MARK: self.name, "IPYTHONDIR": str(self.home)}  # and not the user's, which may not be there
         if not alone:
@@ -78,7 +78,7 @@ def _check_room(folder: Path) -> None:
             file.write(bytes(_FILES_BYTES))
 
 
-def _in_memory(home: Path, n: int) -> Path:
+def _make_memory_folder(home: Path, n: int) -> Path:
     """A folder in memory, unless there is too little of that, as in many containers: ranks would die of it."""
     try:
         room = os.statvfs(_SHARED_MEMORY)

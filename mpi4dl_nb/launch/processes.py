@@ -8,12 +8,12 @@ from contextlib import suppress
 
 import psutil
 
-from mpi4dl_nb.launch.ending import is_at_work
+from mpi4dl_nb.launch.ending import is_running
 
-__all__ = ["Processes"]
+__all__ = ["LocalProcesses"]
 
 
-class Processes:
+class LocalProcesses:
     """`helpers` are pids by name: those through which the notebook and the ranks hear of each other.
 
     `ranks` are the pids of the ranks on this host, in their order; each is the child of its guard, which is a helper
@@ -26,7 +26,7 @@ class Processes:
         self._guards = [process.parent() for process in self._ranks]
         self._sent_kill: set[psutil.Process] = set()
 
-    def signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
+    def send_signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
         """Send a signal to ranks, directly: a helper might be stopped itself. One that has ended gets none."""
         for rank in ranks:
             if number == signal.SIGKILL:
@@ -36,13 +36,13 @@ class Processes:
 
     def killed(self) -> list[int]:
         """The ranks that have ended after SIGKILL from here: their guards may be stopped, and not report it."""
-        return [rank for rank, each in enumerate(self._ranks) if each in self._sent_kill and not is_at_work(each)]
+        return [rank for rank, each in enumerate(self._ranks) if each in self._sent_kill and not is_running(each)]
 
     def is_stopped(self, helper: str) -> bool:
         """Whether a signal has stopped the helper of that name."""
         return _is_stopped(self._helpers[helper])
 
-    def stopped_helpers(self) -> str:
+    def describe_stopped_helpers(self) -> str:
         """Say which helpers were stopped by a signal; nothing where all go on."""
         guards = [(f"the guard of rank {rank}", guard) for rank, guard in enumerate(self._guards) if guard]
         return " and ".join(
@@ -51,7 +51,7 @@ class Processes:
             if _is_stopped(process)
         )
 
-    def keep(self, ranks: Sequence[int]) -> None:
+    def keep_ranks(self, ranks: Sequence[int]) -> None:
         """Number these ranks anew, in their order; the others are gone."""
         self._ranks, self._guards = ([each[rank] for rank in ranks] for each in (self._ranks, self._guards))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from engines.errors import PlanError
 
-__all__ = ["Reach", "is_here"]
+__all__ = ["RemoteShell", "is_local_address"]
 
 # No question is asked: nobody could answer it. A connection that is dead ends.
 _SSH = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
@@ -21,7 +21,7 @@ _ASK_S = 10.0
 
 
 @dataclass(frozen=True)
-class Reach:
+class RemoteShell:
     """`srun`: by Slurm, whose job holds the hosts. Else by ssh, or what `MPI4DL_NB_SSH` names (`ssh -F my_config`)."""
 
     srun: bool = False
@@ -31,29 +31,29 @@ class Reach:
         """The program that reaches a host by its name, with its flags."""
         return (*shlex.split(os.environ.get("MPI4DL_NB_SSH", "ssh")), *_SSH)
 
-    def command(self, host: str, address: str, words: Sequence[str]) -> list[str]:
+    def make_command(self, host: str, address: str, words: Sequence[str]) -> list[str]:
         """What to start here so that `words` run there."""
-        if is_here(address):
+        if is_local_address(address):
             return list(words)
         if self.srun:
             return [*_SRUN, f"--nodelist={host}", *words]
         return [*self.agent, host, f"exec {shlex.join(words)}"]
 
-    def mpiexec_flags(self) -> list[str]:
+    def make_mpiexec_flags(self) -> list[str]:
         """By the same way go MPI's own daemons. By ssh it is the hosts named that count, in a batch job or not."""
         if self.srun:
             return ["--prtemca", "plm_slurm_args", "--overlap"]
         ssh = ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", shlex.join(self.agent)]
         return [*ssh, "--prtemca", "ras", "^slurm,pbs"]
 
-    def addresses(self, hosts: Iterable[str]) -> dict[str, str]:
+    def resolve_addresses(self, hosts: Iterable[str]) -> dict[str, str]:
         """By name. Raises PlanError on a host that has no address, or where there is no ssh."""
         if not self.srun and not shutil.which(self.agent[0]):
             raise PlanError(f"There is no program {self.agent[0]!r} to reach hosts with. Install an ssh client.")
-        return {host: self._address(host) for host in hosts}
+        return {host: self._resolve_address(host) for host in hosts}
 
-    def _address(self, host: str) -> str:
-        name = host if self.srun else self._full_name(host)
+    def _resolve_address(self, host: str) -> str:
+        name = host if self.srun else self._resolve_host_name(host)
         try:
             return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
         except OSError as error:
@@ -62,7 +62,7 @@ class Reach:
                 "goes into ~/.ssh/config (Host, HostName) or /etc/hosts."
             ) from error
 
-    def _full_name(self, host: str) -> str:
+    def _resolve_host_name(self, host: str) -> str:
         """As the settings of ssh have it: names there may be short."""
         try:
             asked = subprocess.run(
@@ -75,7 +75,7 @@ class Reach:
         return named[0] if named and not asked.returncode else host.rpartition("@")[2]
 
 
-def is_here(address: str) -> bool:
+def is_local_address(address: str) -> bool:
     """Whether an address is this machine's: only then can something listen on it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

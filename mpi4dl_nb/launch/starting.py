@@ -14,9 +14,9 @@ from contextlib import suppress
 
 import psutil
 
-from engines.comm.container import cores
+from engines.comm.container import count_cores
 
-__all__ = ["Start", "business", "work_s"]
+__all__ = ["StartupMonitor", "compute_load_factor", "measure_work_s"]
 
 _IDLE_S = 45.0  # without another rank, and without work for it; longer, the more work waits for each core
 _SAY_S, _LOOK_S = 15.0, 1.0  # it is said after so long, and then each time that it has taken twice as long
@@ -25,7 +25,7 @@ _TIMES = 20.0  # so many times that much, and it is no start any more
 _SIGN_S = 0.05  # of a processor's time, and something was done
 
 
-class Start:
+class StartupMonitor:
     """Of `n` ranks. `work` tells the seconds of processor time that went into it."""
 
     usual_s = _WORK_S
@@ -38,11 +38,11 @@ class Start:
         self._done_s = self._done_before_s = 0.0
         self._sign_s, self._say_s = self._began_s, _SAY_S
 
-    def phase(self) -> None:
+    def begin_phase(self) -> None:
         """They are counted anew."""
         self._count, self._since_s, self._done_before_s = 0, time.monotonic(), self._done_s
 
-    def look(self, count: int, what: str) -> str:
+    def update(self, count: int, what: str) -> str:
         """With `count` of them there. Why it will not become more, in words; empty where it may."""
         now_s = time.monotonic()
         if count > self._count:
@@ -51,12 +51,12 @@ class Start:
             self._at_s, done_s = now_s, self._work()
             if done_s > self._done_s + _SIGN_S:
                 self._done_s, self._sign_s = done_s, now_s
-        self._say(now_s, what)
-        return self._trouble(now_s, what)
+        self._report_delay(now_s, what)
+        return self._describe_trouble(now_s, what)
 
-    def _trouble(self, now_s: float, what: str) -> str:
+    def _describe_trouble(self, now_s: float, what: str) -> str:
         silent_s, idle_s = now_s - self._since_s, now_s - self._sign_s
-        if idle_s > _IDLE_S * business():
+        if idle_s > _IDLE_S * compute_load_factor():
             return (
                 f"Of {self.n} ranks only {self._count} {what}, and no other for {silent_s:.0f} s: their processes have "
                 f"done nothing for {idle_s:.0f} s."
@@ -69,36 +69,36 @@ class Start:
             )
         return ""
 
-    def _say(self, now_s: float, what: str) -> None:
+    def _report_delay(self, now_s: float, what: str) -> None:
         taken_s = now_s - self._began_s
         if now_s - self._since_s < _SAY_S or taken_s < self._say_s:
             return
         self._say_s = 2 * taken_s
         print(
             f"The start takes longer than usual, and goes on: {self._count} of {self.n} ranks {what} after "
-            f"{taken_s:.0f} s. {self._seen(now_s, taken_s)}",
+            f"{taken_s:.0f} s. {self._describe_progress(now_s, taken_s)}",
             file=sys.stderr,
             flush=True,
         )
 
-    def _seen(self, now_s: float, taken_s: float) -> str:
+    def _describe_progress(self, now_s: float, taken_s: float) -> str:
         if (idle_s := now_s - self._sign_s) > _SAY_S / 2:
-            limit_s = _IDLE_S * business()
+            limit_s = _IDLE_S * compute_load_factor()
             return (
                 f"Their processes have done nothing for {idle_s:.0f} s; after {limit_s:.0f} s of that it is given up."
             )
-        waits = os.getloadavg()[0] / cores()
+        waits = os.getloadavg()[0] / count_cores()
         others = f", and {waits:.1f} programs wait for each core" if waits > 1.5 else ""
         left_s = max(self.n * self.usual_s - self._done_s, 0.0) * taken_s / max(self._done_s, 1.0)
         more = f"it may take {left_s:.0f} s more" if left_s > 5 else "it should be there soon"
         return f"The ranks have had {self._done_s:.0f} s of a processor by now{others}: {more}."
 
-    def over(self) -> None:
+    def finish(self) -> None:
         """All are there: what this one took is what the next one will."""
         type(self).usual_s = max(1.0, self._work() / self.n)
 
 
-def work_s(roots: Sequence[psutil.Process]) -> float:
+def measure_work_s(roots: Sequence[psutil.Process]) -> float:
     """The processor time of these processes, of this machine, and of all that they have started."""
     total = 0.0
     for root in roots:
@@ -110,6 +110,6 @@ def work_s(roots: Sequence[psutil.Process]) -> float:
     return total
 
 
-def business() -> float:
+def compute_load_factor() -> float:
     """How many times as long things take because of what waits for this machine's cores, up to eight."""
-    return min(8.0, max(1.0, os.getloadavg()[0] / cores()))
+    return min(8.0, max(1.0, os.getloadavg()[0] / count_cores()))

@@ -18,13 +18,13 @@ def check_cluster(n: int) -> None:
     Seen: the notebook has 30 files more open, and the controller 107 + 6 n, of all processes the one with most.
     """
     _check_folder()
-    _have_files(n, max(psutil.Process().num_fds() + 64, 128 + 8 * n))
+    _raise_file_limit(n, max(psutil.Process().num_fds() + 64, 128 + 8 * n))
 
 
 def check_command(n: int) -> None:
     """As for a cluster; seen: mpiexec has 20 + 3 n files open, and a rank 40."""
     _check_folder()
-    _have_files(n, max(48, 32 + 4 * n))
+    _raise_file_limit(n, max(48, 32 + 4 * n))
 
 
 def _check_folder() -> None:
@@ -34,20 +34,20 @@ def _check_folder() -> None:
         )
 
 
-def _have_files(n: int, needed: int) -> None:
+def _raise_file_limit(n: int, needed: int) -> None:
     """Raise the limit of open files for this process and those it starts, if it is too low, as far as that may be done.
 
     A library that gets no file (ZeroMQ, PMIx) ends its process, be it the notebook.
     """
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if _finite(most) < needed:
+    if _to_float(most) < needed:
         raise RankError(
             f"A process may open {most} files here, but to start {n} ranks takes {needed}. Raise the limit "
             f"(ulimit -n {needed}, LimitNOFILE of a service), or start fewer ranks."
         )
-    if _finite(now) < needed:
+    if _to_float(now) < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
 
 
-def _finite(limit: int) -> float:
+def _to_float(limit: int) -> float:
     return float("inf") if limit == resource.RLIM_INFINITY else limit

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
-__all__ = ["Heard", "Written"]
+__all__ = ["CaptureMixin", "ProcessOutput"]
 
 _KEPT_BYTES = 1 << 16
 _PART_BYTES = 1 << 16
 _LAST_S = 0.5  # what a process that has ended wrote last is in the pipe, and read within this time
 
 
-class Written:
+class ProcessOutput:
     """The output of a process and of those that it starts. `told` is given each whole line, in a thread of its own.
 
     It is a pipe and no file, which would grow as long as the cluster lives. `path` names the end to write to, until
@@ -25,14 +25,14 @@ class Written:
         self._told, self._kept = told, b""
         self._read, self._write = os.pipe()
         self.path = f"/dev/fd/{self._write}"
-        self._thread = Thread(target=self._listen, name="mpi4dl_nb listener", daemon=True)
+        self._thread = Thread(target=self._read_lines, name="mpi4dl_nb listener", daemon=True)
 
     def begin(self) -> None:
         """From here on it is read, until nobody writes any more."""
         os.close(self._write)
         self._thread.start()
 
-    def _listen(self) -> None:
+    def _read_lines(self) -> None:
         rest = b""
         with os.fdopen(self._read, "rb", buffering=0) as pipe:
             while part := pipe.read(_PART_BYTES):
@@ -50,11 +50,11 @@ class Written:
         return self._kept.decode(errors="replace")
 
 
-class Heard:
+class CaptureMixin:
     """Of a launcher of ipyparallel: what its process writes is `written`, and not in a file."""
 
     def __init__(self, *args: Any, told: Callable[[bytes], object] = bool, **kwargs: Any) -> None:
-        self.written = Written(told)
+        self.written = ProcessOutput(told)
         super().__init__(*args, output_file=self.written.path, **kwargs)
 
     def start(self, *args: Any) -> Any:

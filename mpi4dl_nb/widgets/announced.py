@@ -9,11 +9,11 @@ from html import escape
 from IPython import get_ipython
 from IPython.display import HTML, display
 
-__all__ = ["announced"]
+__all__ = ["show_status"]
 
 
 @contextmanager
-def announced(text: str) -> Iterator[None]:
+def show_status(text: str) -> Iterator[None]:
     """Show the line under the cell for as long as the body runs; outside of a notebook nothing is shown."""
     handle = display(HTML(f'<div role="status">{escape(text)}</div>'), display_id=True) if get_ipython() else None
     try:

@@ -12,24 +12,24 @@ import ipywidgets
 from torch import Tensor, nn
 
 from engines.errors import Mpi4dlError, TraceError
-from engines.knobs import GROUPS, knob_of
+from engines.knobs import GROUPS, find_plan_option
 from engines.layer.graph import TensorSpec
 from engines.plan import Plan
 from engines.predict.forecast import Forecast
-from engines.predict.given import given
+from engines.predict.given import resolve_machine
 from engines.predict.machine import Machine
 from engines.predict.machines import MACHINES
 from engines.program.program import Program
-from engines.traces import Loss, Traces
+from engines.traces import Loss, TraceCache
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.draw.foreseen import foreseen_words
+from mpi4dl_nb.draw.foreseen import describe_forecast
 from mpi4dl_nb.draw.loads import COUNTING
 from mpi4dl_nb.draw.ranks import draw_ranks
-from mpi4dl_nb.later import IsAsked, Later
-from mpi4dl_nb.planning import Compiled, Planning, standing, undisturbed
-from mpi4dl_nb.widgets.controls import Trouble, button, choice
-from mpi4dl_nb.widgets.instrument import Instrument
-from mpi4dl_nb.widgets.knob import Knob
+from mpi4dl_nb.later import IsAsked, LatestOnly
+from mpi4dl_nb.planning import CompiledPlan, PlanCache, describe_cluster_fit, pause_gc
+from mpi4dl_nb.widgets.controls import ErrorAlert, make_button, make_dropdown
+from mpi4dl_nb.widgets.instrument import FigureWidget
+from mpi4dl_nb.widgets.knob import OptionControl
 
 __all__ = ["Configurator"]
 
@@ -42,7 +42,7 @@ NO_MACHINE = "For the time of a step: cluster.calibrate(), or choose a machine t
 LAST = "The figure shows the last plan that works."
 
 
-class Configurator(Instrument):
+class Configurator(FigureWidget):
     """All knobs of a `Plan` for one model, checked as they are turned.
 
     `image_shape` is (N, C, H, W) of a batch; `loss`, `labels` and `device` are as for `Training`. `plan` is the last
@@ -71,29 +71,31 @@ class Configurator(Instrument):
         machine: Machine | str | None = None,
     ) -> None:
         self.cluster = cluster
-        known = MACHINES | ({} if machine is None else {given(machine).name: given(machine)})
+        known = MACHINES | ({} if machine is None else {resolve_machine(machine).name: resolve_machine(machine)})
         self.machines: Mapping[str, Machine | None] = {OWN: None} | known
-        chosen = OWN if machine is None else given(machine).name
-        self.machine = choice("machine", list(self.machines), chosen, "whose time is predicted")
-        self.machine.observe(lambda _: self._turned(""), "value")
-        self.planning = Planning(Traces(model, tuple(image_shape), loss or nn.CrossEntropyLoss(), labels, device))
+        chosen = OWN if machine is None else resolve_machine(machine).name
+        self.machine = make_dropdown("machine", list(self.machines), chosen, "whose time is predicted")
+        self.machine.observe(lambda _: self._handle_change(""), "value")
+        self.planning = PlanCache(TraceCache(model, tuple(image_shape), loss or nn.CrossEntropyLoss(), labels, device))
         plan = plan or Plan()
-        self.knobs = {each.name: Knob(each.name, getattr(plan, each.name), self._turned) for each in fields(Plan)}
-        self.note, self.rank_trouble = ipywidgets.HTML(), Trouble()
-        self.start = button("", self._start, "start the cluster with the ranks that the plan needs, or resize it")
-        self._tracing, self._counting, self._starting = Later(), Later(), Later()
+        self.knobs = {
+            each.name: OptionControl(each.name, getattr(plan, each.name), self._handle_change) for each in fields(Plan)
+        }
+        self.note, self.rank_trouble = ipywidgets.HTML(), ErrorAlert()
+        self.start = make_button("", self._start, "start the cluster with the ranks that the plan needs, or resize it")
+        self._tracing, self._counting, self._starting = LatestOnly(), LatestOnly(), LatestOnly()
         self._turn, self._is_quiet = RLock(), False
-        self._found: Compiled | None = None
+        self._found: CompiledPlan | None = None
         self._error: Mpi4dlError | None = None
         line = ipywidgets.HBox([self.machine, self.start, self.note], layout={"flex_flow": "row wrap"})
-        super().__init__([_columns(self.knobs), line, self.rank_trouble])
+        super().__init__([_make_columns(self.knobs), line, self.rank_trouble])
         self.view.show(draw_ranks(plan))
-        self._turned("")
+        self._handle_change("")
 
     @property
     def plan(self) -> Plan:
         """The last plan that works. Raises PlanError or TraceError where none has worked yet."""
-        return self._settled().plan
+        return self._wait_compiled().plan
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
@@ -101,19 +103,19 @@ class Configurator(Instrument):
         for name, knob in self.knobs.items():
             knob.value = getattr(plan, name)
         self._is_quiet = False
-        self._turned("")
+        self._handle_change("")
 
     @property
     def programs(self) -> tuple[Program, ...]:
         """What each rank would do in a training step under that plan."""
-        return self._settled().programs
+        return self._wait_compiled().programs
 
     @property
     def forecast(self) -> Forecast | None:
         """What a step of that plan should cost on the machine; None where none is calibrated or chosen."""
-        self._settled()
+        self._wait_compiled()
         self._counting.wait(PATIENCE_S)
-        return self._settled().forecast
+        return self._wait_compiled().forecast
 
     @property
     def wrong(self) -> dict[str, str]:
@@ -128,50 +130,52 @@ class Configurator(Instrument):
     def __dir__(self) -> list[str]:
         return ["cluster", "figure", "forecast", "knobs", "machine", "plan", "programs", "start", "wait", "wrong"]
 
-    def _settled(self) -> Compiled:
+    def _wait_compiled(self) -> CompiledPlan:
         self._tracing.wait(PATIENCE_S)
         if self._found is None:
             raise self._error or TraceError(f"The model was not traced within {PATIENCE_S:.0f} s.")
         return self._found
 
-    def _turned(self, touched: str) -> None:
+    def _handle_change(self, touched: str) -> None:
         """A knob has another value."""
         if self._is_quiet:
             return
-        with self._turn, undisturbed(), self._judging(touched):
-            self._tracing.rest()
+        with self._turn, pause_gc(), self._show_plan_errors(touched):
+            self._tracing.mark_done()
             plan = Plan(**{name: knob.value for name, knob in self.knobs.items()})
             if self.planning.is_quick(plan):
                 self._accept(plan)
             else:
-                self._tell_state("Tracing the model for this plan ...")
-                self._tracing.do(lambda is_asked: self._trace(plan, touched, is_asked))
+                self._show_state("Tracing the model for this plan ...")
+                self._tracing.submit(lambda is_asked: self._trace(plan, touched, is_asked))
 
     def _trace(self, plan: Plan, touched: str, is_asked: IsAsked) -> None:
         error = None
         try:
-            self.planning.compiled(plan)
+            self.planning.get_compiled(plan)
         except Mpi4dlError as caught:
             error = caught
         with self._turn:
             if is_asked():
-                with self._judging(touched):
+                with self._show_plan_errors(touched):
                     self._accept(plan, error)
 
     def _accept(self, plan: Plan, error: Mpi4dlError | None = None) -> None:
         """From now on this is the plan, unless something was wrong with it."""
         if error is not None:
             raise error
-        found, machine = self.planning.compiled(plan), self._asked_machine
-        self._counting.rest()
+        found, machine = self.planning.get_compiled(plan), self._chosen_machine
+        self._counting.mark_done()
         self._found = found if found.is_counted(machine) else found.untimed
         if not found.is_counted(machine):
-            self._counting.do(lambda is_asked: self._count(plan, machine, is_asked))
-        self.view.show(draw_ranks(plan, self._found.loads, COUNTING, self._foreseen() if self._found is found else ""))
-        self._tell_state()
+            self._counting.submit(lambda is_asked: self._count(plan, machine, is_asked))
+        self.view.show(
+            draw_ranks(plan, self._found.loads, COUNTING, self._describe_forecast() if self._found is found else "")
+        )
+        self._show_state()
 
     @property
-    def _asked_machine(self) -> Machine | None:
+    def _chosen_machine(self) -> Machine | None:
         """The chosen one, or the cluster as it was calibrated."""
         return self.machines[self.machine.value] or (self.cluster.machine if self.cluster else None)
 
@@ -181,58 +185,58 @@ class Configurator(Instrument):
             return
         why = ""
         try:
-            found = self.planning.counted(plan, machine, is_asked)
+            found = self.planning.predict_costs(plan, machine, is_asked)
         except Mpi4dlError as error:
-            found, why = self.planning.compiled(plan).untimed, str(error)
+            found, why = self.planning.get_compiled(plan).untimed, str(error)
         with self._turn:
             if found and is_asked():
                 self._found = found
-                self.view.show(draw_ranks(plan, found.loads, foreseen=why or self._foreseen()))
+                self.view.show(draw_ranks(plan, found.loads, foreseen=why or self._describe_forecast()))
 
-    def _foreseen(self) -> str:
+    def _describe_forecast(self) -> str:
         """What is predicted of a step, or what to do so that something is."""
         found = self._found
-        return foreseen_words(found.forecast, found.machine) if found.forecast else NO_MACHINE
+        return describe_forecast(found.forecast, found.machine) if found.forecast else NO_MACHINE
 
     @contextmanager
-    def _judging(self, touched: str) -> Iterator[None]:
+    def _show_plan_errors(self, touched: str) -> Iterator[None]:
         """What is wrong with the plan is told beside the knob that it is about; the last good plan stays."""
         place = text = ""
         try:
             yield
         except Mpi4dlError as error:
             self._error, text = error, str(error)
-            place = knob_of(text, touched)
-            self._tell_state(LAST if self._found else "")
+            place = find_plan_option(text, touched)
+            self._show_state(LAST if self._found else "")
         for name, knob in self.knobs.items():
-            knob.tell(text if name == place else "")
-        self.trouble.tell("" if place else text)
+            knob.show_error(text if name == place else "")
+        self.trouble.show("" if place else text)
 
-    def _tell_state(self, doing: str = "") -> None:
+    def _show_state(self, doing: str = "") -> None:
         """Ranks needed against ranks running, and what the button would do about it."""
-        said = standing(self._found.plan.ranks if self._found else None, self.cluster)
+        said = describe_cluster_fit(self._found.plan.ranks if self._found else None, self.cluster)
         self.start.description, self.start.disabled = said.button, not said.helps
         self.note.value = f'<div role="status">{escape(f"{said.text} {doing}")}</div>'
 
     def _start(self) -> None:
         ranks = self.plan.ranks
         self.start.disabled = True
-        self._tell_state(f"Starting {ranks} ranks ...")
+        self._show_state(f"Starting {ranks} ranks ...")
         self.start.disabled = True
-        self._starting.do(lambda _: self._resize(ranks))
+        self._starting.submit(lambda _: self._resize(ranks))
 
     def _resize(self, ranks: int) -> None:
         try:
             self.cluster = self.cluster or Cluster(ranks)
             self.cluster.resize(ranks)
         except Mpi4dlError as error:
-            self.rank_trouble.tell(str(error))
+            self.rank_trouble.show(str(error))
         else:
-            self.rank_trouble.tell("")
-        self._tell_state()
+            self.rank_trouble.show("")
+        self._show_state()
 
 
-def _columns(knobs: Mapping[str, Knob]) -> ipywidgets.Box:
+def _make_columns(knobs: Mapping[str, OptionControl]) -> ipywidgets.Box:
     """The knobs in their groups, as many columns beside each other as there is room for."""
     groups = {
         title: [ipywidgets.HTML(f"<b>{title}</b>"), *(knobs[name] for name in names)] for title, names in GROUPS.items()

@@ -37,15 +37,15 @@ class FigureView(anywidget.AnyWidget):
         super().__init__(accepts=list(keys), tip=tip)
         self.figure: Drawing | None = None
         self._handlers = {"key": on_key, "point": on_point and (lambda place: on_point(*place))}
-        self.on_msg(self._heard)
+        self.on_msg(self._handle_event)
 
     def show(self, figure: Drawing) -> None:
         """Show this one from now on."""
         self.figure = figure
         with self.hold_sync():
-            self.png, self.alt = figure.png(), figure.alt
+            self.png, self.alt = figure.to_png(), figure.alt
 
-    def _heard(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
+    def _handle_event(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
         for name, value in content.items():
             if handler := self._handlers.get(name):
                 handler(value)

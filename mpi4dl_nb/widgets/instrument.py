@@ -11,15 +11,15 @@ from IPython.display import HTML, DisplayHandle, display
 
 from engines.errors import Mpi4dlError
 from mpi4dl_nb.draw.figure import Drawing
-from mpi4dl_nb.widgets.controls import Trouble
+from mpi4dl_nb.widgets.controls import ErrorAlert
 from mpi4dl_nb.widgets.figure_view import FigureView
 
-__all__ = ["Instrument"]
+__all__ = ["FigureWidget"]
 
 STILL = "mpi4dl-still"  # known to figure_view.css
 
 
-class Instrument(ipywidgets.VBox):
+class FigureWidget(ipywidgets.VBox):
     """Controls above one figure. Where a page cannot run widgets (a saved file), the figure is shown as it was."""
 
     def __init__(
@@ -31,7 +31,7 @@ class Instrument(ipywidgets.VBox):
         tip: str = "",
     ) -> None:
         self._still: DisplayHandle | None = None
-        self.view, self.trouble = FigureView(keys, on_key, on_point, tip), Trouble()
+        self.view, self.trouble = FigureView(keys, on_key, on_point, tip), ErrorAlert()
         super().__init__([*controls, self.trouble, self.view])
 
     @property
@@ -40,22 +40,22 @@ class Instrument(ipywidgets.VBox):
         return self.view.figure
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def show_errors(self) -> Iterator[None]:
         """What goes wrong inside is told in words, and the figure stays as it was."""
         try:
             yield
         except Mpi4dlError as error:
-            self.trouble.tell(str(error))
+            self.trouble.show(str(error))
         else:
-            self.trouble.tell("")
+            self.trouble.show("")
 
-    def keep_still(self) -> None:
+    def update_snapshot(self) -> None:
         """From now on the page's file has the figure as it is now."""
         if self._still is not None:
-            self._still.update(HTML(self._still_html))
+            self._still.update(HTML(self._snapshot_html))
 
     @property
-    def _still_html(self) -> str:
+    def _snapshot_html(self) -> str:
         figure = self.figure._repr_html_() if self.figure else ""
         return f'<div class="{STILL}">{figure}</div>'
 
@@ -66,7 +66,7 @@ class Instrument(ipywidgets.VBox):
         """
         live = super()._repr_mimebundle_() | {"text/plain": f"{type(self).__name__}, as it was:"}
         display(live, raw=True)
-        self._still = display(HTML(self._still_html), display_id=True)
+        self._still = display(HTML(self._snapshot_html), display_id=True)
 
     def _repr_mimebundle_(self, **keywords: Any) -> dict[str, Any]:
         bundle = super()._repr_mimebundle_(**keywords)

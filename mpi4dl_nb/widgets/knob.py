@@ -7,19 +7,19 @@ from typing import Any
 
 import ipywidgets
 
-from engines.knobs import CHOICES, HELP, WRITTEN, text_of, value_of
-from mpi4dl_nb.widgets.controls import Trouble, check, choice, whole, written
+from engines.knobs import CHOICES, HELP, WRITTEN, format_value, parse_value
+from mpi4dl_nb.widgets.controls import ErrorAlert, make_checkbox, make_combobox, make_dropdown, make_int
 
-__all__ = ["Knob"]
+__all__ = ["OptionControl"]
 
 LABEL = "9.8em"  # wide enough for the longest name: boxes stand below each other
 
 
-class Knob(ipywidgets.VBox):
+class OptionControl(ipywidgets.VBox):
     """`value` is what `Plan` takes, in whatever form the control has it."""
 
     def __init__(self, name: str, value: Any, on_change: Callable[[str], None]) -> None:
-        self.name, self.control, self.trouble = name, _control(name, value), Trouble()
+        self.name, self.control, self.trouble = name, _make_control(name, value), ErrorAlert()
         self.control.layout.width = "98%"  # of all of it, the frame on the right would be cut off
         if not isinstance(self.control, ipywidgets.Checkbox):
             self.control.style.description_width = LABEL
@@ -31,23 +31,23 @@ class Knob(ipywidgets.VBox):
         """What is set now."""
         if self.name not in WRITTEN:
             return self.control.value
-        return value_of(self.control.value) if self.control.value.strip() else None
+        return parse_value(self.control.value) if self.control.value.strip() else None
 
     @value.setter
     def value(self, value: Any) -> None:
-        self.control.value = text_of(value) if self.name in WRITTEN else value
+        self.control.value = format_value(value) if self.name in WRITTEN else value
 
-    def tell(self, text: str) -> None:
+    def show_error(self, text: str) -> None:
         """Show what is wrong with it, or nothing."""
-        self.trouble.tell(text)
+        self.trouble.show(text)
         self.children = [self.control, self.trouble] if text else [self.control]
 
 
-def _control(name: str, value: Any) -> ipywidgets.Widget:
+def _make_control(name: str, value: Any) -> ipywidgets.Widget:
     if isinstance(value, bool):
-        return check(name, value, HELP[name])
+        return make_checkbox(name, value, HELP[name])
     if name in CHOICES:
-        return choice(name, CHOICES[name], value, HELP[name])
+        return make_dropdown(name, CHOICES[name], value, HELP[name])
     if name in WRITTEN:
-        return written(name, text_of(value), WRITTEN[name], HELP[name])
-    return whole(name, value, HELP[name])
+        return make_combobox(name, format_value(value), WRITTEN[name], HELP[name])
+    return make_int(name, value, HELP[name])

@@ -24,13 +24,13 @@ class LiveButton(ipywidgets.Button):
     def open(self) -> None:
         """Tell the page of it."""
         super().open()
-        self._hear_in_subshell()
+        self._clear_reply_subshell()
 
     def _send(self, msg: Any, buffers: Any = None) -> None:
         super()._send(msg, buffers=buffers)
-        self._hear_in_subshell()
+        self._clear_reply_subshell()
 
-    def _hear_in_subshell(self) -> None:
+    def _clear_reply_subshell(self) -> None:
         # ipykernel 7.4 has the thread that last sent something of a widget hear the answers, here that of the cells,
         # and notes it so. Without the note a click is heard where the page has sent it.
         vars(self.comm or self).pop("_reply_subshell_id", None)

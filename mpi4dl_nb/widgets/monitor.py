@@ -10,12 +10,12 @@ import ipywidgets
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
-from engines.report import Event
+from engines.report import TrainingEvent
 from mpi4dl_nb.draw.monitor import show_progress
-from mpi4dl_nb.draw.progress_text import progress_html, spoken_outcome
+from mpi4dl_nb.draw.progress_text import describe_outcome, format_progress_html
 from mpi4dl_nb.fitting import History
-from mpi4dl_nb.watching import Gathered, Pace, Progress
-from mpi4dl_nb.widgets.instrument import Instrument
+from mpi4dl_nb.watching import Progress, ProgressRecorder, RefreshRate
+from mpi4dl_nb.widgets.instrument import FigureWidget
 from mpi4dl_nb.widgets.live_button import LiveButton
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ STOP, STOPS = "Stop after this step", "Stops after this step …"
 HINT = "The notebook's own ■ does so too. What it has learned is kept."
 
 
-class Monitor(Instrument):
+class Monitor(FigureWidget):
     """Loss, speed, time and memory of all ranks, while `fit` runs, and a button that stops it.
 
     `training.fit(images, monitor=Monitor())` shows it below that cell. `Monitor(training)` in a cell of its own is
@@ -54,19 +54,19 @@ class Monitor(Instrument):
         self.stop = LiveButton(STOP, self._stop, HINT, icon="stop")
         self.stops = False
         self._over, self._drawer = threading.Event(), Thread()
-        self._gathered: Gathered | None = None
+        self._gathered: ProgressRecorder | None = None
         self._state, self._running, self._on_page = "not begun", False, False
         super().__init__([ipywidgets.HBox([self.stop, ipywidgets.Label(HINT)]), self.numbers])
         self.stop.disabled = True
         if training is not None:
             training.monitor = self
-            self._gather(training, None)
+            self._reset_history(training, None)
             self._show()
 
     @property
     def progress(self) -> Progress | None:
         """What there is to show now."""
-        return self._gathered and self._gathered.progress(self._state, self._running)
+        return self._gathered and self._gathered.get_progress(self._state, self._running)
 
     @property
     def thread_id(self) -> int | None:
@@ -77,10 +77,10 @@ class Monitor(Instrument):
 
     def begin(self, training: Training, total: int | None) -> None:
         """A `fit` begins: from now on it is shown, in this cell if nowhere else."""
-        self._gather(training, total)
+        self._reset_history(training, total)
         self.stops, self._state, self._running = False, "running", True
         self.stop.description, self.stop.disabled = STOP, False
-        self.trouble.tell("")
+        self.trouble.show("")
         self._show()
         if not self._on_page and InteractiveShell.initialized():
             display(self)
@@ -88,7 +88,7 @@ class Monitor(Instrument):
         self._drawer = Thread(target=self._draw_until_over, name="monitor", daemon=True)
         self._drawer.start()
 
-    def heard(self, event: Event) -> None:
+    def heard(self, event: TrainingEvent) -> None:
         """Taken note of; drawn later."""
         self._gathered.plan = self._training.plan  # another one, where it goes on with fewer ranks
         self._gathered.add(event, self._training.reports)
@@ -97,10 +97,10 @@ class Monitor(Instrument):
         """The last numbers and the last figure stay."""
         self._over.set()
         self._drawer.join()
-        self._state, self._running = spoken_outcome(outcome), False
+        self._state, self._running = describe_outcome(outcome), False
         self.stop.description, self.stop.disabled = STOP, True
         self._show()
-        self.keep_still()
+        self.update_snapshot()
 
     # ---- the button, and the thread that draws
 
@@ -109,31 +109,31 @@ class Monitor(Instrument):
             self.stops, self._state = True, "stops after this step"
             self.stop.description, self.stop.disabled = STOPS, True
 
-    def _gather(self, training: Training, total: int | None) -> None:
+    def _reset_history(self, training: Training, total: int | None) -> None:
         self._training = training
-        self._gathered = Gathered(training.plan, training.cluster.is_one_process, total)
+        self._gathered = ProgressRecorder(training.plan, training.cluster.is_one_process, total)
 
     def _show(self) -> None:
         self._show_numbers(self.progress)
         self.view.show(show_progress(self.progress))
 
     def _show_numbers(self, progress: Progress) -> None:
-        self.numbers.value = progress_html(progress)
+        self.numbers.value = format_progress_html(progress)
 
     def _draw_until_over(self) -> None:
-        for_numbers, for_figure = Pace(NUMBERS_SHARE), Pace(FIGURE_SHARE)
+        for_numbers, for_figure = RefreshRate(NUMBERS_SHARE), RefreshRate(FIGURE_SHARE)
         try:
             while not self._over.wait(LOOK_S):
                 if self._gathered.last is None:
                     continue  # drawing nothing would put off the first step's figure
-                with for_numbers.turn() as due:
+                with for_numbers.begin_refresh() as due:
                     if due:
                         self._show_numbers(self.progress)
-                with for_figure.turn() as due:
+                with for_figure.begin_refresh() as due:
                     if due:
                         self.view.show(show_progress(self.progress))
         except Exception as error:  # what cannot be drawn is no reason to end a training
-            self.trouble.tell(f"The monitor has stopped drawing, the training goes on: {type(error).__name__}: {error}")
+            self.trouble.show(f"The monitor has stopped drawing, the training goes on: {type(error).__name__}: {error}")
 
     def _ipython_display_(self) -> None:
         self._on_page = True

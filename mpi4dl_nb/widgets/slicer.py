@@ -15,35 +15,35 @@ from engines.images.picture import Source, open_image
 from engines.layer.graph import ModelGraph
 from engines.plan import Plan
 from engines.training import Recipe
-from mpi4dl_nb.draw.halos import HaloPoint, traced
-from mpi4dl_nb.draw.layers import Layers, bare_point, fused, stage_ranks
+from mpi4dl_nb.draw.halos import HaloPoint, resolve_graph
+from mpi4dl_nb.draw.layers import HaloLayers, get_stage_ranks, make_picture_point, with_fused_halos
 from mpi4dl_nb.draw.places import (
     ARROWS,
     NEAR_PX,
-    closer,
-    farther,
-    fraction_of,
-    nearest_own,
-    neighbour,
-    owner,
-    panned,
-    pixel_at,
-    scaled,
-    seam_near,
-    stepped,
-    usual_seam,
+    add_clamped,
+    choose_seam,
+    clamp_to_tile,
+    find_nearest_seam,
+    find_owner,
+    get_closer_zoom,
+    get_neighbour,
+    get_pixel_at,
+    get_wider_zoom,
+    pan,
+    to_fractions,
+    to_pixel,
 )
-from mpi4dl_nb.draw.rasters import Rasters
-from mpi4dl_nb.draw.slicing import View, draw_slicing, draw_tiles_only
-from mpi4dl_nb.widgets.announced import announced
-from mpi4dl_nb.widgets.controls import button
-from mpi4dl_nb.widgets.instrument import Instrument
-from mpi4dl_nb.widgets.slicer_controls import WAYS, slicer_controls
+from mpi4dl_nb.draw.rasters import RasterCache
+from mpi4dl_nb.draw.slicing import LayerView, draw_slicing, draw_tiles_only
+from mpi4dl_nb.widgets.announced import show_status
+from mpi4dl_nb.widgets.controls import make_button
+from mpi4dl_nb.widgets.instrument import FigureWidget
+from mpi4dl_nb.widgets.slicer_controls import WAYS, make_slicer_controls
 
 __all__ = ["Slicer"]
 
 
-class Slicer(Instrument):
+class Slicer(FigureWidget):
     """A picture or slide in the tiles of a plan: `Slicer(image, plan, model)`.
 
     `image` is anything that `open_image` takes. With a model (or the `recipe` of a `Training`), a slider chooses among
@@ -60,68 +60,72 @@ class Slicer(Instrument):
     """
 
     def __init__(self, image: Source, plan: Plan, model: nn.Module | Recipe | ModelGraph | None = None) -> None:
-        self._plan, self.rasters = plan, Rasters(open_image(image))
-        self._layers = None if model is None else Layers(self._traced(model), plan)
+        self._plan, self.rasters = plan, RasterCache(open_image(image))
+        self._layers = None if model is None else HaloLayers(self._trace(model), plan)
         self._zoom: int | None = None
         self._place: tuple[float, float] | None = None
         self._settling = False
-        self._controls = made = slicer_controls(plan)
+        self._controls = made = make_slicer_controls(plan)
         self.stage, self.layer, self.tile = made.stage, made.layer, made.tile
         self.fused_halos, self.together = made.fused_halos, made.together
         self.receptive, self.row, self.column = made.receptive, made.row, made.column
         self.note = ipywidgets.HTML()
-        super().__init__(self._rows(), (*self._keys(),), self._pressed, self._clicked)
-        self._settle()
+        super().__init__(self._make_rows(), (*self._make_key_actions(),), self._handle_key, self._handle_click)
+        self._update_controls()
         for control in self._controls.all:
-            control.observe(self._changed, "value")
+            control.observe(self._handle_change, "value")
         self._redraw()
 
     @property
     def plan(self) -> Plan:
         """The plan, with halos fused as is chosen now."""
-        return fused(self._plan, self._together)
+        return with_fused_halos(self._plan, self._together)
 
     def zoom_in(self) -> None:
         """Show a quarter as many pixels across; from the whole, the seam that is nearest to where one looks."""
-        point = self._point()
+        point = self._get_point()
         if self._zoom is None:
-            at = seam_near(point, self._rank(point), self._pixel(point)) if self._place else self._pixel(point)
-            self._place = fraction_of(at, point.size_px)
-        self._look(closer(self._zoom, point.size_px))
+            at = (
+                find_nearest_seam(point, self._get_rank(point), self._get_pixel(point))
+                if self._place
+                else self._get_pixel(point)
+            )
+            self._place = to_fractions(at, point.size_px)
+        self._set_zoom(get_closer_zoom(self._zoom, point.size_px))
 
     def zoom_out(self) -> None:
         """Show four times as many."""
-        self._look(farther(self._zoom, self._point().size_px))
+        self._set_zoom(get_wider_zoom(self._zoom, self._get_point().size_px))
 
     def zoom_to_whole(self) -> None:
         """Show the whole layer."""
-        self._look(None)
+        self._set_zoom(None)
 
     def go(self, way: str) -> None:
         """`ArrowLeft` and so on: to the next tile or, close up, a quarter of the view on."""
-        point = self._point()
+        point = self._get_point()
         if self._zoom is None:
-            self.tile.value = neighbour(point.ranks.grid, self.tile.value, ARROWS[way])
+            self.tile.value = get_neighbour(point.ranks.grid, self.tile.value, ARROWS[way])
         else:
-            at = panned(self._pixel(point), ARROWS[way], self._zoom, point.size_px)
-            self._place = fraction_of(at, point.size_px)
+            at = pan(self._get_pixel(point), ARROWS[way], self._zoom, point.size_px)
+            self._place = to_fractions(at, point.size_px)
             self._redraw()
 
-    def _traced(self, model: nn.Module | Recipe | ModelGraph) -> ModelGraph:
+    def _trace(self, model: nn.Module | Recipe | ModelGraph) -> ModelGraph:
         rows, cols = self.rasters.picture.shape()
-        with announced(f"Tracing {type(model).__name__} for images of {rows} × {cols} px ..."):
-            return traced(model, self.rasters.picture, self._plan)
+        with show_status(f"Tracing {type(model).__name__} for images of {rows} × {cols} px ..."):
+            return resolve_graph(model, self.rasters.picture, self._plan)
 
-    def _rows(self) -> list[ipywidgets.Widget]:
+    def _make_rows(self) -> list[ipywidgets.Widget]:
         buttons = [
-            button("zoom in", self.zoom_in, "show fewer pixels, larger (+)", "search-plus"),
-            button("zoom out", self.zoom_out, "show more pixels (-)", "search-minus"),
-            button("whole", self.zoom_to_whole, "show the whole layer (0)"),
-            *(button(name, partial(self.go, way), "the next tile; close up, pan") for way, name in WAYS.items()),
+            make_button("zoom in", self.zoom_in, "show fewer pixels, larger (+)", "search-plus"),
+            make_button("zoom out", self.zoom_out, "show more pixels (-)", "search-minus"),
+            make_button("whole", self.zoom_to_whole, "show the whole layer (0)"),
+            *(make_button(name, partial(self.go, way), "the next tile; close up, pan") for way, name in WAYS.items()),
         ]
-        return self._controls.rows(buttons, self.note, bool(self._layers))
+        return self._controls.make_rows(buttons, self.note, bool(self._layers))
 
-    def _keys(self) -> dict[str, Any]:
+    def _make_key_actions(self) -> dict[str, Any]:
         return {
             **{way: partial(self.go, way) for way in ARROWS},
             "+": self.zoom_in, "=": self.zoom_in, "-": self.zoom_out, "0": self.zoom_to_whole,
@@ -129,68 +133,70 @@ class Slicer(Instrument):
             "d": partial(self._switch, self.fused_halos), "r": partial(self._switch, self.receptive),
         }  # fmt: skip
 
-    def _pressed(self, key: str) -> None:
-        with self.telling():
-            self._keys()[key]()
+    def _handle_key(self, key: str) -> None:
+        with self.show_errors():
+            self._make_key_actions()[key]()
 
     def _step(self, by: int) -> None:
-        self.layer.value = stepped(self.layer.value, by, self.layer.most)
+        self.layer.value = add_clamped(self.layer.value, by, self.layer.most)
 
     def _switch(self, control: ipywidgets.Checkbox) -> None:
         if self._layers:
             control.value = not control.value
 
-    def _clicked(self, across: float, down: float) -> None:
-        place = self.figure and self.figure.at(across, down)
+    def _handle_click(self, across: float, down: float) -> None:
+        place = self.figure and self.figure.locate(across, down)
         if not place:
             return
         panel, x, y = place
-        point, whole = self._point(), self._zoom is None
-        at = pixel_at(x, y, point.size_px)
+        point, whole = self._get_point(), self._zoom is None
+        at = get_pixel_at(x, y, point.size_px)
         closely = (panel == "side") == whole  # in the framed place, or in the view that is close already
-        with self._settled():
+        with self._batch_changes():
             self._zoom = NEAR_PX if whole and closely else self._zoom
             if not closely:
-                self.tile.value = owner(point.ranks.grid, at, point.size_px)
-            self._place = fraction_of(at, point.size_px)
+                self.tile.value = find_owner(point.ranks.grid, at, point.size_px)
+            self._place = to_fractions(at, point.size_px)
 
     @property
     def _together(self) -> int | str | None:
         return self.together.value if self._layers and self.fused_halos.value else None
 
-    def _point(self) -> HaloPoint:
+    def _get_point(self) -> HaloPoint:
         stage = self.stage.value
-        if not (self._layers and self._points_of(stage)):
-            return bare_point(self.rasters.picture, self._plan, stage)
-        return self._layers.point(stage, self.layer.value, self._together)
+        if not (self._layers and self._find_points(stage)):
+            return make_picture_point(self.rasters.picture, self._plan, stage)
+        return self._layers.select_point(stage, self.layer.value, self._together)
 
-    def _points_of(self, stage: int) -> tuple[HaloPoint, ...]:
+    def _find_points(self, stage: int) -> tuple[HaloPoint, ...]:
         """The layers of a stage, compiled if need be: what takes a second is told."""
         for together in (None, self._together):
-            if not self._layers.knows(together):
-                with self._busy("Compiling the ranks' programs ..."):
-                    self._layers.points(stage, together)
-        return self._layers.points(stage)
+            if not self._layers.is_compiled(together):
+                with self._show_busy("Compiling the ranks' programs ..."):
+                    self._layers.find_points(stage, together)
+        return self._layers.find_points(stage)
 
     @contextmanager
-    def _busy(self, text: str) -> Iterator[None]:
+    def _show_busy(self, text: str) -> Iterator[None]:
         self.note.value = f'<span role="status">{escape(text)}</span>'
         try:
             yield
         finally:
             self.note.value = ""
 
-    def _rank(self, point: HaloPoint) -> int:
+    def _get_rank(self, point: HaloPoint) -> int:
         return point.ranks.ranks[self.tile.value]
 
-    def _pixel(self, point: HaloPoint) -> tuple[int, int]:
-        return usual_seam(point, self._rank(point)) if self._place is None else scaled(self._place, point.size_px)
+    def _get_pixel(self, point: HaloPoint) -> tuple[int, int]:
+        return (
+            choose_seam(point, self._get_rank(point)) if self._place is None else to_pixel(self._place, point.size_px)
+        )
 
-    def _look(self, zoom: int | None) -> None:
+    def _set_zoom(self, zoom: int | None) -> None:
         self._zoom = zoom
         self._redraw()
 
-    def _changed(self, change: Any) -> None:
+    def _handle_change(self, change: Any) -> None:
         if self._settling:
             return
         control = change["owner"]
@@ -203,14 +209,14 @@ class Slicer(Instrument):
 
     def _look_at_output(self, at: tuple[int, int]) -> None:
         """Look where an output pixel is, from the tile that makes it."""
-        point = self._point()
-        out_px = self._layers.out_px(point)
-        with self._settled():
-            self._place = fraction_of(at, out_px)
-            self.tile.value = owner(point.ranks.grid, at, out_px)
+        point = self._get_point()
+        out_px = self._layers.get_output_px(point)
+        with self._batch_changes():
+            self._place = to_fractions(at, out_px)
+            self.tile.value = find_owner(point.ranks.grid, at, out_px)
 
     @contextmanager
-    def _settled(self) -> Iterator[None]:
+    def _batch_changes(self) -> Iterator[None]:
         """Controls that are set inside draw nothing by themselves; one drawing follows."""
         self._settling = True
         try:
@@ -220,42 +226,42 @@ class Slicer(Instrument):
         self._redraw()
 
     def _redraw(self) -> None:
-        with self.telling():
-            self._settle()
-            point = self._point()
+        with self.show_errors():
+            self._update_controls()
+            point = self._get_point()
             if self._zoom is None and not point.readers:
                 figure = draw_tiles_only(self.rasters, point, self.tile.value)
             else:
-                figure = draw_slicing(self.rasters, point, self.tile.value, self._view(point))
+                figure = draw_slicing(self.rasters, point, self.tile.value, self._make_view(point))
             self.view.show(figure)
 
-    def _view(self, point: HaloPoint) -> View:
+    def _make_view(self, point: HaloPoint) -> LayerView:
         field = remarks = None
         if point.readers and self.receptive.value:
-            field = self._layers.field(point, self.row.value, self.column.value)
+            field = self._layers.compute_field(point, self.row.value, self.column.value)
         if point.readers and self._together:
-            remarks = (self._layers.compared(point.stage, self.tile.value, self._together),)
-        return View(self._zoom, self._pixel(point), field, remarks or ())
+            remarks = (self._layers.describe_fusion(point.stage, self.tile.value, self._together),)
+        return LayerView(self._zoom, self._get_pixel(point), field, remarks or ())
 
-    def _settle(self) -> None:
+    def _update_controls(self) -> None:
         """The controls get the spans that the others leave them, and show where one looks."""
         before, self._settling = self._settling, True
         try:
             stage = self.stage.value
-            self.tile.max = stepped(stage_ranks(self._plan, stage).grid.tiles, -1)
+            self.tile.max = add_clamped(get_stage_ranks(self._plan, stage).grid.tiles, -1)
             if self._layers:
-                self.layer.span(0, stepped(len(self._points_of(stage)), -1))
+                self.layer.set_range(0, add_clamped(len(self._find_points(stage)), -1))
                 self.together.disabled = not self.fused_halos.value
-                self._settle_output(self._point())
+                self._update_output_controls(self._get_point())
         finally:
             self._settling = before
 
-    def _settle_output(self, point: HaloPoint) -> None:
+    def _update_output_controls(self, point: HaloPoint) -> None:
         for control in (self.row, self.column):
             control.disabled = not (self.receptive.value and point.readers)
         if point.readers and self.receptive.value:
-            out_px = self._layers.out_px(point)
-            at = scaled(fraction_of(self._pixel(point), point.size_px), out_px)
-            at = nearest_own(point.ranks.grid, self.tile.value, at, out_px)
+            out_px = self._layers.get_output_px(point)
+            at = to_pixel(to_fractions(self._get_pixel(point), point.size_px), out_px)
+            at = clamp_to_tile(point.ranks.grid, self.tile.value, at, out_px)
             for control, limit, value in zip((self.row, self.column), out_px, at, strict=True):
-                control.max, control.value = stepped(limit, -1), value
+                control.max, control.value = add_clamped(limit, -1), value

@@ -9,10 +9,10 @@ from html import escape
 import ipywidgets
 
 from engines.plan import Plan
-from mpi4dl_nb.draw.layers import spatial_stages, stage_ranks
-from mpi4dl_nb.widgets.controls import Slider, check, choice, number
+from mpi4dl_nb.draw.layers import find_spatial_stages, get_stage_ranks
+from mpi4dl_nb.widgets.controls import Slider, make_bounded_int, make_checkbox, make_dropdown
 
-__all__ = ["WAYS", "SlicerControls", "slicer_controls"]
+__all__ = ["WAYS", "SlicerControls", "make_slicer_controls"]
 
 TOGETHER = ("auto", 1, 2, 3, 4, 6, 8)  # layers fused
 HELP = (
@@ -44,7 +44,7 @@ class SlicerControls:
             self.stage, self.layer, self.tile, self.fused_halos, self.together, self.receptive, self.row, self.column,
         )  # fmt: skip
 
-    def rows(
+    def make_rows(
         self, buttons: Sequence[ipywidgets.Widget], note: ipywidgets.Widget, has_model: bool
     ) -> list[ipywidgets.Widget]:
         """Them, the buttons and what the keys do; without a model those of the picture alone."""
@@ -55,20 +55,20 @@ class SlicerControls:
         return [*(ipywidgets.HBox(row, layout=ROW) for row in rows), help_line]
 
 
-def slicer_controls(plan: Plan) -> SlicerControls:
+def make_slicer_controls(plan: Plan) -> SlicerControls:
     """As the plan has them."""
-    stages = spatial_stages(plan)
-    names = [(f"{stage}, in {stage_ranks(plan, stage).grid} tiles", stage) for stage in stages]
+    stages = find_spatial_stages(plan)
+    names = [(f"{stage}, in {get_stage_ranks(plan, stage).grid} tiles", stage) for stage in stages]
     together = plan.fused_layers if plan.halo_d2 else "auto"
     made = SlicerControls(
-        choice("stage", names, stages[0], "one of the stages that are cut into tiles"),
+        make_dropdown("stage", names, stages[0], "one of the stages that are cut into tiles"),
         Slider("layer", 0, 0, 0, "among those that read beyond their tiles"),
-        number("tile", 0, 0, 0, "whose halo is shown"),
-        check("fused halos (D2)", plan.halo_d2, "one exchange for several layers"),
-        choice("layers fused", [*dict.fromkeys((*TOGETHER, together))], together),
-        check("receptive field", False, "what one output pixel sees of the picture"),
-        number("output row", 0, 0, 0),
-        number("output column", 0, 0, 0),
+        make_bounded_int("tile", 0, 0, 0, "whose halo is shown"),
+        make_checkbox("fused halos (D2)", plan.halo_d2, "one exchange for several layers"),
+        make_dropdown("layers fused", [*dict.fromkeys((*TOGETHER, together))], together),
+        make_checkbox("receptive field", False, "what one output pixel sees of the picture"),
+        make_bounded_int("output row", 0, 0, 0),
+        make_bounded_int("output column", 0, 0, 0),
     )
     widths = ("15em", None, "7em", "12em", "12em", "11em", "11em", "13em")
     for control, width in zip(made.all, widths, strict=True):

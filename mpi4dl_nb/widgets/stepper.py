@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from mpi4dl_nb.draw.stepper import draw_step
-from mpi4dl_nb.widgets.controls import Slider, button, choice, number
-from mpi4dl_nb.widgets.instrument import Instrument
+from mpi4dl_nb.widgets.controls import Slider, make_bounded_int, make_button, make_dropdown
+from mpi4dl_nb.widgets.instrument import FigureWidget
 
 if TYPE_CHECKING:
     from mpi4dl_nb.training import Training
@@ -27,8 +27,8 @@ TIP = (
 )
 
 
-class Stepper(Instrument):
-    """One training step of a batch, walked on the ranks that train: see `mpi4dl_nb.stepping.Stepping`.
+class Stepper(FigureWidget):
+    """One training step of a batch, walked on the ranks that train: see `mpi4dl_nb.stepping.StepDebugger`.
 
     `stepping` can be walked from cells as well; `refresh()` then shows where it is. `close()` gives the step up.
     Raises ImageError for a wrong shape or label.
@@ -48,11 +48,11 @@ class Stepper(Instrument):
         self.stepping = training.stepping(images, labels)
         self._actions = {
             "n": partial(self._go, "instruction"), "l": partial(self._go, "layer"),
-            "m": partial(self._go, "micro-batch"), "p": partial(self._go, "phase"), "b": self._until,
+            "m": partial(self._go, "micro-batch"), "p": partial(self._go, "phase"), "b": self._run_to_breakpoint,
             "f": self.stepping.finish, "r": self.stepping.restart,
         }  # fmt: skip
         self._make_controls()
-        super().__init__(self._rows(), [*self._actions, "g"], self._key, tip=TIP)
+        super().__init__(self._make_rows(), [*self._actions, "g"], self._handle_key, tip=TIP)
         self._quiet = False
         for control in (self.show, self.channel, self.image, self.message):
             control.observe(lambda _: self.refresh(), "value")
@@ -60,15 +60,15 @@ class Stepper(Instrument):
 
     def _make_controls(self) -> None:
         ranks = [(f"rank {rank}", rank) for rank in range(len(self.stepping.steps))]
-        self.of = choice("Go on", [(ALL, ALL), ("the next rank", "next"), *ranks], ALL, "Who goes on")
-        self.layer = choice("Stop at layer", [ANY, *self.stepping.layers], ANY, "Breakpoint: this layer")
-        self.rank = choice("Stop at rank", [(ANY, ANY), *ranks], ANY, "Breakpoint: this rank")
-        self.kind = choice("Stop at kind", KINDS, "halo", "Breakpoint: this kind of instruction")
-        self.phase = choice("Stop at phase", PHASES, ANY, "Breakpoint: this way through the model")
-        self.show = choice("Show", SHOWN_AS, "made", "Activation, gradient, or what the last instruction made")
+        self.of = make_dropdown("Go on", [(ALL, ALL), ("the next rank", "next"), *ranks], ALL, "Who goes on")
+        self.layer = make_dropdown("Stop at layer", [ANY, *self.stepping.layers], ANY, "Breakpoint: this layer")
+        self.rank = make_dropdown("Stop at rank", [(ANY, ANY), *ranks], ANY, "Breakpoint: this rank")
+        self.kind = make_dropdown("Stop at kind", KINDS, "halo", "Breakpoint: this kind of instruction")
+        self.phase = make_dropdown("Stop at phase", PHASES, ANY, "Breakpoint: this way through the model")
+        self.show = make_dropdown("Show", SHOWN_AS, "made", "Activation, gradient, or what the last instruction made")
         self.channel = Slider("Channel", 0, 0, 0, "Which channel is shown")
-        self.image = number("Image", 0, 0, 0, "Which image of the micro-batch is shown")
-        self.message = choice(
+        self.image = make_bounded_int("Image", 0, 0, 0, "Which image of the micro-batch is shown")
+        self.message = make_dropdown(
             "Message", [("none", 0)], 0, "Of the messages that have just moved, whose values are shown"
         )
         for control, width in (
@@ -77,7 +77,7 @@ class Stepper(Instrument):
         ):  # fmt: skip
             control.layout.width = width
 
-    def _rows(self) -> list[ipywidgets.Box]:
+    def _make_rows(self) -> list[ipywidgets.Box]:
         names = {
             "n": ("Instruction (n)", "One instruction"),
             "l": ("Layer (l)", "To the end of the layer"),
@@ -87,53 +87,57 @@ class Stepper(Instrument):
             "f": ("Finish the step (f)", "The rest at full speed; weights move at the end"),
             "r": ("Restart (r)", "From the beginning of the step; nothing has changed"),
         }
-        self.buttons = {key: button(name, partial(self._key, key), tip) for key, (name, tip) in names.items()}
+        self.buttons = {
+            key: make_button(name, partial(self._handle_key, key), tip) for key, (name, tip) in names.items()
+        }
         return [
-            _row([self.of, *self.buttons.values()]),
-            _row([self.kind, self.phase, self.rank, self.layer]),
-            _row([self.show, self.channel, self.image]),
-            _row([self.message]),
+            _make_row([self.of, *self.buttons.values()]),
+            _make_row([self.kind, self.phase, self.rank, self.layer]),
+            _make_row([self.show, self.channel, self.image]),
+            _make_row([self.message]),
         ]
 
     def _go(self, unit: str) -> None:
-        self.stepping.go(unit, _chosen(self.of.value))
+        self.stepping.go(unit, _parse_choice(self.of.value))
 
-    def _until(self) -> None:
+    def _run_to_breakpoint(self) -> None:
         self.stepping.until(
-            layer=_chosen(self.layer.value), rank=_chosen(self.rank.value), kind=_chosen(self.kind.value),
-            phase=_chosen(self.phase.value),
-        )  # fmt: skip
+            layer=_parse_choice(self.layer.value),
+            rank=_parse_choice(self.rank.value),
+            kind=_parse_choice(self.kind.value),
+            phase=_parse_choice(self.phase.value),
+        )
 
-    def _key(self, key: str) -> None:
+    def _handle_key(self, key: str) -> None:
         if key == "g":
             self.show.value = "activation" if self.show.value == "gradient" else "gradient"
         else:
-            self._act(self._actions[key])
+            self._run_action(self._actions[key])
 
-    def _act(self, action: Callable[[], object]) -> None:
+    def _run_action(self, action: Callable[[], object]) -> None:
         """Go on, and show where that led."""
-        with self.telling():
+        with self.show_errors():
             action()
             self._draw()
 
     def refresh(self) -> None:
         """Show where the step is now."""
         if not self._quiet:
-            with self.telling():
+            with self.show_errors():
                 self._draw()
 
     def _draw(self) -> None:
         view = self.stepping.view(self.channel.value, self.image.value, self.show.value)
-        self._offer([(str(transfer), index) for index, (transfer, _) in enumerate(view.landed)])
+        self._update_messages([(str(transfer), index) for index, (transfer, _) in enumerate(view.landed)])
         self._quiet = True
         try:
-            self.channel.span(0, max(view.last_channel, self.channel.value))
+            self.channel.set_range(0, max(view.last_channel, self.channel.value))
             self.image.max = max(view.last_image, self.image.value)
         finally:
             self._quiet = False
         self.view.show(draw_step(view, self.message.value))
 
-    def _offer(self, messages: Sequence[tuple[str, int]]) -> None:
+    def _update_messages(self, messages: Sequence[tuple[str, int]]) -> None:
         """The messages that can be looked at; the same ones keep the choice."""
         offered = tuple(messages) or (("none", 0),)
         if self.message.options != offered:
@@ -149,9 +153,9 @@ class Stepper(Instrument):
         super().close()
 
 
-def _chosen(value: Any) -> Any:
+def _parse_choice(value: Any) -> Any:
     return None if value in (ANY, ALL) else value
 
 
-def _row(controls: Sequence[ipywidgets.Widget]) -> ipywidgets.Box:
+def _make_row(controls: Sequence[ipywidgets.Widget]) -> ipywidgets.Box:
     return ipywidgets.HBox(controls, layout={"flex_flow": "row wrap", "align_items": "center"})

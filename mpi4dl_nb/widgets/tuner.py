@@ -13,12 +13,12 @@ from engines.errors import PlanError
 from engines.layer.graph import TensorSpec
 from engines.plan import Plan
 from engines.training import Loss, Optimiser, sgd
-from mpi4dl_nb.draw.tuning import show_tuning, spoken_measured, table_html
-from mpi4dl_nb.tuning import Candidate, Tuning, bar, exchanged, ordered
-from mpi4dl_nb.widgets.announced import announced
+from mpi4dl_nb.draw.tuning import describe_measurements, format_table_html, show_tuning
+from mpi4dl_nb.tuning import Candidate, PlanTuner, make_progress_bar, replace_measured, sort_candidates
+from mpi4dl_nb.widgets.announced import show_status
 from mpi4dl_nb.widgets.choice_table import ChoiceTable
-from mpi4dl_nb.widgets.controls import button, number
-from mpi4dl_nb.widgets.instrument import Instrument
+from mpi4dl_nb.widgets.controls import make_bounded_int, make_button
+from mpi4dl_nb.widgets.instrument import FigureWidget
 
 if TYPE_CHECKING:
     from mpi4dl_nb.cluster import Cluster
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Tuner"]
 
 
-class Tuner(Instrument):
+class Tuner(FigureWidget):
     """The plans for all ranks of a cluster, as a table to choose from, and a figure.
 
     They are predicted when it is made (the cluster is calibrated first). "Measure the best" trains the first ones on
@@ -58,14 +58,14 @@ class Tuner(Instrument):
         neutral_batch: int | None = None,
     ) -> None:
         self.neutral_batch = neutral_batch
-        self.tuning = Tuning(model, image_shape, cluster, loss, optimiser, labels)
+        self.tuning = PlanTuner(model, image_shape, cluster, loss, optimiser, labels)
         self.rows = ChoiceTable()
-        self.top = number("plans to measure", 3, 1, 20, "how many of the best plans are trained for real")
-        self.steps = number("steps of each", 3, 1, 50, "training steps that are timed; the median counts")
+        self.top = make_bounded_int("plans to measure", 3, 1, 20, "how many of the best plans are trained for real")
+        self.steps = make_bounded_int("steps of each", 3, 1, 50, "training steps that are timed; the median counts")
         self.told, self.why = ipywidgets.HTML(), ipywidgets.HTML()
         self.buttons = [
-            button("Measure the best", self.measure_best, "Train the best plans for some steps on the ranks"),
-            button("Measure the chosen", self.measure_chosen, "Train the chosen plan for some steps on the ranks"),
+            make_button("Measure the best", self.measure_best, "Train the best plans for some steps on the ranks"),
+            make_button("Measure the chosen", self.measure_chosen, "Train the chosen plan for some steps on the ranks"),
         ]
         for each in self.buttons:
             each.layout.flex = "0 0 auto"
@@ -75,14 +75,14 @@ class Tuner(Instrument):
         self.candidates: tuple[Candidate, ...] = ()
         self._chosen: Plan | None = None
         self._fills = False
-        with announced("Measuring how fast these ranks compute and send: about a minute ..."):
+        with show_status("Measuring how fast these ranks compute and send: about a minute ..."):
             cluster.calibrate()
-        with bar("plans predicted", progress) as seen:
+        with make_progress_bar("plans predicted", progress) as seen:
             found = self.tuning.find(rank_bytes, seen, neutral_batch)
         self.explanation, self.refused = found.explanation, found.refused
         self.why.value = f"<b>Why: what is predicted of each kind of parallelism</b>{self.explanation._repr_html_()}"
         self._show(found.candidates)
-        self.rows.observe(self._picked, "index")
+        self.rows.observe(self._handle_pick, "index")
 
     @property
     def plan(self) -> Plan:
@@ -114,19 +114,19 @@ class Tuner(Instrument):
             each.disabled = True
         outcome = ""
         try:
-            with self.telling():
-                measured = self.tuning.measure(candidates, self.steps.value, self._seen)
-                self._show(ordered(exchanged(self.candidates, measured), self.neutral_batch))
-                outcome = spoken_measured(measured)
+            with self.show_errors():
+                measured = self.tuning.measure(candidates, self.steps.value, self._report_progress)
+                self._show(sort_candidates(replace_measured(self.candidates, measured), self.neutral_batch))
+                outcome = describe_measurements(measured)
         finally:
-            self._tell(outcome)
+            self._show_text(outcome)
             for each in self.buttons:
                 each.disabled = False
 
-    def _seen(self, done: int, of: int) -> None:
-        self._tell(f"Measuring: step {done} of {of} ...")
+    def _report_progress(self, done: int, of: int) -> None:
+        self._show_text(f"Measuring: step {done} of {of} ...")
 
-    def _tell(self, words: str) -> None:
+    def _show_text(self, words: str) -> None:
         self.told.value = f'<div role="status">{escape(words)}</div>'
 
     def _show(self, candidates: Sequence[Candidate]) -> None:
@@ -134,10 +134,10 @@ class Tuner(Instrument):
         self.candidates = tuple(candidates)
         place = [each.plan for each in self.candidates].index(self.plan)
         self._fills = True  # it is the table that changes, not the choice
-        self.rows.html, self.rows.index = table_html(self.candidates, "plan"), place
+        self.rows.html, self.rows.index = format_table_html(self.candidates, "plan"), place
         self._fills = False
         self.view.show(show_tuning(self.candidates))
 
-    def _picked(self, _change: object) -> None:
+    def _handle_pick(self, _change: object) -> None:
         if not self._fills:
             self._chosen = self.candidates[self.rows.index].plan

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from engines.bench.allreduce import sizes
-from engines.bench.flags import allreduce_parser
-from engines.comm.gloo import gloo_sum
+from engines.bench.allreduce import list_sizes
+from engines.bench.flags import make_allreduce_parser
+from engines.comm.gloo import connect_gloo
 from engines.errors import PlanError
 
 
@@ -17,18 +17,18 @@ from engines.errors import PlanError
     ("most", "count", "last"), [(1, 1, 4), (4, 1, 4), (15, 1, 4), (16, 2, 16), (1 << 28, 14, 1 << 28)]
 )
 def test_sizes_are_powers_of_4(most: int, count: int, last: int):
-    found = sizes(most)
+    found = list_sizes(most)
     assert (len(found), found[0], found[-1]) == (count, 4, last)
 
 
 def test_without_flags_it_goes_to_256_megabytes():
-    assert allreduce_parser().parse_args([]).max_bytes == 256 << 20
+    assert make_allreduce_parser().parse_args([]).max_bytes == 256 << 20
 
 
 @pytest.mark.parametrize("flag", ["--max-bytes", "--iterations"])
 def test_counts_are_positive(flag: str):
     with pytest.raises(PlanError, match=flag):
-        allreduce_parser().parse_args([flag, "0"])
+        make_allreduce_parser().parse_args([flag, "0"])
 
 
 class Alone:
@@ -42,7 +42,7 @@ class Alone:
 
 def test_gloo_among_one_rank_sums_and_ends():
     for _ in range(2):
-        with gloo_sum(Alone()) as gloo:
+        with connect_gloo(Alone()) as gloo:
             tensor = torch.ones(3)
             gloo(tensor)
         assert tensor.tolist() == [1, 1, 1]
@@ -51,7 +51,7 @@ def test_gloo_among_one_rank_sums_and_ends():
 
 def test_where_there_is_no_gloo(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
-    with gloo_sum(Alone()) as gloo:
+    with connect_gloo(Alone()) as gloo:
         assert gloo is None
 
 
@@ -59,7 +59,7 @@ def test_the_lines(mpiexec):
     done = mpiexec(2, "-m", "engines", "bench", "allreduce", "--max-bytes", 1 << 18, "--iterations", 3)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["bytes"] for line in lines] == sizes(1 << 18)
+    assert [line["bytes"] for line in lines] == list_sizes(1 << 18)
     for line in lines:
         assert set(line) == {"bytes", "ours_ms", "raw_mpi_ms", "gloo_ms", "ratio_to_mpi", "spread"}
         assert min(line["ours_ms"], line["raw_mpi_ms"], line["gloo_ms"]) > 0

@@ -19,7 +19,7 @@ TINY = ("--replicas", "2", "--steps", "2", "--image-size", "12", "--batch-size",
 
 
 def studies(*flags: str, ranks: int) -> list[Asynchrony]:
-    return bench.chosen_studies(bench.parser().parse_args(flags), ranks)
+    return bench.parse_studies(bench.make_parser().parse_args(flags), ranks)
 
 
 def test_flags_make_a_study() -> None:
@@ -53,18 +53,18 @@ def test_what_cannot_be_studied(flags: tuple[str, ...], ranks: int, message: str
 def test_crops_are_square() -> None:
     recipe = prepare(Skips(), Plan(split_size=1, spatial_size=0), (2, 3, 12, 14))
     with pytest.raises(PlanError, match="are square, not 12 x 14 pixels"):
-        bench.crops_feed(recipe)
+        bench.make_crops_feed(recipe)
 
 
 def test_batches_come_again() -> None:
-    recipe = bench.crops_recipe(size_px=12, batch_size=2)
-    feed = bench.crops_feed(recipe, count=6)
+    recipe = bench.make_crops_recipe(size_px=12, batch_size=2)
+    feed = bench.make_crops_feed(recipe, count=6)
     assert torch.equal(feed(1)["images"], feed(4)["images"])
     assert not torch.equal(feed(1)["images"], feed(2)["images"])
 
 
 def test_all_modes_over_loopback() -> None:
-    asked = bench.modes("all", replicas=2, steps=3)
+    asked = bench.expand_modes("all", replicas=2, steps=3)
     recipe = prepare(Skips(num_classes=2), Plan(split_size=2, spatial_size=0), (2, 3, 16, 16))
     found = run_ranks(5, lambda world: bench.bench_asynchronous(world, asked, recipe))
     for mine, study in enumerate(found[0]):

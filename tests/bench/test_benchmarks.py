@@ -11,10 +11,10 @@ from engines import options
 from engines.errors import PlanError, RankError
 from mpi4dl_nb.benchmarks import __main__ as command
 from mpi4dl_nb.benchmarks import suite
-from mpi4dl_nb.benchmarks.cases import STUDIES, Case, Study
-from mpi4dl_nb.benchmarks.guard import changes
-from mpi4dl_nb.benchmarks.page import page
-from mpi4dl_nb.benchmarks.rows import Findings, Row
+from mpi4dl_nb.benchmarks.cases import STUDIES, BenchmarkCase, BenchmarkStudy
+from mpi4dl_nb.benchmarks.guard import find_changes
+from mpi4dl_nb.benchmarks.page import build_page
+from mpi4dl_nb.benchmarks.rows import BenchmarkResults, BenchmarkRow
 from mpi4dl_nb.draw.benchmarks import show_growth
 
 PLANNED = [case for study in STUDIES for case in study.cases if case.arguments[1] in ("step", "memory")]
@@ -29,23 +29,23 @@ SMALL = {
 }
 
 
-def small(study: Study) -> Study:
+def small(study: BenchmarkStudy) -> BenchmarkStudy:
     """Its last case, made short."""
     case = study.cases[-1]
     return replace(study, cases=(replace(case, arguments=(*case.arguments, *SMALL[case.arguments[1]])),))
 
 
-def kinds() -> dict[str, Study]:
+def kinds() -> dict[str, BenchmarkStudy]:
     """One study of each command."""
     return {study.cases[-1].arguments[1]: study for study in STUDIES}
 
 
 @pytest.mark.parametrize("case", PLANNED, ids=lambda case: case.name)
-def test_the_plan_of_a_case_is_for_its_ranks(case: Case):
-    flags = options.parser("")
+def test_the_plan_of_a_case_is_for_its_ranks(case: BenchmarkCase):
+    flags = options.make_parser("")
     flags.add_argument("--iterations")
     chosen = flags.parse_args(case.arguments[2:])
-    assert options.plan(chosen).ranks == case.ranks
+    assert options.make_plan(chosen).ranks == case.ranks
     assert case.at is None or str(case.at) in (*case.arguments, str(case.ranks))
 
 
@@ -60,22 +60,22 @@ def test_titles_and_names_are_told_apart():
 @pytest.mark.parametrize("kind", SMALL)
 def test_real_lines_have_what_the_page_shows(kind: str, tmp_path, capsys):
     study = small(kinds()[kind])
-    found = suite.measured([study])
+    found = suite.measure_studies([study])
     rows = found.rows[study.title]
     assert rows
-    assert all(row.number(column) >= 0 for row in rows for column in (*study.columns, study.ratio))
-    text = page([study], found, {}, None)
+    assert all(row.get_number(column) >= 0 for row in rows for column in (*study.columns, study.ratio))
+    text = build_page([study], found, {}, None)
     assert study.says in text
     assert text.count("\n| ") == 1 + len(rows)
     found.save(tmp_path / "found.json")
-    assert Findings.load(tmp_path / "found.json").rows[study.title] == rows
+    assert BenchmarkResults.load(tmp_path / "found.json").rows[study.title] == rows
     if study.grows:
         assert all(row.name in show_growth(study, rows).alt for row in rows)
     capsys.readouterr()
 
 
-def finding(ratio: float, spread: float = 0.0) -> Findings:
-    return Findings({}, {"More ranks": [Row("2 ranks", 2, {"ratio": ratio, "spread": spread})]})
+def finding(ratio: float, spread: float = 0.0) -> BenchmarkResults:
+    return BenchmarkResults({}, {"More ranks": [BenchmarkRow("2 ranks", 2, {"ratio": ratio, "spread": spread})]})
 
 
 @pytest.mark.parametrize(
@@ -89,15 +89,15 @@ def finding(ratio: float, spread: float = 0.0) -> Findings:
 )
 def test_what_is_more_than_noise_is_told(before: float, now: float, spread: float, told: list[bool]):
     study = next(study for study in STUDIES if study.title == "More ranks")
-    found = list(changes([study], finding(before), finding(now, spread)))
+    found = list(find_changes([study], finding(before), finding(now, spread)))
     assert [change.is_better for change in found] == told
     worse = replace(study, more_is_better=False)
-    assert [change.is_better for change in changes([worse], finding(before), finding(now, spread))] == [
+    assert [change.is_better for change in find_changes([worse], finding(before), finding(now, spread))] == [
         not better for better in told
     ]
 
 
-def line_of(case: Case) -> list[dict[str, object]]:
+def line_of(case: BenchmarkCase) -> list[dict[str, object]]:
     """As `bench step` prints it."""
     share = dict.fromkeys(("forward", "backward", "messages", "sums", "update"), 0.1) | {"waiting": 0.5}
     rates = {"images_per_s": 2.0, "one_process_images_per_s": 1.0, "ratio": 2.0 * case.ranks, "of_limit": 0.5}
@@ -105,7 +105,7 @@ def line_of(case: Case) -> list[dict[str, object]]:
 
 
 def test_the_command_writes_a_page_and_then_tells_what_changed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(command, "measured", lambda studies: suite.measured(studies, line_of))
+    monkeypatch.setattr(command, "measure_studies", lambda studies: suite.measure_studies(studies, line_of))
     asked = ["--folder", str(tmp_path), "--only", "More ranks"]
     assert command.main(asked) == 0
     text = (tmp_path / "BENCHMARKS.md").read_text()
@@ -127,7 +127,7 @@ def test_what_fails_is_told_and_the_rest_is_kept(tmp_path, monkeypatch, capsys):
             raise RankError("`bench step` on 4 ranks ended with 2: PlanError: no.")
         return line_of(case)
 
-    monkeypatch.setattr(command, "measured", lambda studies: suite.measured(studies, fails))
+    monkeypatch.setattr(command, "measure_studies", lambda studies: suite.measure_studies(studies, fails))
     assert command.main(["--folder", str(tmp_path), "--only", "More ranks"]) == 1
     assert "`bench step` on 4 ranks ended with 2: PlanError: no." in capsys.readouterr().out
     text = (tmp_path / "BENCHMARKS.md").read_text()
@@ -145,9 +145,9 @@ def test_figures_that_are_none_are_refused(tmp_path):
     path = tmp_path / "benchmarks.json"
     path.write_text("[1]")
     with pytest.raises(PlanError, match="holds no figures"):
-        Findings.load(path)
+        BenchmarkResults.load(path)
 
 
 def test_a_command_that_fails_says_why():
     with pytest.raises(RankError, match="ended with 2: PlanError: The plan needs 4 ranks"):
-        suite.run(Case("", 2, ("bench", "halo", "--num-spatial-parts", "4")))
+        suite.run_case(BenchmarkCase("", 2, ("bench", "halo", "--num-spatial-parts", "4")))

@@ -8,9 +8,9 @@ import pytest
 
 from engines.bench.bubble import bench_bubble
 from engines.comm.loopback import run_ranks
-from engines.pipeline.bubble import bubble_share
+from engines.pipeline.bubble import compute_bubble_share
 from engines.plan import Plan
-from engines.program.timeline import Event, Timeline
+from engines.program.timeline import Timeline, TimelineEvent
 
 PLANS: dict[str, dict[str, Any]] = {
     "fill_drain": {"split_size": 3, "parts": 2},
@@ -27,16 +27,16 @@ def test_every_schedule_is_measured_beside_its_formula(schedule: str):
     lines = run_ranks(plan.ranks, lambda world: bench_bubble(world, plan, stage_s=0.001))
     assert all(line == lines[0] for line in lines)
     line, depth = lines[0], plan.split_size // plan.stages_per_rank
-    formula = bubble_share(schedule, plan.split_size, plan.parts, plan.stages_per_rank, plan.replica_batches)
+    formula = compute_bubble_share(schedule, plan.split_size, plan.parts, plan.stages_per_rank, plan.replica_batches)
     assert line["formula"] == round(formula, 4)
     assert 0 < line["idle"] < 1
     assert line["against_layers"] == pytest.approx((1 - line["idle"]) * depth, abs=1e-3 * depth)
 
 
 def test_idle_is_what_is_neither_computed_nor_over():
-    def event(rank: int, kind: str, start_s: float, end_s: float) -> Event:
-        return Event(rank, "x", kind, "forward", 0, start_s, end_s, 0)
+    def event(rank: int, kind: str, start_s: float, end_s: float) -> TimelineEvent:
+        return TimelineEvent(rank, "x", kind, "forward", 0, start_s, end_s, 0)
 
-    late = Event(0, "update", "update", "update", 0, 4, 9, 0)
+    late = TimelineEvent(0, "update", "update", "update", 0, 4, 9, 0)
     both = Timeline((event(0, "compute", 0, 2), event(0, "stage", 2, 4), event(1, "compute", 1, 4), late))
     assert both.idle == pytest.approx(1 - (2 / 4 + 3 / 4) / 2)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from engines import options
-from engines.bench.gpu_check import CHECKS, LINK_BYTES, gpu_check, link_speeds
-from engines.bench.largest import largest_parser
+from engines.bench.gpu_check import CHECKS, LINK_BYTES, measure_link_speeds, run_gpu_checks
+from engines.bench.largest import make_largest_parser
 
 WITHOUT = '''
 import sys
@@ -51,15 +51,15 @@ def test_without_a_gpu_it_says_so(bare, mpiexec):
 def flags_of(command: Sequence[str]) -> Namespace:
     match list(command):
         case ["bench", "halo", *rest]:
-            return Namespace(**vars(options.halo_case(options.halo_parser().parse_args(rest)).plan))
+            return Namespace(**vars(options.make_halo_case(options.make_halo_parser().parse_args(rest)).plan))
         case ["bench", "largest", *rest]:
-            return largest_parser().parse_args(rest)
+            return make_largest_parser().parse_args(rest)
         case ["bench", "step" | "compiled", *rest]:
-            flags = options.parser("")
-            flags.add_argument("--iterations", type=options.positive)
+            flags = options.make_parser("")
+            flags.add_argument("--iterations", type=options.parse_positive)
             return flags.parse_args(rest)
         case ["bench", "memory", *rest] | ["verify", *rest]:
-            return options.parser("").parse_args(rest)
+            return options.make_parser("").parse_args(rest)
     raise AssertionError(command)
 
 
@@ -67,15 +67,15 @@ def flags_of(command: Sequence[str]) -> Namespace:
 def test_each_check_is_a_command_for_its_ranks(name: str):
     ranks, command = CHECKS[name]
     chosen = flags_of(command)
-    assert getattr(chosen, "way", "") == "in-turn" or options.plan(chosen).ranks == ranks
+    assert getattr(chosen, "way", "") == "in-turn" or options.make_plan(chosen).ranks == ranks
 
 
 def test_the_link_is_faster_than_nothing():
-    assert all(speed > LINK_BYTES for speed in link_speeds(torch.device("cpu")).values())
+    assert all(speed > LINK_BYTES for speed in measure_link_speeds(torch.device("cpu")).values())
 
 
 def test_a_check_that_is_not_there_is_named(capsys):
-    assert gpu_check(["--only", "slow"]) == 2
+    assert run_gpu_checks(["--only", "slow"]) == 2
     assert "No check begins with slow. There are link, exact, ResNet-20" in capsys.readouterr().err
 
 

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from engines import command, options
-from engines.bench.halo_case import HaloCase, made
-from engines.bench.halo_valid import pattern, valid
+from engines.bench.halo_case import HaloCase, make_halo_setup
+from engines.bench.halo_valid import is_valid_exchange, make_pattern
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import PlanError
-from engines.program.carry import Carrier
+from engines.program.carry import ExchangeRunner
 
 
 def case(*flags: object) -> HaloCase:
-    return options.halo_case(options.halo_parser().parse_args([*map(str, flags), "--device", "cpu"]))
+    return options.make_halo_case(options.make_halo_parser().parse_args([*map(str, flags), "--device", "cpu"]))
 
 
 def verdicts(wanted: HaloCase) -> list[bool]:
     def work(world: LoopbackWorld) -> bool:
-        own = made(wanted, world)
-        return valid(world, own.exchange, own.carrier, own.device)
+        own = make_halo_setup(wanted, world)
+        return is_valid_exchange(world, own.exchange, own.carrier, own.device)
 
     return run_ranks(wanted.plan.ranks, work)
 
@@ -46,38 +46,38 @@ def test_uneven_tiles_are_valid(slices: tuple[object, ...]):
     assert verdicts(wanted) == [True] * wanted.plan.ranks
 
 
-def forgets_borrowed_gradients(carrier: Carrier, grad: Tensor, source: Tensor, alone: bool) -> int:
-    carrier._start_from_own(grad, source, alone)
+def forgets_borrowed_gradients(carrier: ExchangeRunner, grad: Tensor, source: Tensor, alone: bool) -> int:
+    carrier._add_own_gradient(grad, source, alone)
     return 0
 
 
 def test_gradients_that_never_come_home_are_not_valid(monkeypatch):
     """What the predecessor does: the gradients of borrowed pixels are dropped."""
-    monkeypatch.setattr(Carrier, "back", forgets_borrowed_gradients)
+    monkeypatch.setattr(ExchangeRunner, "back", forgets_borrowed_gradients)
     assert verdicts(case(*UNEVEN)) == [False] * 4
 
 
 @pytest.mark.parametrize("place", [(0, 0, 0, 0), (1, 2, -1, -1), (0, 1, 5, 5)], ids=["corner", "last", "inside"])
 def test_one_wrong_pixel_is_not_valid(place: tuple[int, ...], monkeypatch):
-    there = Carrier.there
+    there = ExchangeRunner.forward
 
-    def off_by_one(carrier: Carrier, source: Tensor | None) -> tuple[Tensor | None, int]:
+    def off_by_one(carrier: ExchangeRunner, source: Tensor | None) -> tuple[Tensor | None, int]:
         window, sent = there(carrier, source)
         window[place] += carrier.world.rank == 2
         return window, sent
 
-    monkeypatch.setattr(Carrier, "there", off_by_one)
+    monkeypatch.setattr(ExchangeRunner, "there", off_by_one)
     assert verdicts(case(*UNEVEN)) == [False] * 4
 
 
 def test_a_pattern_is_the_same_wherever_it_is_cut():
-    own = made(
+    own = make_halo_setup(
         case(*UNEVEN),
         SimpleNamespace(rank=3, size=4, prepare=lambda sends, receives: None, can_access=lambda device: True),
     )
     exchange, cpu = own.exchange, torch.device("cpu")
-    window, inside = pattern(exchange, exchange.window, cpu), pattern(exchange, exchange.own, cpu)
-    assert torch.equal(window[..., *exchange.own.within(exchange.window)], inside)
+    window, inside = make_pattern(exchange, exchange.window, cpu), make_pattern(exchange, exchange.own, cpu)
+    assert torch.equal(window[..., *exchange.own.to_slices(exchange.window)], inside)
     assert inside.abs().max() <= 510
     assert len(inside.unique()) > 500
 
@@ -99,18 +99,18 @@ REFUSED = {
 @pytest.mark.parametrize(("flags", "message"), REFUSED.items(), ids=[" ".join(map(str, flags)) for flags in REFUSED])
 def test_what_cannot_be_exchanged(flags: tuple[object, ...], message: str):
     with pytest.raises(PlanError, match=message):
-        made(case(*flags), SimpleNamespace(rank=0, size=4))
+        make_halo_setup(case(*flags), SimpleNamespace(rank=0, size=4))
 
 
 def test_one_tile_has_no_halo():
     with pytest.raises(PlanError, match="One tile has nobody to borrow from"):
-        made(case("--num-spatial-parts", 1), SimpleNamespace(rank=0, size=1))
+        make_halo_setup(case("--num-spatial-parts", 1), SimpleNamespace(rank=0, size=1))
 
 
 @pytest.mark.parametrize(("line", "right"), [({"valid": False}, False), ({"valid": True}, True), ({}, True)])
 def test_the_exit_code_follows_the_verdict(line: dict[str, object], right: bool, monkeypatch, capsys):
     monkeypatch.setattr(command, "bench_halo", lambda *arguments: line)
-    assert command._bench_halo(SimpleNamespace(rank=0), ["--validate"]) is right
+    assert command._run_bench_halo(SimpleNamespace(rank=0), ["--validate"]) is right
     assert json.loads(capsys.readouterr().out) == line
 
 

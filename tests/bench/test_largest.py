@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from engines.bench.largest import bench_largest, searched
+from engines.bench.largest import bench_largest, search_largest
 from engines.errors import PlanError
 
 CHAIN = ("--model", "engines.bench.chain:chain", "--memory-mb", "48", "--step-px", "128", "--image-size", "256")
@@ -22,13 +22,13 @@ def test_the_largest_size_and_the_next(first: int, limit: int):
         tries.append(size)
         return size <= limit
 
-    assert searched(fits, first, 64, 4096) == (limit // 64 * 64, limit // 64 * 64 + 64)
+    assert search_largest(fits, first, 64, 4096) == (limit // 64 * 64, limit // 64 * 64 + 64)
     assert len(tries) == len(set(tries)) <= 14
 
 
 def test_ends_of_the_search():
-    assert searched(lambda size: True, 512, 64, 1000) == (960, None)
-    assert searched(lambda size: False, 512, 64, 1000) == (0, 64)
+    assert search_largest(lambda size: True, 512, 64, 1000) == (960, None)
+    assert search_largest(lambda size: False, 512, 64, 1000) == (0, 64)
 
 
 def test_tiles_in_turn_train_larger_images(mpiexec):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from engines.bench.overlap import bench_overlap
-from engines.comm.link import LinkedWorld
+from engines.comm.link import ThrottledWorld
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.total import all_reduce
 from engines.comm.world import Message
@@ -19,8 +19,8 @@ from engines.training import prepare
 BYTES_PER_S = 1e6
 
 
-def linked(world: LoopbackWorld) -> LinkedWorld:
-    return LinkedWorld(world, BYTES_PER_S)
+def linked(world: LoopbackWorld) -> ThrottledWorld:
+    return ThrottledWorld(world, BYTES_PER_S)
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -46,12 +46,12 @@ def test_the_link_works_while_the_rank_does_something_else():
         link = linked(world)
         link.barrier()
         total = all_reduce(link, torch.ones(5_000), range(2))
-        assert not total.done()  # even if all messages are here
+        assert not total.is_completed()  # even if all messages are here
         time.sleep(0.1)
         start_s = time.perf_counter()
         total.wait()  # the first time that it looks at them
         assert time.perf_counter() - start_s < 0.02
-        assert total.done()
+        assert total.is_completed()
         return total.flat.sum().item()
 
     assert run_ranks(2, total_of) == [10_000, 10_000]

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from engines import options
-from engines.bench.flags import throughput_parser, throughput_recipe
+from engines.bench.flags import make_throughput_parser, make_throughput_recipe
 from engines.bench.throughput import bench_throughput
 from engines.comm.loopback import run_ranks
 from engines.errors import PlanError
@@ -18,14 +18,14 @@ TINY = ("--model", "resnet_v1", "--num-layers", "8", "--image-size", "16", "--ba
 
 
 def test_each_rank_is_a_replica_unless_the_flags_say():
-    flags = throughput_parser().parse_args([])
+    flags = make_throughput_parser().parse_args([])
     assert (flags.model, flags.image_size, flags.num_classes, flags.batch_size) == ("resnet50", "224", 1000, 32)
-    flags = throughput_parser().parse_args(TINY)
-    assert throughput_recipe(flags, 1).plan == Plan(split_size=1, spatial_size=0, data_parallel=1)
-    tiles = throughput_parser().parse_args([*TINY, "--split-size", "2", "--spatial-size", "1"])
-    assert throughput_recipe(tiles, 5).plan == Plan(split_size=2, spatial_size=1)
+    flags = make_throughput_parser().parse_args(TINY)
+    assert make_throughput_recipe(flags, 1).plan == Plan(split_size=1, spatial_size=0, data_parallel=1)
+    tiles = make_throughput_parser().parse_args([*TINY, "--split-size", "2", "--spatial-size", "1"])
+    assert make_throughput_recipe(tiles, 5).plan == Plan(split_size=2, spatial_size=1)
     with pytest.raises(PlanError):
-        throughput_recipe(throughput_parser().parse_args([*TINY, "--data-parallel", "1"]), 2)
+        make_throughput_recipe(make_throughput_parser().parse_args([*TINY, "--data-parallel", "1"]), 2)
 
 
 def printed(text: str) -> list[str]:
@@ -59,9 +59,9 @@ def test_the_familiar_lines(mpiexec):
 
 
 def test_ranks_that_share_an_image_share_its_speed():
-    flags = throughput_parser().parse_args([*TINY, "--split-size", "2", "--spatial-size", "1", "--device", "cpu"])
-    recipe = throughput_recipe(flags, 5)
+    flags = make_throughput_parser().parse_args([*TINY, "--split-size", "2", "--spatial-size", "1", "--device", "cpu"])
+    recipe = make_throughput_recipe(flags, 5)
     lines = run_ranks(5, lambda world: bench_throughput(world, recipe, "tiny", 1, 2, 1, seed=0))
     assert all(line == lines[0] for line in lines)
     assert lines[0]["images_per_s_total"] == pytest.approx(5 * lines[0]["images_per_s_each"], abs=1e-3)
-    assert options.plan(flags).ranks == lines[0]["ranks"] == 5
+    assert options.make_plan(flags).ranks == lines[0]["ranks"] == 5

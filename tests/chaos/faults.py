@@ -21,11 +21,11 @@ from typing import Any
 import psutil
 from torch import Tensor
 
-from engines.host import Host, while_walking
+from engines.host import RankServer, allow_during_step
 from engines.images.synthetic import SyntheticImages
 from engines.program.worker import Worker
 from engines.spatial.tiles import Tile
-from engines.whereabouts import Board
+from engines.whereabouts import StatusBoard
 from mpi4dl_nb.launch.ending import MARK
 from tests.chaos.training import PLAN, SHAPE
 
@@ -186,8 +186,8 @@ def _role(words: str, process: psutil.Process) -> str:
 # ---- how it happens
 
 
-@while_walking
-def arm(host: Host, fault: Fault) -> None:
+@allow_during_step
+def arm(host: RankServer, fault: Fault) -> None:
     """Have the fault happen as its rank comes to the event. Called on all ranks; each one raises by itself."""
     if host.world.rank not in ((fault.rank, *fault.others) if fault.kind == "raise" else (fault.rank,)):
         return
@@ -217,9 +217,9 @@ def _before(worker: Worker, name: str, count: Callable[[], None]) -> None:
     setattr(worker, name, counted)
 
 
-def _while_it_says(board: Board, word: bytes, count: Callable[[], None]) -> None:
+def _while_it_says(board: StatusBoard, word: bytes, count: Callable[[], None]) -> None:
     """Count what is written on the board while the rank does what has this word in its name."""
-    at, waits, inside = board.at, board.waits, [False]
+    at, waits, inside = board.report, board.report_waiting, [False]
 
     def at_place(text: bytes, step: int = 0) -> None:
         at(text, step)
@@ -232,11 +232,11 @@ def _while_it_says(board: Board, word: bytes, count: Callable[[], None]) -> None
         if inside[0]:
             count()
 
-    board.at, board.waits = at_place, at_message  # type: ignore[method-assign]
+    board.report, board.report_waiting = at_place, at_message  # type: ignore[method-assign]
 
 
-@while_walking
-def disarm(host: Host) -> None:
+@allow_during_step
+def disarm(host: RankServer) -> None:
     """No fault happens any more that has not."""
     for each in (host.board, *(training.worker for training in host.trainings.values())):
         for name in ("at", "waits", "step"):

@@ -17,7 +17,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from engines.checkpoint.folder import checkpoints
+from engines.checkpoint.folder import list_checkpoints
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.training import Training
 from tests.chaos.faults import SIGNALS, Fault, Images, family
@@ -110,7 +110,7 @@ class Kernels:
 
 
 def _saved(folder: Path) -> list[Path]:
-    return checkpoints(folder) if folder.is_dir() else []
+    return list_checkpoints(folder) if folder.is_dir() else []
 
 
 class _Told:

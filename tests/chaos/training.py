@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.plan import Plan
-from engines.report import Event, Healed, Told
+from engines.report import Recovered, StepResult, TrainingEvent
 from mpi4dl_nb.training import Training
 
 PLAN = Plan(split_size=2, spatial_size=1, num_spatial_parts=4, parts=2, precision="float64")
@@ -35,7 +35,7 @@ class Heard:
     stops = False
 
     def __init__(self) -> None:
-        self.healed: list[Healed] = []
+        self.healed: list[Recovered] = []
         self.losses: list[float] = []
         self.steps = 0
 
@@ -43,12 +43,12 @@ class Heard:
         """Losses of several calls of `fit` follow on each other."""
         self.before = len(self.losses)
 
-    def heard(self, event: Event) -> None:
+    def heard(self, event: TrainingEvent) -> None:
         """Losses of steps that are done again are forgotten."""
-        if isinstance(event, Told):
+        if isinstance(event, StepResult):
             self.losses.append(event.loss)
             self.steps += 1
-        if isinstance(event, Healed):
+        if isinstance(event, Recovered):
             self.healed.append(event)
             del self.losses[self.before + event.steps :]
 

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from engines.checkpoint.interrupts import StoppedError
 from engines.errors import Mpi4dlError
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.launch.ending import MARK, is_at_work
+from mpi4dl_nb.launch.ending import MARK, is_running
 from mpi4dl_nb.training import Training
 from tests.chaos.faults import HELPERS, Fault, Images, aimed, arm, disarm, family, give_back, roles, strike
 from tests.chaos.training import PLAN, SHAPE, Heard, model
@@ -130,7 +130,7 @@ class Trial:
         if fault.kind == "terminate" and fault.whom in HELPERS and fault.is_noted and self.verdict.told_s is None:
             with suppress(psutil.NoSuchProcess):
                 asked, deadline = [psutil.Process(pid) for pid in fault.pids], time.monotonic() + _END_S
-                while any(map(is_at_work, asked)) and time.monotonic() < deadline:
+                while any(map(is_running, asked)) and time.monotonic() < deadline:
                     time.sleep(0.02)
             fault.note.write_text(str(time.time()))  # before that there was nothing to tell
         give_back([pid for pids in roles(cluster._ranks._place.name).values() for pid in pids])

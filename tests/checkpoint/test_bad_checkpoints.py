@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from engines.checkpoint.load import check, load
-from engines.checkpoint.manifest import sealed
+from engines.checkpoint.load import load, open_checkpoint
+from engines.checkpoint.manifest import serialise_manifest
 from engines.checkpoint.plain import optimiser_state
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError
@@ -68,7 +68,7 @@ def changed(**fields: object) -> Callable[[Path], None]:
     def work(path: Path) -> None:
         manifest = json.loads((path / "checkpoint.json").read_text())
         del manifest["crc32"]
-        (path / "checkpoint.json").write_text(sealed({**manifest, **fields}))
+        (path / "checkpoint.json").write_text(serialise_manifest({**manifest, **fields}))
 
     return work
 
@@ -124,7 +124,7 @@ def test_what_is_damaged_is_not_loaded(damage: str, recipe: Recipe, copied: Path
     spoil, said = DAMAGES[damage]
     spoil(copied)
     with pytest.raises(CheckpointError, match=said) as caught:
-        check(copied, recipe)
+        open_checkpoint(copied, recipe)
     assert str(copied) in str(caught.value)
 
 
@@ -138,7 +138,7 @@ def test_a_file_that_is_no_safetensors(recipe: Recipe, copied: Path):
     (copied / "model.safetensors").write_bytes(b"text")
     changed(files={"model.safetensors": {"bytes": 4, "crc32": 999008199}})(copied)
     with pytest.raises(CheckpointError, match="damaged: SafetensorError"):
-        check(copied, recipe)
+        open_checkpoint(copied, recipe)
 
 
 def test_a_pickle_in_place_of_the_weights_is_never_run(recipe: Recipe, copied: Path, tmp_path: Path):
@@ -148,7 +148,7 @@ def test_a_pickle_in_place_of_the_weights_is_never_run(recipe: Recipe, copied: P
 
     torch.save({"weight": Trap()}, copied / "model.safetensors")
     with pytest.raises(CheckpointError):
-        check(copied, recipe)
+        open_checkpoint(copied, recipe)
     assert not (tmp_path / "sprung").exists()
 
 
@@ -161,7 +161,7 @@ def test_places_without_a_checkpoint(recipe: Recipe, tmp_path: Path):
         (tmp_path, "no checkpoint in this folder"),
     ):
         with pytest.raises(CheckpointError, match=said) as caught:
-            check(path, recipe)
+            open_checkpoint(path, recipe)
         assert str(path) in str(caught.value)
 
 
@@ -188,7 +188,7 @@ def test_another_optimiser_or_scheduler(stored: Path, recipe: Recipe):
         with pytest.raises(
             CheckpointError, match=f"scheduler of this checkpoint is MultiStepLR, and here it is {name}"
         ):
-            check(stored, recipe_of(PLAN, scheduler=other))
+            open_checkpoint(stored, recipe_of(PLAN, scheduler=other))
     with pytest.raises(CheckpointError, match="its optimiser is Adam, and this one is SGD"):
         optimiser_state(stored, net(), torch.optim.SGD(net().parameters()))
 
@@ -199,7 +199,7 @@ def test_other_weights_are_trained(stored: Path):
     with pytest.raises(
         CheckpointError, match=r"trains 8 weights, and this training 6: 2 not trained here: model.head.2"
     ):
-        check(stored, recipe_of(PLAN, model=model))
+        open_checkpoint(stored, recipe_of(PLAN, model=model))
 
 
 def test_other_groups_of_the_optimiser(recipe: Recipe, stored: Path, tmp_path: Path):
@@ -217,7 +217,7 @@ def test_other_groups_of_the_optimiser(recipe: Recipe, stored: Path, tmp_path: P
 
 def test_a_loss_without_weights(stored: Path):
     with pytest.raises(CheckpointError, match=r"it has no loss\.safetensors"):
-        check(stored, recipe_of(PLAN, loss=Weighted()))
+        open_checkpoint(stored, recipe_of(PLAN, loss=Weighted()))
 
 
 def test_an_optimiser_of_weights_that_are_not_the_models(stored: Path):

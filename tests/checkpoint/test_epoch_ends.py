@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.checkpoint.folder import checkpoints
+from engines.checkpoint.folder import list_checkpoints
 from engines.errors import CheckpointError, PlanError
-from engines.images.order import Order, Place
+from engines.images.order import Sampler, SamplerState
 from engines.images.synthetic import SyntheticImages
 from mpi4dl_nb import Cluster, Training
 from mpi4dl_nb import fitting as fits
@@ -82,19 +82,21 @@ def test_no_epoch_that_is_left_is_said(cluster, straight):
 def test_where_nothing_is_trained_that_is_said(cluster, straight, monkeypatch):
     """Such as where all images that were left of an epoch turn out to be bad."""
     training = made(cluster)
-    monkeypatch.setattr(fits, "run", lambda *given: iter(()))
+    monkeypatch.setattr(fits, "run_case", lambda *given: iter(()))
     with pytest.warns(UserWarning, match="Nothing was trained: no step was left"):
         training.fit(IMAGES, progress=False)
 
 
 def test_an_epoch_that_was_longer_is_over():
     """A checkpoint of step 3 goes on with at most 2 steps in an epoch: none is left."""
-    order = Order(total=8, count=2, steps=2)
-    place = Place(0, epoch=1, step=3, position=6)
-    assert order.members(place) is None
-    assert order.begun(place) == Place(0, epoch=2)
-    assert order.begun(Place(0, epoch=1, step=1, position=2)) == Place(0, epoch=1, step=1, position=2)
-    assert order.begun(Place(0, epoch=1)) == Place(0, epoch=1)
+    order = Sampler(total=8, count=2, steps=2)
+    place = SamplerState(0, epoch=1, step=3, position=6)
+    assert order.get_samples(place) is None
+    assert order.skip_finished_epoch(place) == SamplerState(0, epoch=2)
+    assert order.skip_finished_epoch(SamplerState(0, epoch=1, step=1, position=2)) == SamplerState(
+        0, epoch=1, step=1, position=2
+    )
+    assert order.skip_finished_epoch(SamplerState(0, epoch=1)) == SamplerState(0, epoch=1)
 
 
 def test_the_command_counts_a_finished_epoch_as_done(tmp_path: Path, capsys):
@@ -124,7 +126,7 @@ def test_a_notebook_is_warned_of_a_damaged_checkpoint(cluster, straight, tmp_pat
     training: Training = made(cluster)
     for _ in range(2):
         training.save(tmp_path)
-    flip("model.safetensors")(checkpoints(tmp_path)[-1])
+    flip("model.safetensors")(list_checkpoints(tmp_path)[-1])
     with pytest.warns(UserWarning, match="00002-step-0 is damaged, and an older checkpoint is taken") as caught:
         assert training.load(tmp_path) == 0
     assert caught[0].filename == __file__

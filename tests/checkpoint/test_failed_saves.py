@@ -14,16 +14,16 @@ import torch
 
 from engines.checkpoint import folder as folders
 from engines.checkpoint import writer as writers
-from engines.checkpoint.folder import checkpoints, locked
-from engines.checkpoint.keeper import keeper_of_ranks
-from engines.checkpoint.load import check
+from engines.checkpoint.folder import list_checkpoints, lock_folder
+from engines.checkpoint.keeper import make_rank_manager
+from engines.checkpoint.load import open_checkpoint
 from engines.checkpoint.save import save
 from engines.checkpoint.tensor_file import TensorFile
-from engines.checkpoint.values import from_json, to_json
+from engines.checkpoint.values import decode_value, encode_value
 from engines.checkpoint.writer import check_writable
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError
-from engines.images.order import Place
+from engines.images.order import SamplerState
 from engines.training import RankTraining, Recipe
 from tests.checkpoint.trainings import data, on_ranks
 
@@ -48,7 +48,7 @@ def saved_or_said(recipe: Recipe, into: Path, feed: object = None, keep: int = 3
 
 def untouched(before: Path, into: Path) -> bool:
     """The checkpoint that was there loads still, and nothing else is there."""
-    return checkpoints(into) == [before] and [path.name for path in into.iterdir()] == [before.name]
+    return list_checkpoints(into) == [before] and [path.name for path in into.iterdir()] == [before.name]
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "training.safetensors", "checkpoint.json"])
@@ -66,13 +66,13 @@ def test_a_disk_that_becomes_full_while_it_is_written(file: str, recipe: Recipe,
 
     monkeypatch.setattr(writers, "TensorFile", Full)
     if file == "checkpoint.json":
-        monkeypatch.setattr(writers, "complete", full)
+        monkeypatch.setattr(writers, "publish_draft", full)
     said = saved_or_said(recipe, tmp_path)
     assert said.startswith(f"{tmp_path}: a checkpoint needs ")
     assert "bytes, but there are" in said
     assert "free (No space left on device)" in said
     assert untouched(before, tmp_path)
-    check(before, recipe)
+    open_checkpoint(before, recipe)
 
 
 def test_too_little_space_is_known_before(recipe: Recipe, tmp_path: Path, monkeypatch):
@@ -104,7 +104,7 @@ def test_folders_that_cannot_be_written_to(recipe: Recipe, tmp_path: Path):
 
 
 def test_two_trainings_do_not_share_a_folder(recipe: Recipe, tmp_path: Path):
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         assert "another training is saving into this folder" in saved_or_said(recipe, tmp_path)
 
 
@@ -141,8 +141,8 @@ def test_ranks_that_were_stopped_in_an_update(recipe: Recipe, tmp_path: Path):
 
 def test_what_no_checkpoint_holds():
     with pytest.raises(CheckpointError, match="SGD keeps a object, which a checkpoint does not hold"):
-        to_json({"x": object()}, "SGD")
-    assert from_json(to_json({1: (float("inf"), torch.tensor([1.5, float("nan")]))}, ""))[1][0] == float("inf")
+        encode_value({"x": object()}, "SGD")
+    assert decode_value(encode_value({1: (float("inf"), torch.tensor([1.5, float("nan")]))}, ""))[1][0] == float("inf")
 
 
 # ---- a folder over time
@@ -162,16 +162,16 @@ def test_the_last_ones_stay_and_leftovers_go(recipe: Recipe, tmp_path: Path):
 
     run_ranks(recipe.plan.ranks, work)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00004-step-4", "00005-step-5", "notes.txt"]
-    assert check(tmp_path, recipe).step == 5
+    assert open_checkpoint(tmp_path, recipe).step == 5
 
 
 def test_what_is_saved_last_is_the_newest_whatever_its_step(recipe: Recipe, stored: Path, tmp_path: Path):
     """Who goes back to an earlier checkpoint and trains on from there resumes there, not at the old end."""
     on_ranks(recipe, data(recipe, 4), into=tmp_path)
     on_ranks(recipe, [], resume=stored, into=tmp_path)
-    assert check(tmp_path, recipe).step == 1
+    assert open_checkpoint(tmp_path, recipe).step == 1
     (tmp_path / "100000-step-9").mkdir()
-    assert checkpoints(tmp_path)[-1].name == "100000-step-9"
+    assert list_checkpoints(tmp_path)[-1].name == "100000-step-9"
 
 
 def test_a_keeper_saves_when_it_is_time(recipe: Recipe, tmp_path: Path, capsys):
@@ -179,22 +179,22 @@ def test_a_keeper_saves_when_it_is_time(recipe: Recipe, tmp_path: Path, capsys):
 
     def work(world: LoopbackWorld, every: int | None) -> list[list[str]]:
         training = RankTraining(world, recipe)
-        place = lambda: Place(0, training.worker.steps).state(4)  # noqa: E731
-        keeper = keeper_of_ranks(training, tmp_path / str(every), place, every, keep=9)
+        place = lambda: SamplerState(0, training.worker.steps).to_dict(4)  # noqa: E731
+        keeper = make_rank_manager(training, tmp_path / str(every), place, every, keep=9)
         for step in range(5):
             training.step(training.cut(whole))
-            keeper.after_step()
+            keeper.save_after_step()
             if step == 2:
-                keeper.after_epoch()
-        keeper.after_all()
-        keeper.after_all()
-        return [path.name for path in checkpoints(tmp_path / str(every))]
+                keeper.save_after_epoch()
+        keeper.save_at_end()
+        keeper.save_at_end()
+        return [path.name for path in list_checkpoints(tmp_path / str(every))]
 
     by_epoch, *_ = run_ranks(recipe.plan.ranks, partial(work, every=None))
     assert by_epoch == ["00001-step-3", "00002-step-5"]
     by_steps, *_ = run_ranks(recipe.plan.ranks, partial(work, every=2))
     assert by_steps == ["00001-step-2", "00002-step-4", "00003-step-5"]
-    assert check(tmp_path / "2", recipe).feed == Place(0, 6).state(4)
+    assert open_checkpoint(tmp_path / "2", recipe).feed == SamplerState(0, 6).to_dict(4)
 
 
 def test_a_keeper_trains_on_where_the_disk_is_full(recipe: Recipe, tmp_path: Path, monkeypatch, capsys):
@@ -202,14 +202,14 @@ def test_a_keeper_trains_on_where_the_disk_is_full(recipe: Recipe, tmp_path: Pat
 
     def work(world: LoopbackWorld) -> int:
         training = RankTraining(world, recipe)
-        keeper = keeper_of_ranks(training, tmp_path, lambda: None, every=1)
+        keeper = make_rank_manager(training, tmp_path, lambda: None, every=1)
         world.barrier()
         monkeypatch.setattr(writers, "check_space", lambda folder, needed: folders.check_space(folder, 10**18))
         for _ in range(2):
             training.step(training.cut(whole))
-            keeper.after_step()
+            keeper.save_after_step()
         with pytest.raises(CheckpointError):
-            keeper.after_all()
+            keeper.save_at_end()
         return training.worker.steps
 
     assert set(run_ranks(recipe.plan.ranks, work)) == {3}

@@ -15,8 +15,8 @@ import torch
 
 from engines.checkpoint import manifest as manifests
 from engines.checkpoint import stored as stored_files
-from engines.checkpoint.folder import checkpoints
-from engines.checkpoint.load import check, load
+from engines.checkpoint.folder import list_checkpoints
+from engines.checkpoint.load import load, open_checkpoint
 from engines.checkpoint.plain import optimiser_state, scheduler_state
 from engines.checkpoint.stored import Checkpoint
 from engines.comm.loopback import LoopbackWorld, run_ranks
@@ -59,13 +59,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_folder_goes_on_from_the_newest_that_is_whole(how: str, recipe: Recipe, folder: Path):
     damage, why = DAMAGES[how]
     damage(folder / "00003-step-3")
-    found = check(folder, recipe)
+    found = open_checkpoint(folder, recipe)
     assert found.path == folder / "00002-step-2"
     (text,) = found.passed_over
     assert text.startswith(f"{folder}/00003-step-3 is damaged, and an older checkpoint is taken: ")
     assert why in text
     with pytest.raises(DamagedError, match="00003-step-3: this checkpoint is damaged"):
-        check(folder / "00003-step-3", recipe)
+        open_checkpoint(folder / "00003-step-3", recipe)
 
 
 def test_every_rank_goes_on_from_the_same_one_and_knows_why(recipe: Recipe, folder: Path):
@@ -83,7 +83,7 @@ def test_every_rank_goes_on_from_the_same_one_and_knows_why(recipe: Recipe, fold
 
 
 def test_where_none_is_whole_each_is_listed(recipe: Recipe, folder: Path):
-    for path, (damage, _) in zip(checkpoints(folder), DAMAGES.values(), strict=False):
+    for path, (damage, _) in zip(list_checkpoints(folder), DAMAGES.values(), strict=False):
         damage(path)
     said = refused(recipe, folder)
     assert said.startswith(f"{folder}: none of its 3 checkpoints is whole.")
@@ -98,7 +98,7 @@ def test_where_none_is_whole_each_is_listed(recipe: Recipe, folder: Path):
 def test_another_format_is_no_damage(recipe: Recipe, folder: Path):
     changed(format=2)(folder / "00003-step-3")
     with pytest.raises(CheckpointError, match="has format 2") as caught:
-        check(folder, recipe)
+        open_checkpoint(folder, recipe)
     assert not isinstance(caught.value, DamagedError)
 
 
@@ -121,10 +121,10 @@ def test_plain_pytorch_and_predictions_are_warned(folder: Path):
 def test_a_link_that_leads_out_of_the_folder_is_not_followed(recipe: Recipe, folder: Path, tmp_path: Path):
     (folder / "00003-step-3").rename(tmp_path / "elsewhere")
     (folder / "00003-step-3").symlink_to(tmp_path / "elsewhere")
-    found = check(folder, recipe)
+    found = open_checkpoint(folder, recipe)
     assert found.step == 2
     assert "it is a link that leads out of its folder" in found.passed_over[0]
-    assert check(folder / "00003-step-3", recipe).step == 3  # named by itself, it was given
+    assert open_checkpoint(folder / "00003-step-3", recipe).step == 3  # named by itself, it was given
 
 
 # ---- want of means
@@ -181,7 +181,7 @@ def test_want_of_means_is_told_as_what_it_is(how, module, name, recipe, folder, 
     monkeypatch.setattr(module, name, fail)
     for path in (folder, folder / "00003-step-3"):
         with pytest.raises(UnreadableError, match=r"00003-step-3: .*cannot be read now: ") as caught:
-            check(path, recipe)
+            open_checkpoint(path, recipe)
         said = str(caught.value)
         assert words in said
         assert mend in said
@@ -199,7 +199,7 @@ def test_every_rank_hears_of_it_and_nothing_has_changed(recipe: Recipe, folder: 
 def test_a_folder_that_cannot_be_listed(recipe: Recipe, folder: Path, monkeypatch):
     monkeypatch.setattr(Path, "iterdir", failing(errno.EACCES))
     with pytest.raises(UnreadableError, match="the list of its checkpoints cannot be read now: Permission denied"):
-        check(folder, recipe)
+        open_checkpoint(folder, recipe)
 
 
 @contextmanager
@@ -227,9 +227,9 @@ def handles(left: int) -> Iterator[None]:
 @pytest.mark.parametrize("left", [0, 1])
 def test_real_handles_run_out(left: int, recipe: Recipe, folder: Path):
     """With one left the library says that there is no such file, or that PyTorch cannot open it."""
-    whole = check(folder, recipe)
+    whole = open_checkpoint(folder, recipe)
     with handles(left), pytest.raises(UnreadableError, match="Too many open files") as caught:
-        whole.shapes("model.safetensors")
+        whole.read_shapes("model.safetensors")
     assert "damaged" not in str(caught.value)
     with handles(0), pytest.raises(UnreadableError, match="Too many open files"):
         Checkpoint.open(folder)
@@ -239,13 +239,13 @@ def test_real_handles_run_out(left: int, recipe: Recipe, folder: Path):
 def test_real_permission(recipe: Recipe, folder: Path):
     (folder / "00003-step-3" / "model.safetensors").chmod(0)
     with pytest.raises(UnreadableError, match="Permission denied"):
-        check(folder, recipe)
+        open_checkpoint(folder, recipe)
 
 
 def test_nothing_of_the_random_numbers_is_drawn(recipe: Recipe, folder: Path):
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    check(folder, recipe)
+    open_checkpoint(folder, recipe)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from engines.checkpoint.folder import checkpoints
+from engines.checkpoint.folder import list_checkpoints
 from engines.checkpoint.interrupts import Interrupts, StoppedError
 from engines.errors import CheckpointError
 from engines.images.synthetic import SyntheticImages
@@ -68,14 +68,14 @@ def test_fit_saves_and_goes_on_in_mid_epoch(clusters, tmp_path: Path):
     straight = made(five).fit(images, epochs=2, progress=False, seed=3)
     one = made(five)
     one.fit(images, epochs=2, progress=False, seed=3, save=tmp_path, save_every=3, keep=9)
-    assert [path.name for path in checkpoints(tmp_path)] == ["00001-step-3", "00002-step-6", "00003-step-8"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["00001-step-3", "00002-step-6", "00003-step-8"]
     other = made(three, seed=8)
     assert other.load(tmp_path / "00001-step-3") == 3
     history = other.fit(images, epochs=2, progress=False)
     assert history.losses == pytest.approx(straight.losses[3:], rel=1e-12)
     by_epoch = made(three)
     by_epoch.fit(images, epochs=2, progress=False, save=tmp_path / "epochs", keep=1)
-    assert [path.name for path in checkpoints(tmp_path / "epochs")] == ["00002-step-8"]
+    assert [path.name for path in list_checkpoints(tmp_path / "epochs")] == ["00002-step-8"]
 
 
 def test_an_interrupt_waits_for_the_step_and_saves(clusters, tmp_path: Path):

@@ -11,9 +11,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from engines.checkpoint.folder import checkpoints
+from engines.checkpoint.folder import list_checkpoints
 from engines.checkpoint.plain import optimiser_state, scheduler_state
-from engines.oracle import OneProcess
+from engines.oracle import ReferenceTraining
 from engines.plan import Plan
 from engines.training import RankTraining
 from tests.checkpoint.trainings import (
@@ -65,7 +65,7 @@ def test_plain_pytorch_goes_on_where_the_ranks_were(name: str, tmp_path: Path):
     whole = data(recipe)
     straight = on_ranks(recipe, whole)
     path = on_ranks(recipe, whole[:HALF], into=tmp_path).saved
-    alone = OneProcess(
+    alone = ReferenceTraining(
         net(seed=1), nn.CrossEntropyLoss(), OPTIMISERS[name], torch.float64, recipe.draws, recipe.plan.micro_batches,
         recipe.rules,
     )  # fmt: skip
@@ -144,7 +144,7 @@ def test_a_loss_that_is_trained_is_saved_and_goes_on(tmp_path: Path):
     other = on_ranks(recipe_of(PLANS["stages"], "sgd", loss=Weighted()), whole[HALF:], resume=path)
     assert distance(other.tensors, straight.tensors) <= 1e-12
     assert "loss.temperature/momentum_buffer" in other.tensors
-    alone = OneProcess(net(), loss, OPTIMISERS["sgd"], torch.float64)
+    alone = ReferenceTraining(net(), loss, OPTIMISERS["sgd"], torch.float64)
     alone.model.load_state_dict(safetensors.torch.load_file(path / "model.safetensors"))
     state = optimiser_state(path, alone.model, alone.optimiser, alone.loss)
     assert len(state["state"]) == len(alone.trained) - 2, "weights without use have no state"
@@ -213,7 +213,7 @@ def test_the_steps_are_counted_on(tmp_path: Path):
     whole = data(recipe, 4)
     on_ranks(recipe, whole[:2], into=tmp_path)
     on_ranks(recipe, whole[2:], resume=tmp_path, into=tmp_path)
-    assert [path.name for path in checkpoints(tmp_path)] == ["00001-step-2", "00002-step-4"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["00001-step-2", "00002-step-4"]
 
 
 def test_a_rank_gives_only_what_no_rank_before_it_has(tmp_path: Path):

@@ -21,7 +21,7 @@ from engines.checkpoint.plain import optimiser_state
 from engines.checkpoint.stored import STATE, Checkpoint
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError
-from engines.images.order import Place
+from engines.images.order import SamplerState
 from engines.training import RankTraining
 from tests.checkpoint.test_bad_checkpoints import refused
 from tests.checkpoint.trainings import OPTIMISERS, PLANS, data, distance, net, on_ranks, recipe_of
@@ -115,7 +115,8 @@ VALUES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "steps to come": (lambda m: scheduler(m).update(last_epoch=9), "has made 9 steps, and the training 1"),
     "steps below none": (lambda m: scheduler(m).update(last_epoch=-5), "has made -5 steps"),
     "milestones that are texts": (
-        lambda m: scheduler(m).update(milestones=a_counter(2, "x")), r"milestones[2] is of type"
+        lambda m: scheduler(m).update(milestones=a_counter(2, "x")),
+        r"milestones[2] is of type",
     ),
     "a factor beyond floats": (lambda m: scheduler(m).update(gamma=1e400), "no JSON"),
     "steps below none of the training": (lambda m: m.update(step=-1), "what 'step' is, but -1"),
@@ -128,12 +129,21 @@ VALUES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "negative good steps": (lambda m: m.update(good_steps=-1), "what 'good_steps' is, but -1"),
     "no scale": (lambda m: m.pop("loss_scale"), "what 'loss_scale' is"),
     "a feed that is a text": (lambda m: m.update(feed="start"), "where the training is in its images is no dict"),
-    "behind the last image": (lambda m: m.update(feed=Place(0, 0, 1, 9).state(8)), "no step 1 at image 9 of 8"),
-    "before the first step": (lambda m: m.update(feed=Place(0, 0, -1, 3).state(8)), "no step -1 at image 3 of 8"),
-    "an epoch before the first": (lambda m: m.update(feed=Place(0, -1).state(8)), "in epoch -1"),
-    "an image twice": (lambda m: m.update(feed=Place(0, skipped=(3, 3)).state(8)), "left out are none of the 8"),
-    "an image by name": (lambda m: m.update(feed={**Place(0).state(8), "skipped": ["a"]}), "'a' is no number"),
-}  # fmt: skip
+    "behind the last image": (
+        lambda m: m.update(feed=SamplerState(0, 0, 1, 9).to_dict(8)),
+        "no step 1 at image 9 of 8",
+    ),
+    "before the first step": (
+        lambda m: m.update(feed=SamplerState(0, 0, -1, 3).to_dict(8)),
+        "no step -1 at image 3 of 8",
+    ),
+    "an epoch before the first": (lambda m: m.update(feed=SamplerState(0, -1).to_dict(8)), "in epoch -1"),
+    "an image twice": (
+        lambda m: m.update(feed=SamplerState(0, skipped=(3, 3)).to_dict(8)),
+        "left out are none of the 8",
+    ),
+    "an image by name": (lambda m: m.update(feed={**SamplerState(0).to_dict(8), "skipped": ["a"]}), "'a' is no number"),
+}
 
 
 @pytest.mark.parametrize("how", VALUES)

@@ -9,11 +9,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from engines.checkpoint.folder import checkpoints
+from engines.checkpoint.folder import list_checkpoints
 from engines.checkpoint.plain import optimiser_state
 from engines.comm.loopback import run_ranks
 from engines.errors import CheckpointError, ImageError, PlanError
-from engines.train_command import train_command
+from engines.train_command import run_train
 from tests.checkpoint.survivor import survivor
 from tests.survival import survive
 
@@ -36,12 +36,12 @@ def test_five_ranks_save_three_resume_and_plain_pytorch_predicts_the_same(mpiexe
     five, three = tmp_path / "five", tmp_path / "three"
     whole = mpiexec(5, *train(*FIVE, *COURSE, "--save", five, "--save-every", 4))
     assert whole.returncode == 0, whole.stderr
-    assert [path.name for path in checkpoints(five)] == ["00001-step-4", "00002-step-6"]
+    assert [path.name for path in list_checkpoints(five)] == ["00001-step-4", "00002-step-6"]
     rest = mpiexec(3, *train(*THREE, *COURSE, "--resume", five / "00001-step-4", "--save", three))
     assert rest.returncode == 0, rest.stderr
     assert "Resumed after 4 steps" in rest.stdout
     assert losses(rest.stdout) == losses(whole.stdout)[4:]
-    ends = [checkpoints(folder)[-1] for folder in (five, three)]
+    ends = [list_checkpoints(folder)[-1] for folder in (five, three)]
     assert [path.name for path in ends] == ["00002-step-6", "00001-step-6"]
     stored = [safetensors.torch.load_file(path / "model.safetensors") for path in ends]
     answers, images = [], torch.randn(3, 3, 24, 24, dtype=torch.float64)
@@ -50,7 +50,7 @@ def test_five_ranks_save_three_resume_and_plain_pytorch_predicts_the_same(mpiexe
         model.load_state_dict(state, strict=True)
         answers.append(model(images))
     torch.testing.assert_close(answers[0], answers[1], rtol=1e-12, atol=1e-14)
-    before = safetensors.torch.load_file(checkpoints(five)[0] / "model.safetensors")
+    before = safetensors.torch.load_file(list_checkpoints(five)[0] / "model.safetensors")
     assert not torch.equal(stored[0]["0.weight"], before["0.weight"])
     moves = optimiser_state(ends[1], model, torch.optim.Adam(model.parameters()))
     assert [float(each["step"]) for each in moves["state"].values()] == [6.0] * 8
@@ -62,7 +62,7 @@ def test_a_signal_to_one_rank_stops_all_when_the_step_is_done_and_saved(mpiexec,
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("Stopped by")]
     told = re.fullmatch(r"Stopped by SIGTERM after (\d+) steps\. Saved as (.*): go on from there\.", said)
     assert told, said
-    assert checkpoints(tmp_path)[-1] == Path(told[2])
+    assert list_checkpoints(tmp_path)[-1] == Path(told[2])
     assert told[2].endswith(f"-step-{told[1]}")
     assert done.returncode == 128 + 15
 
@@ -80,7 +80,7 @@ def alone(*flags: object) -> bool:
     """The command on one rank, in this process."""
     plan = ("--split-size", 1, "--spatial-size", 0, "--max-steps", 2, *flags)
     given = [str(flag) for flag in train(*plan)[3:]]
-    return run_ranks(1, lambda world: train_command(world, given))[0]
+    return run_ranks(1, lambda world: run_train(world, given))[0]
 
 
 def test_what_cannot_be_saved_is_said_before_the_first_step(capsys):
@@ -98,7 +98,7 @@ def test_resume_alone_begins_where_there_is_nothing_and_ends_where_all_is_done(t
     assert f"Resumed after 2 steps: {tmp_path}/00001-step-2" in capsys.readouterr().out
     assert alone("--save", tmp_path, "--resume", "--num-epochs", 2)
     assert "No steps are left to do: all epochs are done." in capsys.readouterr().out
-    assert [path.name for path in checkpoints(tmp_path)] == ["00001-step-2", "00002-step-4"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["00001-step-2", "00002-step-4"]
 
 
 def test_other_images_cannot_go_on_in_the_middle(tmp_path: Path):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from engines.bench.verify import batches
+from engines.bench.verify import make_batches
 from engines.checkpoint.load import load
 from engines.checkpoint.save import save
 from engines.comm.loopback import LoopbackWorld, run_ranks
@@ -104,7 +104,7 @@ def _traced(plan: Plan, model: nn.Module, loss: Loss | None) -> Recipe:
 
 
 def data(recipe: Recipe, steps: int = 2 * HALF) -> list[dict[str, Tensor]]:
-    return batches(recipe, seed=3, steps=steps)
+    return make_batches(recipe, seed=3, steps=steps)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Done:
 
 def tensors_of(training: RankTraining) -> dict[str, Tensor]:
     """Weights, buffers and the optimiser's state, by name."""
-    found = training.tensors()
+    found = training.copy_tensors()
     held = found["weights"] | found["buffers"] | found["kept"]
     optimiser = training.worker.descent.optimiser
     names = {id(weight): name for name, weight in training.weights.items()}

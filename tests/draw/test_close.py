@@ -24,10 +24,10 @@ from engines.program.receptive import ReceptiveFields
 from engines.spatial.tiles import Span, Tile
 from engines.training import RankTraining, prepare
 from mpi4dl_nb.draw import layers, numbers, panels, places
-from mpi4dl_nb.draw.layers import Layers, fused
-from mpi4dl_nb.draw.numbers import cells, written
-from mpi4dl_nb.draw.rasters import Rasters
-from mpi4dl_nb.draw.slicing import View, draw_slicing, show_slicing
+from mpi4dl_nb.draw.layers import HaloLayers, with_fused_halos
+from mpi4dl_nb.draw.numbers import render_cells, render_values
+from mpi4dl_nb.draw.rasters import RasterCache
+from mpi4dl_nb.draw.slicing import LayerView, draw_slicing, show_slicing
 
 TISSUE = immunohistochemistry()[:96, :120]
 SHAPE = (1, 3, *TISSUE.shape[:2])
@@ -58,15 +58,15 @@ LAST = "conv2d_3"
 @pytest.mark.parametrize("grid", ["2x2", "1x3", "3x2"])
 def test_fused_layers_read_the_receptive_fields_of_the_last_ones_tile(grid):
     """Two ways that know nothing of each other: windows of fused groups, and a walk back from single pixels."""
-    points = Layers(RECIPE.graph, tiles_of(grid)).points(0, 8)
+    points = HaloLayers(RECIPE.graph, tiles_of(grid)).find_points(0, 8)
     fields, sources = ReceptiveFields(RECIPE.graph), {node.name: node.reads[0] for node in RECIPE.graph.nodes}
     assert [bool(point.computed) for point in points] == [False, *[True] * 4]
-    for rank, last in zip(points[0].ranks.ranks, points[0].ranks.grid.cut(*fields.size_px(LAST)), strict=True):
+    for rank, last in zip(points[0].ranks.ranks, points[0].ranks.grid.cut(*fields.get_size_px(LAST)), strict=True):
         corners = [(row, col) for row in (last.rows.start, last.rows.stop - 1) for col in _ends(last.cols)]
-        seen = [fields.of(LAST, *corner).fields for corner in corners]
+        seen = [fields.compute_field(LAST, *corner).fields for corner in corners]
         for point in points:
             value = sources[point.readers[0].name]
-            window = point.window(rank) & Tile.whole(*point.size_px)
+            window = point.get_window(rank) & Tile.whole(*point.size_px)
             assert window == reduce(or_, (field[value] for field in seen))
 
 
@@ -75,7 +75,7 @@ def _ends(span: Span) -> tuple[int, int]:
 
 
 def test_what_is_said_to_travel_with_fused_halos_is_what_travels():
-    plan = fused(tiles_of("2x2"), 2)
+    plan = with_fused_halos(tiles_of("2x2"), 2)
     recipe = prepare(Net(), plan, SHAPE)
     inputs = {"images": torch.rand(SHAPE), "labels": torch.tensor([1])}
 
@@ -84,11 +84,11 @@ def test_what_is_said_to_travel_with_fused_halos_is_what_travels():
         events = training.step(training.cut(inputs)).events
         return sum(event.bytes for event in events if event.kind == "halo" and event.phase == "forward")
 
-    points = Layers(recipe.graph, plan).points(0, 2)
+    points = HaloLayers(recipe.graph, plan).find_points(0, 2)
     exchanged = [point for point in points if point.exchanges]
     assert all(isinstance(item, Exchange) for point in exchanged for item in point.exchanges.values())
     for rank, count in enumerate(run_ranks(4, sent)):
-        assert count == sum(point.bytes(point.exchanges[rank].sends) for point in exchanged)
+        assert count == sum(point.count_bytes(point.exchanges[rank].sends) for point in exchanged)
 
 
 @pytest.mark.parametrize("at", [(48, 60), (0, 0), (95, 119), (47, 10)], ids=str)
@@ -107,7 +107,7 @@ def test_each_pixel_is_counted_once():
     """Rows 44 to 51 and columns 56 to 63 of tile 0: 4 x 4 are its own, of the two halos 4 each, and the corner."""
     told = show_slicing(TISSUE, tiles_of("2x2"), RECIPE, tile=0, zoom=8, at=(48, 60)).alt
     assert "16 px are its own, 9 borrowed, 39 not needed" in told
-    told = show_slicing(TISSUE, fused(tiles_of("2x2"), 2), RECIPE, "stem.2", tile=0, zoom=8, at=(48, 60)).alt
+    told = show_slicing(TISSUE, with_fused_halos(tiles_of("2x2"), 2), RECIPE, "stem.2", tile=0, zoom=8, at=(48, 60)).alt
     assert "16 px are its own, 20 computed twice, 28 not needed" in told
     assert "this layer's own values are on the ranks only" in told
 
@@ -115,9 +115,9 @@ def test_each_pixel_is_counted_once():
 def test_numbers_are_written_in_their_cells():
     """The same page but for one pixel differs only in that pixel's cell."""
     pixels = TISSUE[:4, :4].copy()
-    before = written(pixels, pixels, (200, 240), {(1, 1): "from r3"})
+    before = render_values(pixels, pixels, (200, 240), {(1, 1): "from r3"})
     pixels[2, 3] += 1
-    after = written(pixels, pixels, (200, 240), {(1, 1): "from r3"})
+    after = render_values(pixels, pixels, (200, 240), {(1, 1): "from r3"})
     rows, cols = np.nonzero((before != after).any(2))
     assert rows.min() >= 100
     assert rows.max() < 150
@@ -126,32 +126,32 @@ def test_numbers_are_written_in_their_cells():
 
 
 def test_cells_are_pixels():
-    large = cells(TISSUE[:3, :5], (90, 100), lines=False)
+    large = render_cells(TISSUE[:3, :5], (90, 100), lines=False)
     assert np.array_equal(large[15::30, 10::20, :3], TISSUE[:3, :5])
 
 
 @pytest.mark.parametrize("zoom", [8, 12, 32, 64])
 @pytest.mark.parametrize("layer", [0, 1, 3])
 def test_close_views_stay_legible(zoom, layer):
-    for plan in (tiles_of("2x2"), fused(tiles_of("2x3"), 2)):
+    for plan in (tiles_of("2x2"), with_fused_halos(tiles_of("2x3"), 2)):
         figure = show_slicing(TISSUE, plan, RECIPE, layer, 1, zoom=zoom, receptive=(20, 22))
         assert unreadable(figure) == []
         assert "Output pixel (20, 22)" in read(figure)
 
 
 def test_many_words_stay_on_the_page():
-    plan = fused(tiles_of("3x3"), 2)
+    plan = with_fused_halos(tiles_of("3x3"), 2)
     graph = prepare(Net(), plan, SHAPE).graph
-    points = Layers(graph, plan)
-    remarks = (points.compared(0, 4, 2),)
-    view = View(8, (48, 60), points.field(points.point(0, 1, 2), 48, 60), remarks)
+    points = HaloLayers(graph, plan)
+    remarks = (points.describe_fusion(0, 4, 2),)
+    view = LayerView(8, (48, 60), points.compute_field(points.select_point(0, 1, 2), 48, 60), remarks)
     for zoomed in (view, replace(view, zoom=None), replace(view, zoom=40)):
-        assert unreadable(draw_slicing(open_image(TISSUE), points.point(0, 0, 2), 4, zoomed)) == []
+        assert unreadable(draw_slicing(open_image(TISSUE), points.select_point(0, 0, 2), 4, zoomed)) == []
 
 
 def test_the_framed_field_is_where_it_is():
     figure = show_slicing(TISSUE, tiles_of("2x2"), RECIPE, LAST, receptive=(23, 29))
-    field = ReceptiveFields(RECIPE.graph).of(LAST, 23, 29).image
+    field = ReceptiveFields(RECIPE.graph).compute_field(LAST, 23, 29).image
     (box, _) = [patch for patch in figure.axes[0].patches if patch.get_zorder() == 8]
     assert (box.get_x(), box.get_y()) == (field.cols.start / 2, field.rows.start / 2)
     assert (box.get_width(), box.get_height()) == (field.shape[1] / 2, field.shape[0] / 2)
@@ -162,15 +162,15 @@ def test_a_click_means_a_place_in_a_panel():
     for axes in (figure.axes[0], figure.axes[2]):
         place = figure.transSubfigure.inverted().transform(axes.transAxes.transform((0.25, 0.5)))
         (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
-        name, x, y = figure.at(place[0], 1 - place[1])
+        name, x, y = figure.locate(place[0], 1 - place[1])
         assert name == axes.get_label()
         assert (x, y) == pytest.approx((left + (right - left) / 4, (low + high) / 2))
-    assert figure.at(0.99, 0.99) is None
+    assert figure.locate(0.99, 0.99) is None
 
 
 def test_a_picture_is_shrunk_once():
     picture = open_image(TISSUE)
-    rasters, point = Rasters(picture), Layers(RECIPE.graph, tiles_of("2x2")).point(0, 0)
+    rasters, point = RasterCache(picture), HaloLayers(RECIPE.graph, tiles_of("2x2")).select_point(0, 0)
     draw_slicing(rasters, point)
     seen = picture.bytes_read
     draw_slicing(rasters, point)

@@ -7,14 +7,14 @@ from legible import read, unreadable
 
 from engines.errors import PlanError
 from engines.replica.asynchrony import Asynchrony
-from engines.replica.study import Study, Turn
+from engines.replica.study import ReplicaStep, ReplicaStudy
 from mpi4dl_nb import show_asynchrony
-from mpi4dl_nb.draw.figure import alt_text
+from mpi4dl_nb.draw.figure import get_alt_text
 
 
-def study(mode: str, staleness: tuple[int, ...], losses: tuple[float, ...]) -> Study:
-    turns = tuple(Turn(n % 3, n, loss, 0.5 * n + 0.5) for n, loss in enumerate(losses))
-    return Study(Asynchrony(mode=mode, replicas=3, slow={2: 0.25}), 8, turns, staleness, (), ())
+def study(mode: str, staleness: tuple[int, ...], losses: tuple[float, ...]) -> ReplicaStudy:
+    turns = tuple(ReplicaStep(n % 3, n, loss, 0.5 * n + 0.5) for n, loss in enumerate(losses))
+    return ReplicaStudy(Asynchrony(mode=mode, replicas=3, slow={2: 0.25}), 8, turns, staleness, (), ())
 
 
 STUDIES = (
@@ -25,13 +25,13 @@ STUDIES = (
 
 
 @pytest.mark.parametrize("shown", [STUDIES, STUDIES[:2], STUDIES[2], STUDIES[1]], ids=["all", "two", "one", "server"])
-def test_it_is_legible(shown: Study | tuple[Study, ...]) -> None:
+def test_it_is_legible(shown: ReplicaStudy | tuple[ReplicaStudy, ...]) -> None:
     assert unreadable(show_asynchrony(shown)) == []
 
 
 def test_it_says_what_was_seen() -> None:
     figure = show_asynchrony(STUDIES)
-    told = alt_text(figure)
+    told = get_alt_text(figure)
     assert "3 replicas, 8 images in each batch; replica 2 sleeps 0.25 s in each step" in read(figure)
     assert "Server: loss 2 at first, 0.3 at last, after 2.5 s and 40 images (16 images/s)" in told
     assert "staleness (how often): 0 (1), 1 (2), 2 (3), 14 (1)" in told
@@ -43,6 +43,6 @@ def test_bars_are_as_high_as_staleness_is_often() -> None:
 
 
 @pytest.mark.parametrize("shown", [(), (STUDIES[0], STUDIES[0])], ids=["none", "twice"])
-def test_one_study_of_each_mode(shown: tuple[Study, ...]) -> None:
+def test_one_study_of_each_mode(shown: tuple[ReplicaStudy, ...]) -> None:
     with pytest.raises(PlanError, match="Give one study, or one of each mode"):
         show_asynchrony(shown)

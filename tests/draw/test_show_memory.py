@@ -11,9 +11,9 @@ from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.predict.machine import Machine
 from engines.predict.machines import MACHINES
-from engines.predict.moment import plan_memory
-from engines.spoken import spoken_bytes
-from engines.traces import Traces
+from engines.predict.moment import predict_plan_memory
+from engines.spoken import format_bytes
+from engines.traces import TraceCache
 from mpi4dl_nb import Cluster, Training, show_memory
 
 SHAPE = (4, 3, 64, 64)
@@ -26,30 +26,30 @@ PLANS = [
 
 
 @pytest.fixture(scope="module")
-def traces() -> Traces:
-    return Traces(resnet20_v1(), SHAPE, nn.CrossEntropyLoss())
+def traces() -> TraceCache:
+    return TraceCache(resnet20_v1(), SHAPE, nn.CrossEntropyLoss())
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.summary)
 def test_it_is_legible_and_its_numbers_are_those_of_the_account(plan, traces):
-    figure, found = show_memory(plan, traces.graph(plan)), plan_memory(traces.graph(plan), plan)
+    figure, found = show_memory(plan, traces.graph(plan)), predict_plan_memory(traces.graph(plan), plan)
     assert unreadable(figure) == []
-    moment = found.moment(found.fullest)
-    assert f"The fullest rank holds {spoken_bytes(found.peak_bytes)}" in read(figure)
+    moment = found.find_peak(found.fullest)
+    assert f"The fullest rank holds {format_bytes(found.peak_bytes)}" in read(figure)
     assert moment.words in figure.alt
-    assert f"{spoken_bytes(moment.bytes)} in instruction {moment.step + 1}" in read(figure)
-    for name, kinds in moment.largest(3):
-        assert f"{name}: {spoken_bytes(sum(kinds.values()))}" in figure.alt
+    assert f"{format_bytes(moment.bytes)} in instruction {moment.step + 1}" in read(figure)
+    for name, kinds in moment.get_largest_layers(3):
+        assert f"{name}: {format_bytes(sum(kinds.values()))}" in figure.alt
         assert name in read(figure)
 
 
 def test_the_limit_is_a_line_and_a_word(traces):
     plan = Plan(split_size=1, spatial_size=0)
-    one = plan_memory(traces.graph(plan), plan).peak_bytes
+    one = predict_plan_memory(traces.graph(plan), plan).peak_bytes
     for room, said in ((2 * one, "it fits"), (one - 1, "it does not fit")):
         figure = show_memory(plan, traces.graph(plan), machine=Machine("small", "made up", {}, memory_bytes=room))
-        assert f"of the {spoken_bytes(room)} that it may use: {said}." in figure.alt
-        assert f"a rank may use {spoken_bytes(room)}" in read(figure)
+        assert f"of the {format_bytes(room)} that it may use: {said}." in figure.alt
+        assert f"a rank may use {format_bytes(room)}" in read(figure)
         assert unreadable(figure) == []
     far = show_memory(plan, resnet20_v1(), SHAPE, "Summit")
     assert "of the 16.0 GB that it may use: it fits." in far.alt

@@ -9,24 +9,24 @@ from legible import read, unreadable
 
 from engines.metrics import Counts, Scores
 from engines.plan import Plan
-from engines.program.timeline import Event
-from engines.report import Epoch, Told
+from engines.program.timeline import TimelineEvent
+from engines.report import EpochResult, StepResult
 from engines.training import StepReport
 from mpi4dl_nb.draw.monitor import COMMUNICATES, MEMORY, OTHER, POINTS, WAITS, WORKS, show_progress
-from mpi4dl_nb.draw.progress_text import progress_html
+from mpi4dl_nb.draw.progress_text import format_progress_html
 from mpi4dl_nb.watching import Progress
 
 
 def report(rank: int, work_s: float, halo_s: float, wait_s: float) -> StepReport:
-    work = Event(rank, "a", "compute", "forward", 0, 0.0, work_s, 0)
-    halo = Event(rank, "b", "halo", "forward", 0, work_s, work_s + halo_s + wait_s, 0, wait_s)
+    work = TimelineEvent(rank, "a", "compute", "forward", 0, 0.0, work_s, 0)
+    halo = TimelineEvent(rank, "b", "halo", "forward", 0, work_s, work_s + halo_s + wait_s, 0, wait_s)
     return StepReport({0: 1.0}, (work, halo), (rank + 1) << 28)
 
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="1x2")
 REPORTS = [report(0, 0.5, 0.3, 0.2), report(1, 0.25, 0.25, 0.5), report(2, 0.9, 0.02, 0.08)]
-LAST = Told(1, 2, 4, 1.5, 0.25, Counts((1, 2), (2, 2), (2, 2)), 0.5)
-EPOCH = Epoch(0, 3, 12, 3.0, 1.0, 0.75, Counts(), held_out=Scores(0.5, Counts()))
+LAST = StepResult(1, 2, 4, 1.5, 0.25, Counts((1, 2), (2, 2), (2, 2)), 0.5)
+EPOCH = EpochResult(0, 3, 12, 3.0, 1.0, 0.75, Counts(), held_out=Scores(0.5, Counts()))
 RUNNING = Progress(
     PLAN, "running", True, 12, (2.0, 1.0, 0.5, 0.4, 0.3, 0.25), (4.0, 5.0, 6.0, 6.0, 6.0, 2.5), LAST, (EPOCH,), (3,),
     REPORTS, 75.0, 3725.0, 2,
@@ -55,7 +55,7 @@ def test_bars_are_as_long_as_what_they_tell():
 def test_what_is_neither_work_nor_waiting_is_shown_too():
     idle = replace(RUNNING, reports=[report(0, 1.0, 0.0, 0.0), report(1, 0.25, 0.25, 0.25), report(2, 1.0, 0.0, 0.0)])
     assert shares(show_progress(idle))[OTHER.name][2:4] == pytest.approx([0.75, 1])
-    assert "25%" in progress_html(idle)
+    assert "25%" in format_progress_html(idle)
 
 
 def test_a_figure_says_which_step_it_is_of():
@@ -80,7 +80,7 @@ def test_a_judgement_gone_wild_does_not_flatten_the_losses():
     wild = replace(EPOCH, held_out=Scores(1e28, Counts()))
     figure = show_progress(replace(RUNNING, epochs=(wild,)))
     assert figure.axes[0].get_ylim()[1] < 3
-    assert "1e+28" in progress_html(replace(RUNNING, epochs=(wild,)))
+    assert "1e+28" in format_progress_html(replace(RUNNING, epochs=(wild,)))
     assert unreadable(figure) == []
 
 
@@ -103,7 +103,7 @@ def test_the_alt_text_has_the_numbers():
 
 
 def test_the_numbers_are_told_in_words():
-    html = progress_html(RUNNING)
+    html = format_progress_html(RUNNING)
     for part in (
         "<b>running</b>", "epoch 1, step 6 of 12", "loss 0.25", "2.50 images/s", "waiting for images 25%",
         "1:15 so far", "about 1:02:05 left", "2 bad images left out", 'value="6" max="12"', "768.0 MB", "90%", ">0.75<",
@@ -115,7 +115,7 @@ def test_the_numbers_are_told_in_words():
 def test_ranks_that_are_threads_have_one_memory():
     threads = replace(RUNNING, one_process=True)
     assert show_progress(threads).alt.endswith("memory of all ranks: 256.0 MB.")
-    assert progress_html(threads).count("256.0 MB") == 1
+    assert format_progress_html(threads).count("256.0 MB") == 1
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 16, 40])
@@ -130,4 +130,4 @@ def test_before_the_first_step_it_says_so():
     figure = show_progress(Progress(PLAN, total=12))
     assert figure.alt == "A training, not begun: 0 of 12 steps done."
     assert "no step yet" in read(figure)
-    assert "step 0 of 12" in progress_html(Progress(PLAN, total=12))
+    assert "step 0 of 12" in format_progress_html(Progress(PLAN, total=12))

@@ -13,13 +13,13 @@ from engines.errors import PlanError
 from engines.layout import Layout
 from engines.models import resnet20_v1
 from engines.plan import Plan
-from engines.predict.load import loads_of
-from engines.predict.memory import rank_memory
+from engines.predict.load import count_loads
+from engines.predict.memory import predict_rank_memory
 from engines.program.compile import compile_plan
-from engines.program.traffic import traffic
+from engines.program.traffic import count_traffic
 from engines.training import RankTraining, prepare
 from mpi4dl_nb import show_ranks
-from mpi4dl_nb.draw.figure import spoken_bytes
+from mpi4dl_nb.draw.figure import format_bytes
 from mpi4dl_nb.draw.ranks import draw_ranks
 
 SHAPE = (4, 3, 32, 32)
@@ -76,12 +76,12 @@ def test_the_mirrored_copy_is_told_and_hatched():
 def test_the_numbers_are_those_of_the_programs(plan: Plan):
     graph = prepare(resnet20_v1(), plan, SHAPE).graph
     figure, programs = show_ranks(plan, resnet20_v1(), SHAPE), compile_plan(graph, plan)
-    for program, load in zip(programs, loads_of(programs, graph, plan), strict=True):
-        memory, sent = rank_memory(program, graph, plan), traffic(program).values()
+    for program, load in zip(programs, count_loads(programs, graph, plan), strict=True):
+        memory, sent = predict_rank_memory(program, graph, plan), count_traffic(program).values()
         assert load.kept_bytes == memory.at_peak["activations"] + memory.at_peak["halos"] > 0
-        told = f"{spoken_bytes(load.kept_bytes)} ({spoken_bytes(memory.peak_bytes)} in all), sent in a training step "
-        told += f"{sum(part.messages for part in sent):,} messages, {spoken_bytes(sum(part.bytes for part in sent))}"
-        assert f"{spoken_bytes(load.weight_bytes)}, activations kept for backward {told}" in figure.alt
+        told = f"{format_bytes(load.kept_bytes)} ({format_bytes(memory.peak_bytes)} in all), sent in a training step "
+        told += f"{sum(part.messages for part in sent):,} messages, {format_bytes(sum(part.bytes for part in sent))}"
+        assert f"{format_bytes(load.weight_bytes)}, activations kept for backward {told}" in figure.alt
         assert f"{sum(part.messages for part in sent):,} messages" in read(figure)
 
 
@@ -97,7 +97,7 @@ def test_the_numbers_are_those_of_ranks_at_work():
         owned = [*training.weights.values(), *training.buffers.values()]
         return sum(tensor.nbytes for tensor in owned), sum(event.bytes for event in report.events)
 
-    loads = loads_of(compile_plan(recipe.graph, plan), recipe.graph, plan)
+    loads = count_loads(compile_plan(recipe.graph, plan), recipe.graph, plan)
     for load, (weights, sent) in zip(loads, run_ranks(plan.ranks, weighed), strict=True):
         assert load.weight_bytes == weights
         assert load.sent.bytes == pytest.approx(sent, rel=1e-3)

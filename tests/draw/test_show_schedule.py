@@ -9,8 +9,8 @@ from legible import read, unreadable
 
 import mpi4dl_nb
 from engines.errors import PlanError
-from engines.pipeline.schedule import Batch, Kind, Schedule, schedule
-from mpi4dl_nb.draw.figure import alt_text
+from engines.pipeline.schedule import ActionKind, Batch, Schedule, make_schedule
+from mpi4dl_nb.draw.figure import get_alt_text
 from mpi4dl_nb.draw.schedule import LOOKS, show_schedule
 
 
@@ -22,10 +22,10 @@ def numbered(first: int, count: int) -> tuple[int, ...]:
     return tuple(range(first, first + count))
 
 
-GEMS = schedule("gems", [[(0, 1), (2,)], [(2, 1), (0,)]], [Batch(0, (0, 1)), Batch(1, (2, 3))])
-SPLIT = schedule("zero_bubble", [line(3), line(3)[::-1]], [Batch(0, numbered(0, 4)), Batch(1, numbered(4, 4))])
-LOOPED = schedule("interleaved", [line(2, 2)], [Batch(0, numbered(0, 4))])
-LONG = schedule("1f1b", [line(20)], [Batch(0, numbered(0, 40))])
+GEMS = make_schedule("gems", [[(0, 1), (2,)], [(2, 1), (0,)]], [Batch(0, (0, 1)), Batch(1, (2, 3))])
+SPLIT = make_schedule("zero_bubble", [line(3), line(3)[::-1]], [Batch(0, numbered(0, 4)), Batch(1, numbered(4, 4))])
+LOOPED = make_schedule("interleaved", [line(2, 2)], [Batch(0, numbered(0, 4))])
+LONG = make_schedule("1f1b", [line(20)], [Batch(0, numbered(0, 40))])
 
 
 def bars(figure) -> dict[tuple[int, str], list[tuple[float, float]]]:
@@ -53,26 +53,26 @@ def written(figure) -> list[str]:
 
 
 def test_what_stands_in_the_bars_is_what_stands_in_the_picture():
-    expected = [GEMS.name_of(work) for rank in range(GEMS.ranks) for work in GEMS.order(rank)]
+    expected = [GEMS.format_action(work) for rank in range(GEMS.ranks) for work in GEMS.get_actions(rank)]
     assert written(show_schedule(GEMS)) == expected
     assert {"F0", "B1", "f2", "b3"} <= set(expected)
 
 
 def test_names_give_way_to_numbers_and_numbers_to_nothing():
     assert written(show_schedule(SPLIT))[:3] == ["F0", "F1", "F2"]
-    longer = schedule("interleaved", [line(4, 2)], [Batch(0, numbered(0, 8))])
+    longer = make_schedule("interleaved", [line(4, 2)], [Batch(0, numbered(0, 8))])
     assert written(show_schedule(longer))[:4] == ["0", "1", "2", "3"]
     assert written(show_schedule(LONG)) == []
 
 
 def test_the_alt_text_has_the_numbers():
-    assert alt_text(show_schedule(GEMS)) == (
+    assert get_alt_text(show_schedule(GEMS)) == (
         "gems on 3 ranks: 18 forwards long, idle 33%. "
         "rank 0, stages 0 and mirrored 1: idle 33%, holds up to 2; "
         "rank 1, stages 0 and mirrored 0: idle 33%, holds up to 2; "
         "rank 2, stages 1 and mirrored 0: idle 33%, holds up to 2."
     )
-    assert "rank 1, stages 1, 3: idle 11%, holds up to 3." in alt_text(show_schedule(LOOPED))
+    assert "rank 1, stages 1, 3: idle 11%, holds up to 3." in get_alt_text(show_schedule(LOOPED))
 
 
 def test_the_rows_say_it_too():
@@ -83,14 +83,14 @@ def test_the_rows_say_it_too():
 
 
 def test_a_part_of_the_ranks_may_idle_more():
-    made = schedule("1f1b", [line(2), [(1,)]], [Batch(0, (0,)), Batch(1, (1,))])
-    assert [made.idle_of(rank) for rank in (0, 1)] == [0.5, 0.0]
+    made = make_schedule("1f1b", [line(2), [(1,)]], [Batch(0, (0,)), Batch(1, (1,))])
+    assert [made.compute_idle_share(rank) for rank in (0, 1)] == [0.5, 0.0]
     assert made.idle_share == 0.25
 
 
 def test_kinds_differ_in_colour_and_in_hatch():
     assert len({each.colour for each in LOOKS.values()}) == len({each.hatch for each in LOOKS.values()}) == len(LOOKS)
-    assert len(LOOKS) == 2 * len(Kind)
+    assert len(LOOKS) == 2 * len(ActionKind)
 
 
 @pytest.mark.parametrize("made", [GEMS, SPLIT, LOOPED, LONG], ids=lambda made: made.name)
@@ -100,7 +100,7 @@ def test_no_text_lies_on_another(made):
 
 def test_no_work_is_no_drawing():
     with pytest.raises(PlanError, match="holds no work"):
-        show_schedule(schedule("1f1b", [line(2)], []))
+        show_schedule(make_schedule("1f1b", [line(2)], []))
 
 
 def test_a_notebook_has_it():

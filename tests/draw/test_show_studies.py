@@ -9,10 +9,10 @@ from legible import read, unreadable
 
 from engines.errors import PlanError
 from engines.plan import Plan
-from engines.predict.capabilities import spread
-from engines.predict.kinds import name_of
+from engines.predict.capabilities import select_plans
+from engines.predict.kinds import describe_plan
 from engines.predict.sizes import Sizes
-from engines.spoken import spoken_bytes, spoken_rate, spoken_share
+from engines.spoken import format_bytes, format_number, format_percent
 from mpi4dl_nb import (
     capabilities,
     forecast,
@@ -33,7 +33,7 @@ ONE = Plan(split_size=1, spatial_size=0)
 
 @pytest.fixture(scope="module")
 def found():
-    return capabilities(MODEL, SMALL, 4, (32, 128, 1024), batch=2, asked=list(spread(4, batch=2, each=2)))
+    return capabilities(MODEL, SMALL, 4, (32, 128, 1024), batch=2, asked=list(select_plans(4, batch=2, each=2)))
 
 
 def test_each_cell_says_what_fits_and_how_fast_it_is(found):
@@ -44,8 +44,8 @@ def test_each_cell_says_what_fits_and_how_fast_it_is(found):
         assert f"{size:,}" in words
         for kind in found.kinds:
             verdict = found.verdict(kind, size)
-            rate, need = spoken_rate(verdict.best.images_per_s), spoken_bytes(verdict.best.peak_bytes)
-            last = "fastest" if verdict.share == 1 else spoken_share(verdict.share)
+            rate, need = format_number(verdict.best.images_per_s), format_bytes(verdict.best.peak_bytes)
+            last = "fastest" if verdict.share == 1 else format_percent(verdict.share)
             assert (f"{rate}/s {last}" if verdict.fits else f"needs {need}") in words
         assert found.by_size[size].words in figure.alt
     assert "none fits" in words
@@ -67,7 +67,7 @@ def test_scaling_has_speeds_efficiencies_and_shares():
         figure = show_scaling(studies)
         assert unreadable(figure) == []
         for point in strong.points:
-            rate, efficiency = spoken_rate(point.images_per_s), spoken_share(strong.efficiency(point))
+            rate, efficiency = format_number(point.images_per_s), format_percent(strong.compute_efficiency(point))
             assert f"{rate} images/s, efficiency {efficiency}" in figure.alt
             assert efficiency in read(figure)
     assert "megapixels per second" in read(show_scaling(weak))
@@ -86,12 +86,12 @@ def test_limits_are_bars_with_their_numbers():
     figure = show_limits(limits, "a small machine")
     assert unreadable(figure) == []
     for each in limits[:2]:
-        said = f"{each.size_px:,} px: {spoken_bytes(each.bytes)} of 2.0 MB"
+        said = f"{each.size_px:,} px: {format_bytes(each.bytes)} of 2.0 MB"
         assert said in figure.alt
         assert said in read(figure)
     assert "none fits: 32 px need" in read(figure)
     assert "no larger one was tried" in read(figure)
-    assert name_of(plans[1]) in read(figure)
+    assert describe_plan(plans[1]) in read(figure)
     with pytest.raises(PlanError, match="no limit to show"):
         show_limits([])
 

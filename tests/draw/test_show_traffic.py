@@ -9,10 +9,10 @@ from engines.errors import PlanError
 from engines.models import resnet_v2
 from engines.plan import Plan
 from engines.program.compile import compile_plan
-from engines.program.traffic import traffic
+from engines.program.traffic import count_traffic
 from engines.training import prepare
 from mpi4dl_nb import show_traffic
-from mpi4dl_nb.draw.figure import alt_text
+from mpi4dl_nb.draw.figure import get_alt_text
 
 SHAPE = (1, 3, 64, 80)
 PLANS = {
@@ -30,8 +30,8 @@ def figure():
 def test_it_tells_what_the_busiest_rank_sends(figure):
     for name, plan in PLANS.items():
         programs = compile_plan(prepare(resnet_v2(29), plan, SHAPE).graph, plan)
-        busiest = max(map(traffic, programs), key=lambda parts: sum(part.bytes for part in parts.values()))
-        said = alt_text(figure).split(f"{name}: ")[1].split(";")[0]
+        busiest = max(map(count_traffic, programs), key=lambda parts: sum(part.bytes for part in parts.values()))
+        said = get_alt_text(figure).split(f"{name}: ")[1].split(";")[0]
         for part in busiest.values():
             assert f"{part.messages} messages" in said
         assert str(sum(part.messages for part in busiest.values())) in read(figure)

@@ -20,14 +20,14 @@ from engines.images.samples import immunohistochemistry
 from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.instructions import Exchange
-from engines.program.timeline import Event
+from engines.program.timeline import TimelineEvent
 from engines.spatial.moves import Move
 from engines.spatial.tiles import Tile
 from engines.training import RankTraining, prepare
 from mpi4dl_nb.draw import figure as drawings
 from mpi4dl_nb.draw import slicing
-from mpi4dl_nb.draw.figure import alt_text, spoken_bytes
-from mpi4dl_nb.draw.halos import find_point, halo_points
+from mpi4dl_nb.draw.figure import format_bytes, get_alt_text
+from mpi4dl_nb.draw.halos import find_halo_points, find_point
 from mpi4dl_nb.draw.slicing import show_slicing
 from mpi4dl_nb.draw.tilemap import HALO, OTHER_HALO
 
@@ -61,7 +61,7 @@ RECIPE = prepare(Net(), tiles_of("2x2"), (1, 3, *TISSUE.shape[:2]))
 
 def exchange_of(plan: Plan, layer: str, rank: int) -> Exchange:
     """The instruction that the rank runs before the layer."""
-    program = Compiler(RECIPE.graph, plan).program(rank)
+    program = Compiler(RECIPE.graph, plan).compile_rank(rank)
     halos = [item for item in program.forward if isinstance(item, Exchange) and item.purpose == "halo"]
     (found,) = [item for item in halos if item.source == READS[layer]]
     return found
@@ -72,7 +72,7 @@ def travels(exchange: Exchange, move: Move) -> str:
     shape = list(exchange.shape)
     shape[exchange.axes[0]], shape[exchange.axes[1]] = move.tile.shape
     sent = torch.empty(shape, dtype=getattr(torch, exchange.dtype))
-    return f"from rank {move.source}: {shape[-2]} × {shape[-1]} px, {spoken_bytes(sent.nbytes)}"
+    return f"from rank {move.source}: {shape[-2]} × {shape[-1]} px, {format_bytes(sent.nbytes)}"
 
 
 def hatched(axes: Axes, look: dict[str, object]) -> set[tuple[float, ...]]:
@@ -91,7 +91,7 @@ def test_what_is_said_is_what_the_program_moves(grid, layer):
         exchange = exchange_of(plan, layer, tile)
         figure = show_slicing(TISSUE, plan, RECIPE, layer, tile)
         rows, cols = exchange.own.shape
-        for told in (read(figure), alt_text(figure)):
+        for told in (read(figure), get_alt_text(figure)):
             assert f"Tile {tile} (rank {tile}) owns {rows} × {cols} px" in told
             assert all(travels(exchange, move) in told for move in exchange.receives)
             assert len(re.findall(r"from rank \d+: ", told)) == len(exchange.receives)
@@ -122,15 +122,15 @@ def test_the_bytes_are_those_that_the_ranks_sent():
     plan = tiles_of("2x2")
     inputs = {"images": torch.rand(1, 3, *TISSUE.shape[:2]), "labels": torch.tensor([1])}
 
-    def step(world: LoopbackWorld) -> tuple[Event, ...]:
+    def step(world: LoopbackWorld) -> tuple[TimelineEvent, ...]:
         training = RankTraining(world, RECIPE)
         return training.step(training.cut(inputs)).events
 
     per_rank = run_ranks(plan.ranks, step)
-    points = halo_points(RECIPE.graph, plan)
+    points = find_halo_points(RECIPE.graph, plan)
     for rank, events in enumerate(per_rank):
         sent = [event.bytes for event in events if event.kind == "halo" and event.phase == "forward"]
-        assert sent == [point.bytes(point.exchanges[rank].sends) for point in points]
+        assert sent == [point.count_bytes(point.exchanges[rank].sends) for point in points]
 
 
 @pytest.mark.parametrize(("grid", "layer"), CASES)
@@ -148,7 +148,7 @@ def test_pictures_of_any_shape_stay_legible(shape):
 @pytest.mark.parametrize(("grid", "most_lenders"), [("2x2", 0), ("1x3", 1), ("2x3", 1), ("3x3", 4)])
 def test_the_tile_with_most_lenders_is_shown(grid, most_lenders):
     figure = show_slicing(TISSUE, tiles_of(grid), RECIPE)
-    assert f"Tile {most_lenders} (rank {most_lenders}) owns" in alt_text(figure)
+    assert f"Tile {most_lenders} (rank {most_lenders}) owns" in get_alt_text(figure)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_the_tile_with_most_lenders_is_shown(grid, most_lenders):
     [(None, "stem.0"), ("deep", "deep.0"), ("deep.0", "deep.0"), (1, "pool"), ("conv2d_1", "deep.0")],
 )
 def test_a_layer_is_found_by_module_number_or_operator(layer, name):
-    assert find_point(halo_points(RECIPE.graph, tiles_of("2x2")), layer).name == name
+    assert find_point(find_halo_points(RECIPE.graph, tiles_of("2x2")), layer).name == name
 
 
 def test_deep_layers_are_in_their_own_pixels():
@@ -169,9 +169,9 @@ def test_deep_layers_are_in_their_own_pixels():
 def test_what_lies_beyond_the_edge_is_told_as_it_is_filled():
     """MPI4DL pads max-pools with 0, which is wrong for negative activations; the figure shows what we do."""
     plan = tiles_of("3x3")
-    assert "reads 0, which nobody lends" in alt_text(show_slicing(TISSUE, plan, RECIPE, "stem", 0))
-    assert "nobody lends" not in alt_text(show_slicing(TISSUE, plan, RECIPE, "stem", 4))
-    assert "reads -inf, which nobody lends" in alt_text(show_slicing(TISSUE, plan, RECIPE, "pool", 1))
+    assert "reads 0, which nobody lends" in get_alt_text(show_slicing(TISSUE, plan, RECIPE, "stem", 0))
+    assert "nobody lends" not in get_alt_text(show_slicing(TISSUE, plan, RECIPE, "stem", 4))
+    assert "reads -inf, which nobody lends" in get_alt_text(show_slicing(TISSUE, plan, RECIPE, "pool", 1))
 
 
 def test_wide_halos_are_hatched_in_the_picture_too():
@@ -195,8 +195,9 @@ def test_the_tiles_of_a_later_stage_have_that_stages_ranks():
 def test_without_a_model_there_are_only_tiles():
     figure = show_slicing(TISSUE, Plan(slice_method="2x3"))
     assert [f"tile {tile}, rank {tile}" in read(figure) for tile in range(6)] == [True] * 6
-    assert "picture, 96 × 120 px (rows × columns), in 2x3 tiles on ranks 0 to 5: tile 0, rank 0: 48 × 40" in alt_text(
-        figure
+    assert (
+        "picture, 96 × 120 px (rows × columns), in 2x3 tiles on ranks 0 to 5: tile 0, rank 0: 48 × 40"
+        in get_alt_text(figure)
     )
     assert "in 1x1 tile on rank 0" in read(show_slicing(TISSUE, Plan(spatial_size=0)))
 
@@ -207,8 +208,8 @@ def test_a_notebook_shows_the_figure_once_and_says_what_it_shows():
     shown, _ = DisplayFormatter().format(figure)
     assert set(shown) == {"text/plain", "text/html"}
     assert shown["text/html"].count("<img") == 1
-    assert f'alt="{alt_text(figure)}"' in unescape(shown["text/html"])
-    assert "from rank 1: 48 × 1 px, 576 bytes" in alt_text(figure)
+    assert f'alt="{get_alt_text(figure)}"' in unescape(shown["text/html"])
+    assert "from rank 1: 48 × 1 px, 576 bytes" in get_alt_text(figure)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from torch import nn
 
 from engines.models import resnet20_v1
 from mpi4dl_nb import Cluster, Plan, Training, show_step
-from mpi4dl_nb.draw.stepper import spoken_place
-from mpi4dl_nb.stepping import Stepping
+from mpi4dl_nb.draw.stepper import format_step_label
+from mpi4dl_nb.stepping import StepDebugger
 from tests.draw.legible import read, unreadable
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="2x2", parts=2, schedule="1f1b", balance=(6, 5))
@@ -20,38 +20,38 @@ IMAGES = torch.randn(4, 3, 48, 64, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
-def stepping() -> Iterator[Stepping]:
+def stepping() -> Iterator[StepDebugger]:
     with Cluster(PLAN.ranks, backend="loopback") as cluster:
         torch.manual_seed(0)
         training = Training(resnet20_v1(), PLAN, cluster, (4, 3, 48, 64))
         yield training.stepping(IMAGES, torch.tensor([1, 2, 3, 4]))
 
 
-def at_start(stepping: Stepping) -> None:
+def at_start(stepping: StepDebugger) -> None:
     stepping.restart()
 
 
-def at_halo(stepping: Stepping) -> None:
+def at_halo(stepping: StepDebugger) -> None:
     stepping.restart()
     stepping.until(layer="blocks.1", kind="halo")
 
 
-def at_moments(stepping: Stepping) -> None:
+def at_moments(stepping: StepDebugger) -> None:
     stepping.restart()
     stepping.until(kind="all-reduce")
 
 
-def at_joint(stepping: Stepping) -> None:
+def at_joint(stepping: StepDebugger) -> None:
     stepping.restart()
     stepping.until(kind="stage", rank=4)
 
 
-def at_return(stepping: Stepping) -> None:
+def at_return(stepping: StepDebugger) -> None:
     stepping.restart()
     stepping.until(kind="halo", phase="backward")
 
 
-def at_end(stepping: Stepping) -> None:
+def at_end(stepping: StepDebugger) -> None:
     stepping.finish()
 
 
@@ -61,7 +61,7 @@ def test_all_that_is_written_can_be_read(stepping, go):
     figure = show_step(stepping)
     assert unreadable(figure) == []
     for rank in stepping.event.ranks:
-        assert f"Rank {rank.rank} ({rank.role}) did {spoken_place(rank.did, 'nothing yet')}" in figure.alt
+        assert f"Rank {rank.rank} ({rank.role}) did {format_step_label(rank.did, 'nothing yet')}" in figure.alt
 
 
 def test_a_halo_is_shown_with_its_values(stepping):

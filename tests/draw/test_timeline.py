@@ -15,18 +15,18 @@ from torch import nn
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import PlanError
 from engines.plan import Plan
-from engines.program.timeline import Event, Timeline
+from engines.program.timeline import Timeline, TimelineEvent
 from engines.training import RankTraining, prepare
-from mpi4dl_nb.draw.figure import alt_text
-from mpi4dl_nb.draw.timeline import BACKWARD, FORWARD, LOOKS, OTHER, WAIT, WEIGHTS, look, show_timeline
+from mpi4dl_nb.draw.figure import get_alt_text
+from mpi4dl_nb.draw.timeline import BACKWARD, FORWARD, LOOKS, OTHER, WAIT, WEIGHTS, get_style, show_timeline
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="1x2")
 
 
 def event(
     rank: int, kind: str, start_s: float, end_s: float, phase: str = "forward", wait_s: float = 0.0, number: int = 0
-) -> Event:
-    return Event(rank, f"{kind}1", kind, phase, number, start_s, end_s, 0, wait_s)
+) -> TimelineEvent:
+    return TimelineEvent(rank, f"{kind}1", kind, phase, number, start_s, end_s, 0, wait_s)
 
 
 TWO_RANKS = Timeline(
@@ -48,7 +48,7 @@ def measured() -> Timeline:
     recipe = prepare(model, PLAN, (2, 3, 16, 16))
     inputs = {"images": torch.rand(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
 
-    def step(world: LoopbackWorld) -> tuple[Event, ...]:
+    def step(world: LoopbackWorld) -> tuple[TimelineEvent, ...]:
         training = RankTraining(world, recipe)
         return training.step(training.cut(inputs)).events
 
@@ -98,7 +98,7 @@ def test_every_event_of_a_real_step_is_drawn(measured):
     for each in measured.events:
         start_s = each.start_s - measured.start_s
         place = start_s * 1e3, (each.end_s - each.wait_s - each.start_s) * 1e3, each.rank
-        assert place in [bar[:3] for bar in drawn[look(each).name]]
+        assert place in [bar[:3] for bar in drawn[get_style(each).name]]
     assert set(drawn) - {WAIT.name} == {"compute, forward", "compute, backward", "halo", "stage transfer", "all-reduce",
                                         "update of the weights"}  # fmt: skip
 
@@ -135,7 +135,7 @@ def test_measured_and_predicted_have_one_axis_of_time():
     shown = read(figure)
     assert "One training step, measured: 1000 ms on 2 ranks" in shown
     faster = Timeline(tuple(event(each.rank, each.kind, each.start_s / 2, each.end_s / 2) for each in TWO_RANKS.events))
-    alt = alt_text(show_timeline(PIPELINE, predicted=faster))
+    alt = get_alt_text(show_timeline(PIPELINE, predicted=faster))
     assert "One training step, predicted: 500 ms (-50%) on 2 ranks." in alt
     assert alt.count("rank 1: compute") == 2
     assert unreadable(figure) == []
@@ -156,11 +156,11 @@ def test_a_rank_that_waits_says_so():
     recipe = prepare(model, plan, (2, 3, 128, 128))
     inputs = {"images": torch.rand(2, 3, 128, 128), "labels": torch.tensor([0, 1])}
 
-    def late(training: RankTraining) -> tuple[Event, ...]:
+    def late(training: RankTraining) -> tuple[TimelineEvent, ...]:
         time.sleep(0.05 if training.world.rank == 0 else 0)
         return training.step(training.cut(inputs)).events
 
-    def steps(world: LoopbackWorld) -> list[tuple[Event, ...]]:
+    def steps(world: LoopbackWorld) -> list[tuple[TimelineEvent, ...]]:
         training = RankTraining(world, recipe)
         return [late(training) for _ in range(5)]
 
@@ -180,11 +180,13 @@ def test_a_plan_names_the_roles(measured):
 
 
 def test_the_alt_text_has_the_numbers(measured):
-    assert alt_text(show_timeline(TWO_RANKS)) == (
+    assert get_alt_text(show_timeline(TWO_RANKS)) == (
         "One training step: 1000 ms on 2 ranks. rank 0: compute 80%, communicate 10%, wait 0%; "
         "rank 1: compute 20%, communicate 80%, wait 0%."
     )
-    assert f"rank 2, stage 1, tile 0: compute {measured.uses[2].work:.0%}" in alt_text(show_timeline(measured, PLAN))
+    assert f"rank 2, stage 1, tile 0: compute {measured.uses[2].work:.0%}" in get_alt_text(
+        show_timeline(measured, PLAN)
+    )
 
 
 def test_kinds_differ_in_colour_and_in_hatch():
@@ -193,7 +195,7 @@ def test_kinds_differ_in_colour_and_in_hatch():
 
 
 def test_a_kind_of_tomorrow_is_drawn_too():
-    assert look(event(0, "gather", 0, 1)) is OTHER
+    assert get_style(event(0, "gather", 0, 1)) is OTHER
 
 
 def many(ranks: int, each: int) -> Timeline:
@@ -217,7 +219,7 @@ def test_a_thousand_events_per_rank_are_drawn_at_once():
     timeline = many(8, 1000)
     start_s = time.perf_counter()
     figure = show_timeline(timeline)
-    figure.png()
+    figure.to_png()
     assert len(figure.axes[0].patches) == 8 * 3
     assert time.perf_counter() - start_s < 10
 

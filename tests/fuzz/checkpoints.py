@@ -16,14 +16,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from engines.checkpoint.folder import MANIFEST, checkpoints
+from engines.checkpoint.folder import MANIFEST, list_checkpoints
 from engines.checkpoint.load import load
-from engines.checkpoint.manifest import sealed
+from engines.checkpoint.manifest import serialise_manifest
 from engines.checkpoint.save import save
 from engines.checkpoint.stored import STATE
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError, LossError
-from engines.images.order import Place
+from engines.images.order import SamplerState
 from engines.training import RankTraining, Recipe
 from tests.checkpoint.trainings import PLANS, data, held_by, is_same, recipe_of
 from tests.fuzz.damage import damaged_bytes, damaged_json
@@ -52,7 +52,7 @@ def _made(kind: int) -> tuple[TemporaryDirectory[str], Path]:
         training = RankTraining(world, recipe)
         for number, whole in enumerate(data(recipe, 2)):
             training.step(training.cut(whole))
-            save(training, Path(held.name), Place(7, 0, 1 + number, 4 * (1 + number)).state(20))
+            save(training, Path(held.name), SamplerState(7, 0, 1 + number, 4 * (1 + number)).to_dict(20))
 
     run_ranks(1, work)
     return held, Path(held.name)
@@ -81,7 +81,7 @@ def wholes(folder: Path) -> Iterator[Case]:
     """Of each kind a folder, and a checkpoint."""
     for kind, names in enumerate(KINDS):
         path = Path(shutil.copytree(_made(kind)[1], folder / str(kind)))
-        for each in (path, checkpoints(path)[0]):
+        for each in (path, list_checkpoints(path)[0]):
             yield Case(f"{names}, {each.name}", each, lambda each=each, kind=kind: read(each, kind))
 
 
@@ -89,7 +89,7 @@ def damaged(folder: Path, number: int, random: Random, outside: Outside) -> Case
     """The newest checkpoint of a folder, named by itself or with its folder."""
     kind = number % len(KINDS)
     given = Path(shutil.copytree(_made(kind)[1], folder / "given"))
-    path = checkpoints(given)[-1]
+    path = list_checkpoints(given)[-1]
     change = _CHANGES[int(random.integers(len(_CHANGES)))]
     told = change(path, random, outside)
     by_itself = bool(random.integers(2))
@@ -108,7 +108,7 @@ def sealed_again(path: Path, change: Callable[[dict[str, Any]], None] = lambda m
         content = (path / name).read_bytes()
         told.update(bytes=len(content), crc32=zlib.crc32(content))
     change(manifest)
-    (path / MANIFEST).write_text(sealed(manifest))
+    (path / MANIFEST).write_text(serialise_manifest(manifest))
 
 
 def some_bytes(path: Path, random: Random, outside: Outside) -> str:
@@ -174,7 +174,7 @@ def manifest(path: Path, random: Random, outside: Outside) -> str:
     canary = outside.file("weights.safetensors", (path / _FILES[0]).read_bytes())
     told, changed = damaged_json(json.dumps(document).encode(), random, (str(canary), f"../{canary.name}"))
     with suppress(ValueError, TypeError, RecursionError, AttributeError):
-        changed = sealed(json.loads(changed)).encode()
+        changed = serialise_manifest(json.loads(changed)).encode()
     (path / MANIFEST).write_bytes(changed)
     return told
 
@@ -220,13 +220,13 @@ def a_name(path: Path, random: Random, outside: Outside) -> str:
     (path / _FILES[0]).symlink_to(canary)
     manifest = json.loads((path / MANIFEST).read_text())
     del manifest["crc32"], manifest["files"][_FILES[0]]
-    (path / MANIFEST).write_text(sealed(manifest))
+    (path / MANIFEST).write_text(serialise_manifest(manifest))
     return "the weights are a link that is not listed"
 
 
 def exchanged(path: Path, random: Random, outside: Outside) -> str:
     """Files of one checkpoint in another one, or in each other's place, sealed or not; or the whole is a link."""
-    other = checkpoints(path.parent)[0]
+    other = list_checkpoints(path.parent)[0]
     way = int(random.integers(4))
     if way == 0:
         shutil.copyfile(other / _FILES[1], path / _FILES[1])

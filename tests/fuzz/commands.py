@@ -187,7 +187,7 @@ def no_work(ranks: int) -> Iterator[None]:
         stack.enter_context(patch("engines.train_command.run", _cut))
         stack.enter_context(patch("engines.inference.command.Sweep.run", _cut))
         stack.enter_context(patch("engines.bench.read.host_peak_bytes", _cut))
-        stack.enter_context(patch("engines.published_command.Replay.outcome", _cut))
+        stack.enter_context(patch("engines.published_command.Replay.simulate_result", _cut))
         stack.enter_context(patch("engines.bench.gpu_check.launch", _cut))
         stack.enter_context(patch.object(mpi, "MpiWorld", partial(OneOfMany, ranks)))
         stack.enter_context(patch.object(os, "_exit", _leave))

@@ -19,8 +19,8 @@ from engines.predict.classes import CLASSES
 from engines.predict.forecast import forecast
 from engines.predict.machine import Link, Machine, Speed
 from engines.predict.machines import MACHINES
-from engines.traces import Traces
-from mpi4dl_nb.known_machine import KnownMachine
+from engines.traces import TraceCache
+from mpi4dl_nb.known_machine import CalibrationCache
 from tests.fuzz.damage import damaged_bytes, damaged_json
 from tests.fuzz.judge import Case, Outside, Random
 
@@ -57,12 +57,12 @@ def _graph(plan: Plan) -> ModelGraph:
         nn.Flatten(),
         nn.Linear(4, 3),
     )
-    return Traces(model, (2, 3, 8, 8), nn.CrossEntropyLoss(), None, "cpu").graph(plan)
+    return TraceCache(model, (2, 3, 8, 8), nn.CrossEntropyLoss(), None, "cpu").get_graph(plan)
 
 
 def read(path: Path) -> None:
     """Forecast by it. Raises PlanError, and RuntimeError where a forecast is no number."""
-    machine = KnownMachine(path).read()
+    machine = CalibrationCache(path).read()
     if machine is None:
         raise PlanError(f"{path} is not there")
     for plan in PLANS:

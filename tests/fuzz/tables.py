@@ -20,8 +20,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from PIL import Image
 
-from engines.images.annotations import boxes_table, masks_table
-from engines.images.cifar import cifar_images
+from engines.images.annotations import write_boxes_table, write_masks_table
+from engines.images.cifar import load_cifar_images
 from engines.images.folder import folder_images
 from engines.images.labelled import LabelledImages
 from engines.images.tables import table_images
@@ -105,12 +105,12 @@ def _pictures(folder: Path) -> None:
 
 
 def _read_masks(folder: Path) -> None:
-    masks_table(folder / "images", folder / "masks", folder / "t.csv")
+    write_masks_table(folder / "images", folder / "masks", folder / "t.csv")
     look(table_images(folder / "t.csv", SIZE, classes=3))
 
 
 def _read_voc(folder: Path) -> None:
-    boxes_table(folder, "train", folder / "t.csv", 16)
+    write_boxes_table(folder, "train", folder / "t.csv", 16)
     look(table_images(folder / "t.csv", (16, 16)))
 
 
@@ -123,8 +123,8 @@ KINDS: dict[str, Kind] = {
     "masks": (_masks, _read_masks),
     "classes": (_classes, lambda folder: look(folder_images(folder, SIZE))),
     "boxes": (_voc, _read_voc),
-    "CIFAR, pickled": (_cifar_pickled, lambda folder: look(cifar_images(folder, SIZE))),
-    "CIFAR, binary": (_cifar_binary, lambda folder: look(cifar_images(folder, SIZE))),
+    "CIFAR, pickled": (_cifar_pickled, lambda folder: look(load_cifar_images(folder, SIZE))),
+    "CIFAR, binary": (_cifar_binary, lambda folder: look(load_cifar_images(folder, SIZE))),
 }
 _LINKS_FOLLOWED = ("classes", "CIFAR, pickled", "CIFAR, binary")
 _GIVEN = "t.csv"  # whoever names a file may name a link

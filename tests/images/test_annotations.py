@@ -12,8 +12,8 @@ from PIL import Image
 
 from engines import table_command
 from engines.errors import ImageError
-from engines.images.annotations import boxes_table, masks_table
-from engines.images.opened import opened
+from engines.images.annotations import write_boxes_table, write_masks_table
+from engines.images.opened import open_cached
 from engines.images.picture import open_image
 from engines.images.tables import COLUMNS, table_images, write_table
 from engines.spatial.tiles import Grid, Tile
@@ -40,7 +40,7 @@ def make_voc(folder: Path) -> Path:
 
 def test_crops_are_centred_on_boxes(tmp_path: Path):
     table = tmp_path / "crops.csv"
-    assert boxes_table(make_voc(tmp_path / "voc"), "train", table, crop_px=10) == 3
+    assert write_boxes_table(make_voc(tmp_path / "voc"), "train", table, crop_px=10) == 3
     images = table_images(table, (10, 10))
     assert (images.names, [images.label(index) for index in range(3)]) == (("cell", "dust"), [0, 1, 0])
     whole = Tile.whole(10, 10)
@@ -55,7 +55,7 @@ def test_crops_are_centred_on_boxes(tmp_path: Path):
 
 
 def test_of_each_class_the_first_boxes_are_taken(tmp_path: Path):
-    assert boxes_table(make_voc(tmp_path / "voc"), "train", tmp_path / "crops.csv", 10, most=1) == 2
+    assert write_boxes_table(make_voc(tmp_path / "voc"), "train", tmp_path / "crops.csv", 10, most=1) == 2
 
 
 BROKEN = {
@@ -80,7 +80,7 @@ def test_what_is_missing_or_damaged_is_named(spoil, said: str, tmp_path: Path):
     voc = make_voc(tmp_path / "voc")
     spoil(voc)
     with pytest.raises(ImageError, match=said):
-        boxes_table(voc, "train", tmp_path / "crops.csv")
+        write_boxes_table(voc, "train", tmp_path / "crops.csv")
     assert not (tmp_path / "crops.csv").exists()
 
 
@@ -89,21 +89,21 @@ def test_every_picture_needs_its_mask(tmp_path: Path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / name)
     with pytest.raises(ImageError, match=r"1 of 2 pictures in .*images have no mask of their name in .*masks.*b\.jpg"):
-        masks_table(tmp_path / "images", tmp_path / "masks", tmp_path / "t.csv")
+        write_masks_table(tmp_path / "images", tmp_path / "masks", tmp_path / "t.csv")
     (tmp_path / "images" / "b.jpg").unlink()
-    assert masks_table(tmp_path / "images", tmp_path / "masks", tmp_path / "t.csv") == 1
+    assert write_masks_table(tmp_path / "images", tmp_path / "masks", tmp_path / "t.csv") == 1
     assert (tmp_path / "t.csv").read_text() == "path,mask\nimages/a.jpg,masks/a.png\n"
     with pytest.raises(ImageError, match=r"no pictures in .*nowhere"):
-        masks_table(tmp_path / "nowhere", tmp_path / "masks", tmp_path / "t.csv")
+        write_masks_table(tmp_path / "nowhere", tmp_path / "masks", tmp_path / "t.csv")
 
 
 def test_the_command_writes_a_table_or_says_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     voc, table = make_voc(tmp_path / "voc"), tmp_path / "t.csv"
-    assert table_command.table_command(["boxes", str(voc), "train", str(table), "--crop-px", "8", "--most", "1"]) == 0
+    assert table_command.run_table(["boxes", str(voc), "train", str(table), "--crop-px", "8", "--most", "1"]) == 0
     assert capsys.readouterr().out == f"{table}: 2 images\n"
-    assert table_command.table_command(["boxes", str(voc), "test", str(table)]) == 2
+    assert table_command.run_table(["boxes", str(voc), "test", str(table)]) == 2
     assert capsys.readouterr().err.startswith("ImageError: ")
-    assert table_command.table_command(["masks", str(voc)]) == 2
+    assert table_command.run_table(["masks", str(voc)]) == 2
     assert "PlanError: The following arguments are required: masks, table" in capsys.readouterr().err
 
 
@@ -112,7 +112,7 @@ def test_the_command_writes_a_table_or_says_why_not(tmp_path: Path, capsys: pyte
 
 def test_nuclei_of_breast_tissue(tmp_path: Path):
     folder = shared("brecahad")
-    assert masks_table(folder / "images", folder / "masks", tmp_path / "t.csv") == 24
+    assert write_masks_table(folder / "images", folder / "masks", tmp_path / "t.csv") == 24
     images = table_images(tmp_path / "t.csv", (1024, 1360), threshold=127, within=folder)
     tile = Tile.whole(1024, 1360)
     share = images.mask(3, tile).double().mean().item()
@@ -128,7 +128,7 @@ def test_cells_of_blood(tmp_path: Path):
     folder = shared("bccd") / "BCCD"
     found = {}
     for chosen in ("train", "val", "test"):
-        boxes_table(folder, chosen, tmp_path / f"{chosen}.csv", crop_px=96, most=1)
+        write_boxes_table(folder, chosen, tmp_path / f"{chosen}.csv", crop_px=96, most=1)
         found[chosen] = table_images(
             tmp_path / f"{chosen}.csv", (48, 48), names=["Platelets", "RBC", "WBC"], within=folder
         )
@@ -161,12 +161,12 @@ def test_regions_of_one_slide_open_it_once_until_it_changes(tmp_path: Path):
     paths = [tmp_path / f"{number}.tiff" for number in range(6)]
     for path in paths:
         write_pages(path, tissue(128, 128))
-    first = opened(paths[0])
-    assert opened(paths[0]) is first
+    first = open_cached(paths[0])
+    assert open_cached(paths[0]) is first
     for path in paths[1:]:
-        opened(path)
-    assert opened(paths[0]) is not first
-    again = opened(paths[0])
+        open_cached(path)
+    assert open_cached(paths[0]) is not first
+    again = open_cached(paths[0])
     write_pages(paths[0], 255 - tissue(192, 128))
-    assert opened(paths[0]) is not again
-    assert opened(paths[0]).shape() == (192, 128)
+    assert open_cached(paths[0]) is not again
+    assert open_cached(paths[0]).shape() == (192, 128)

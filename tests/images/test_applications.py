@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 
 from engines.errors import ImageError
-from engines.images.cifar import cifar_images
+from engines.images.cifar import load_cifar_images
 from engines.images.folder import folder_images
-from engines.images.labelled import LabelledImages, in_order
+from engines.images.labelled import LabelledImages, shuffle_indices
 from engines.images.synthetic import SyntheticImages
 from engines.spatial.tiles import Grid, Tile
 
@@ -57,9 +57,9 @@ def pictures(folder: Path) -> Path:
 
 KINDS: dict[str, Callable[[Path], LabelledImages]] = {
     "synthetic": lambda path: SyntheticImages(count=6, size=SIZE, classes=10, seed=3),
-    "cifar, binary": lambda path: cifar_images(binary(path), SIZE),
-    "cifar, pickled": lambda path: cifar_images(pickled(path), SIZE),
-    "cifar, folder": lambda path: cifar_images(pictures(path), SIZE),
+    "cifar, binary": lambda path: load_cifar_images(binary(path), SIZE),
+    "cifar, pickled": lambda path: load_cifar_images(pickled(path), SIZE),
+    "cifar, folder": lambda path: load_cifar_images(pictures(path), SIZE),
     "folder": lambda path: folder_images(pictures(path), SIZE),
 }
 
@@ -76,14 +76,14 @@ def test_parts_are_those_of_the_whole_to_the_bit(make: Callable[[Path], Labelled
         for tile in Grid(2, 3).cut(*SIZE):
             part = images.part(index, tile)
             assert part.is_contiguous()
-            assert torch.equal(part, whole[(slice(None), *tile.within(Tile.whole(*SIZE)))])
+            assert torch.equal(part, whole[(slice(None), *tile.to_slices(Tile.whole(*SIZE)))])
         assert 0 <= images.label(index) < images.classes
         assert images.shape(index) == SIZE
         mask = images.mask(index, Tile.whole(*SIZE))
         assert (mask.dtype, mask.shape) == (torch.int64, SIZE)
         assert 0 <= mask.min() <= mask.max() < images.classes
         for tile in Grid(3, 2).cut(*SIZE):
-            assert torch.equal(images.mask(index, tile), mask[tile.within(Tile.whole(*SIZE))])
+            assert torch.equal(images.mask(index, tile), mask[tile.to_slices(Tile.whole(*SIZE))])
     names = [images.name(index) for index in range(len(images))]
     assert len(set(names)) == len(names)
     assert [images.slide(index) for index in range(len(images))] == names
@@ -118,7 +118,7 @@ def test_random_masks_are_drawn_pixel_by_pixel():
 
 
 def test_without_masks_each_pixel_has_the_class_of_its_image(tmp_path: Path):
-    images = cifar_images(binary(tmp_path), SIZE)
+    images = load_cifar_images(binary(tmp_path), SIZE)
     assert [images.mask(index, Tile.whole(2, 3)).unique().tolist() for index in range(6)] == [[c] for c in CLASSES]
 
 
@@ -129,8 +129,8 @@ def test_without_masks_each_pixel_has_the_class_of_its_image(tmp_path: Path):
 def test_pickles_of_every_kind_say_what_the_binary_says(protocol: int, tmp_path: Path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "py").mkdir()
-    mine = cifar_images(pickled(tmp_path / "py", protocol), (32, 32))
-    theirs = cifar_images(binary(tmp_path / "bin"), (32, 32))
+    mine = load_cifar_images(pickled(tmp_path / "py", protocol), (32, 32))
+    theirs = load_cifar_images(binary(tmp_path / "bin"), (32, 32))
     assert len(mine) == len(theirs) == 6
     assert [mine.label(index) for index in range(6)] == [theirs.label(index) for index in range(6)] == CLASSES
     whole = Tile.whole(32, 32)
@@ -144,7 +144,7 @@ def test_a_pickle_of_python_2_is_read(tmp_path: Path):
     """Its arrays are numpy.core's, and its texts are bytes."""
     batch = pickle.dumps({b"data": PIXELS, b"labels": CLASSES}, 2).replace(b"numpy._core", b"numpy.core")
     (tmp_path / "data_batch_1").write_bytes(batch)
-    assert len(cifar_images(tmp_path, (32, 32))) == 6
+    assert len(load_cifar_images(tmp_path, (32, 32))) == 6
 
 
 class Hostile:
@@ -170,7 +170,7 @@ def test_a_hostile_pickle_is_named_and_not_run(bad: Hostile, named: str, protoco
     batch = {b"data": PIXELS, b"labels": CLASSES, b"more": [bad]}
     (tmp_path / "data_batch_1").write_bytes(pickle.dumps(batch, protocol))
     with pytest.raises(ImageError, match=f"data_batch_1 .*asks for {named}.*not run"):
-        cifar_images(tmp_path, SIZE)
+        load_cifar_images(tmp_path, SIZE)
     assert not (tmp_path / "ran").exists()
 
 
@@ -201,14 +201,14 @@ DAMAGED = {
 def test_a_damaged_batch_is_named(name: str, content: bytes, said: str, tmp_path: Path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ImageError, match=f"{name} is no CIFAR-10 batch, or damaged: .*{said}"):
-        cifar_images(tmp_path, SIZE)
+        load_cifar_images(tmp_path, SIZE)
 
 
 @pytest.mark.parametrize("folder", ["empty", "not there"])
 def test_where_there_is_no_cifar(folder: str, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ImageError, match=r"There is no CIFAR-10 in .*nothing is downloaded here.*--datapath"):
-        cifar_images(tmp_path / folder, SIZE)
+        load_cifar_images(tmp_path / folder, SIZE)
 
 
 # ---- folders
@@ -246,7 +246,7 @@ def test_folders_without_pictures(tmp_path: Path):
 
 
 def test_every_epoch_has_its_own_order_of_all_images():
-    first, second = (in_order(50, seed=1, epoch=epoch) for epoch in (0, 1))
+    first, second = (shuffle_indices(50, seed=1, epoch=epoch) for epoch in (0, 1))
     assert sorted(first) == sorted(second) == list(range(50))
     assert first != second
-    assert first == in_order(50, seed=1, epoch=0) != in_order(50, seed=2, epoch=0)
+    assert first == shuffle_indices(50, seed=1, epoch=0) != shuffle_indices(50, seed=2, epoch=0)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from engines.errors import ImageError
 from engines.images.augmented import KINDS, Augmented
-from engines.images.labelled import OneClass
+from engines.images.labelled import SingleLabelImages
 from engines.images.samples import immunohistochemistry
-from engines.images.stains import dab, restained
+from engines.images.stains import compute_dab, restain
 from engines.images.synthetic import SyntheticImages
 from engines.spatial.tiles import Grid, Tile
 
@@ -33,11 +33,11 @@ def test_parts_of_any_grid_make_the_whole(source: tuple[int, int], kinds: set[st
     for tile in grid.cut(*shape):
         part = images.part(1, tile, draw)
         assert part.is_contiguous()
-        assert torch.equal(part, pixels[(slice(None), *tile.within(whole))])
-        assert torch.equal(images.mask(1, tile, draw), mask[tile.within(whole)])
+        assert torch.equal(part, pixels[(slice(None), *tile.to_slices(whole))])
+        assert torch.equal(images.mask(1, tile, draw), mask[tile.to_slices(whole)])
 
 
-class Places(OneClass):
+class Places(SingleLabelImages):
     """Images whose pixels, and masks, tell where they are."""
 
     classes = 10**6
@@ -141,15 +141,15 @@ def test_what_cannot_be_augmented_is_said(arguments, said):
 
 def test_stains_that_do_not_change_leave_every_colour_as_it_is():
     image = np.random.default_rng(0).integers(0, 256, (3, 200, 200), dtype=np.uint8)
-    assert np.array_equal(restained(image, [1, 1, 1], [0, 0, 0]), image)
+    assert np.array_equal(restain(image, [1, 1, 1], [0, 0, 0]), image)
 
 
 def test_half_as_much_dab_is_half_the_density_and_haematoxylin_stays():
     tissue = immunohistochemistry()[100:300, 100:300]
-    paler = restained(tissue.transpose(2, 0, 1), [1, 1, 0.5], [0, 0, 0]).transpose(1, 2, 0)
-    brown = dab(tissue) > 0.05
-    assert np.median(dab(paler)[brown] / dab(tissue)[brown]) == pytest.approx(0.5, abs=0.03)
-    darker = restained(tissue.transpose(2, 0, 1), [1, 1, 1], [0.2, 0, 0])
+    paler = restain(tissue.transpose(2, 0, 1), [1, 1, 0.5], [0, 0, 0]).transpose(1, 2, 0)
+    brown = compute_dab(tissue) > 0.05
+    assert np.median(compute_dab(paler)[brown] / compute_dab(tissue)[brown]) == pytest.approx(0.5, abs=0.03)
+    darker = restain(tissue.transpose(2, 0, 1), [1, 1, 1], [0.2, 0, 0])
     assert (darker <= tissue.transpose(2, 0, 1)).all()
     assert darker.mean() < tissue.mean() - 10
 

@@ -18,12 +18,12 @@ from PIL.PngImagePlugin import PngImageFile
 
 from engines.errors import ImageError
 from engines.images import annotations, budget, tiff_layout
-from engines.images.cifar import cifar_images
-from engines.images.jpeg import jpeg_scans
+from engines.images.cifar import load_cifar_images
+from engines.images.jpeg import count_jpeg_scans
 from engines.images.ome import OmeImage
 from engines.images.picture import open_image
-from engines.images.reader import Level, Pixels, Reader, Segment
-from engines.images.stored import stored
+from engines.images.reader import DecodeBlock, Level, PictureReader, Pixels
+from engines.images.stored import open_raw_image
 from engines.spatial.tiles import Tile
 from tests.images.made_slides import tissue
 from tests.images.test_annotations import make_voc
@@ -47,7 +47,7 @@ def test_a_picture_that_takes_more_memory_than_its_file_is_worth(tmp_path: Path)
     says = (
         r"a\.jpg: its 60000 x 60000 px can only be decoded all at once, which takes 23\.5 GB of memory, and 2\.0 GB are"
     )
-    for read in (open_image, lambda path: stored(path).read(Tile.whole(1, 1))):
+    for read in (open_image, lambda path: open_raw_image(path).read(Tile.whole(1, 1))):
         with pytest.raises(
             ImageError, match=says + r" the most for a file of 8\.0 MB\. Save it as a TIFF file in tiles"
         ):
@@ -61,8 +61,8 @@ def test_no_pixel_is_decoded_before_that_is_asked(tmp_path: Path, monkeypatch: p
     decoded = []
     monkeypatch.setattr(PngImageFile, "load", decoded.append)
     monkeypatch.setattr(budget, "SMALL_BYTES", 0)
-    monkeypatch.setattr(budget, "_free_bytes", lambda: 40_000)
-    for read in (open_image, lambda path: stored(path).read(Tile.whole(1, 1))):
+    monkeypatch.setattr(budget, "_get_free_bytes", lambda: 40_000)
+    for read in (open_image, lambda path: open_raw_image(path).read(Tile.whole(1, 1))):
         with pytest.raises(ImageError, match="half of what is free"):
             read(path)
     assert decoded == []
@@ -72,14 +72,14 @@ def test_what_is_free_bounds_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = tmp_path / "a.png"
     Image.fromarray(tissue(64, 64)).save(path)
     monkeypatch.setattr(budget, "SMALL_BYTES", 0)
-    monkeypatch.setattr(budget, "_free_bytes", lambda: 40_000)
+    monkeypatch.setattr(budget, "_get_free_bytes", lambda: 40_000)
     with pytest.raises(ImageError, match=r"19\.5 KB are the most here, half of what is free"):
         open_image(path)
 
 
 def test_a_real_photograph_of_30_000_px_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """At a tenth of a byte for each pixel, which is little; and a mask of as many, which packs into nothing."""
-    monkeypatch.setattr(budget, "_free_bytes", lambda: 16 << 30)
+    monkeypatch.setattr(budget, "_get_free_bytes", lambda: 16 << 30)
     (tmp_path / "a.jpg").touch()
     os.truncate(tmp_path / "a.jpg", 90 << 20)
     budget.check_budget(tmp_path / "a.jpg", 7 * 30_000**2, "", "")
@@ -96,7 +96,7 @@ def test_a_file_without_end_is_not_read_to_its_end(tmp_path: Path):
     path = tmp_path / "a.png"
     Image.fromarray(tissue(8, 8)).save(path)
     os.truncate(path, 1 << 42)
-    for read in (open_image, stored):
+    for read in (open_image, open_raw_image):
         with pytest.raises(ImageError, match=r"it has 4,398,046,511,104 bytes and is read whole"):
             read(path)
 
@@ -131,9 +131,9 @@ def test_scans_that_never_end(tmp_path: Path):
     path = tmp_path / "a.jpg"
     Image.fromarray(tissue(64, 64)).save(path, progressive=True)
     data = path.read_bytes()
-    scans = jpeg_scans(data)
+    scans = count_jpeg_scans(data)
     assert 6 <= scans <= 14
-    assert jpeg_scans(data + b"\xff\xda\0\2" * 100) == scans, "what lies behind the picture is not the picture"
+    assert count_jpeg_scans(data + b"\xff\xda\0\2" * 100) == scans, "what lies behind the picture is not the picture"
     last = data.rindex(b"\xff\xda")
     path.write_bytes(data[:-2] + data[last:-2] * 40 + data[-2:])
     with pytest.raises(ImageError, match=r"a\.jpg has more than 32 scans, where a JPEG picture has about 10"):
@@ -170,7 +170,7 @@ def test_annotations_of_many_megabytes_are_not_parsed(tmp_path: Path):
     make_voc(tmp_path)
     os.truncate(tmp_path / "Annotations" / "one.xml", annotations.XML_BYTES + 1)
     with pytest.raises(ImageError, match=r"one\.xml .*larger than 33,554,432 bytes"):
-        annotations.boxes_table(tmp_path, "train", tmp_path / "t.csv")
+        annotations.write_boxes_table(tmp_path, "train", tmp_path / "t.csv")
 
 
 def test_a_link_of_annotations_is_not_followed_out(tmp_path: Path):
@@ -178,7 +178,7 @@ def test_a_link_of_annotations_is_not_followed_out(tmp_path: Path):
     (voc / "Annotations" / "one.xml").rename(tmp_path / "canary.xml")
     (voc / "Annotations" / "one.xml").symlink_to(tmp_path / "canary.xml")
     with pytest.raises(ImageError, match=r"one\.xml is a link that leads out of .*voc\. Copy the folder whole"):
-        annotations.boxes_table(voc, "train", tmp_path / "t.csv")
+        annotations.write_boxes_table(voc, "train", tmp_path / "t.csv")
 
 
 # ---- TIFF
@@ -191,7 +191,7 @@ def test_pages_within_pages_are_looked_at_one_by_one(tmp_path: Path, monkeypatch
         for _ in range(20):
             file.write(tissue(32, 32), photometric="rgb", subfiletype=1, metadata=None)
     with tifffile.TiffFile(tmp_path / "a.tif") as file:
-        assert len(tiff_layout.sub_pages(tmp_path / "a.tif", file.pages.first)) == 16
+        assert len(tiff_layout.list_sub_pages(tmp_path / "a.tif", file.pages.first)) == 16
     assert open_image(tmp_path / "a.tif").shape() == (64, 64)
     monkeypatch.setattr(tiff_layout, "MOST_TAGS", 5)
     with pytest.raises(ImageError, match=r"page 0 says that it has \d+ tags, where 5 are many"):
@@ -211,7 +211,7 @@ def test_a_strip_that_is_decoded_whole_is_asked_for(tmp_path: Path, monkeypatch:
     tifffile.imwrite(path, np.zeros((64, 64), np.uint8), compression="zlib", rowsperstrip=64)
     for name, value in {"SMALL_BYTES": 0, "ANY_FILE_BYTES": 1000, "PER_BYTE": 1}.items():
         monkeypatch.setattr(budget, name, value)
-    for read in (open_image, stored):
+    for read in (open_image, open_raw_image):
         with pytest.raises(
             ImageError, match=r"its tiles or strips of 64 x 64 px are decoded whole, .* in smaller tiles"
         ):
@@ -236,14 +236,14 @@ def test_a_tiff_header_that_claims_a_million_px(tag: bytes, tmp_path: Path):
 MILLION = (1 << 20, 1 << 20)
 
 
-class Coarse(Reader):
+class Coarse(PictureReader):
     """A picture of which so much is decoded at once, that counts how often it is read."""
 
-    def __init__(self, sides: tuple[int, int], segment: Segment) -> None:
+    def __init__(self, sides: tuple[int, int], segment: DecodeBlock) -> None:
         super().__init__("coarse", [Level(*sides)])
         self.decoded, self.reads = segment, 0
 
-    def segment(self, level: int) -> Segment:
+    def get_decode_block(self, level: int) -> DecodeBlock:
         return self.decoded
 
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
@@ -253,16 +253,16 @@ class Coarse(Reader):
 @pytest.mark.parametrize(
     ("sides", "segment", "reads"),
     [
-        (MILLION, Segment(), 64 * 64),
-        (MILLION, Segment(512, 512, 1 << 18), 64 * 64),
-        (MILLION, Segment(8192, 8192, 1 << 26), 8 * 8),
-        (MILLION, Segment(1 << 15, 1 << 15, 1 << 30), 4 * 4),
-        (MILLION, Segment(1, 1 << 20, 1 << 20), 16 * 16),
-        ((20_000, 20_000), Segment(20_000, 20_000, 400_000_000), 4 * 4),
-        ((20_000, 20_000), Segment(32, 32, 1 << 18), 64 * 64),
+        (MILLION, DecodeBlock(), 64 * 64),
+        (MILLION, DecodeBlock(512, 512, 1 << 18), 64 * 64),
+        (MILLION, DecodeBlock(8192, 8192, 1 << 26), 8 * 8),
+        (MILLION, DecodeBlock(1 << 15, 1 << 15, 1 << 30), 4 * 4),
+        (MILLION, DecodeBlock(1, 1 << 20, 1 << 20), 16 * 16),
+        ((20_000, 20_000), DecodeBlock(20_000, 20_000, 400_000_000), 4 * 4),
+        ((20_000, 20_000), DecodeBlock(32, 32, 1 << 18), 64 * 64),
     ],
 )
-def test_a_thumbnail_decodes_only_so_much(sides: tuple[int, int], segment: Segment, reads: int):
+def test_a_thumbnail_decodes_only_so_much(sides: tuple[int, int], segment: DecodeBlock, reads: int):
     picture = Coarse(sides, segment)
     assert max(picture.thumbnail(100).shape) == 100
     assert picture.reads <= reads
@@ -285,7 +285,7 @@ def test_a_pickle_makes_room_for_no_more_than_it_has(tmp_path: Path):
     ):
         (tmp_path / "data_batch_1").write_bytes(data)
         with pytest.raises(ImageError, match=f"data_batch_1 is no CIFAR-10 batch, or damaged: .*{says}"):
-            cifar_images(tmp_path, (32, 32))
+            load_cifar_images(tmp_path, (32, 32))
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "loop"])
@@ -294,4 +294,4 @@ def test_a_batch_that_is_no_file_is_named(kind: str, tmp_path: Path):
     make = {"pipe": os.mkfifo, "folder": Path.mkdir, "loop": lambda path: path.symlink_to(path)}
     make.get(kind, lambda path: path.symlink_to("/dev/zero"))(path)
     with pytest.raises(ImageError, match="data_batch_1"):
-        cifar_images(tmp_path, (32, 32))
+        load_cifar_images(tmp_path, (32, 32))

@@ -9,7 +9,7 @@ import torch
 from engines.errors import ImageError
 from engines.images.crops import StainCrops
 from engines.images.samples import immunohistochemistry
-from engines.images.stains import dab
+from engines.images.stains import compute_dab
 
 TISSUE = immunohistochemistry()
 
@@ -21,7 +21,7 @@ def test_the_sample_is_a_picture():
 
 def test_dab_is_brown_and_not_blue_or_white():
     brown, blue, white = (101, 67, 33), (70, 80, 160), (255, 255, 255)
-    density = dab(np.array([[brown, blue, white]], np.uint8))
+    density = compute_dab(np.array([[brown, blue, white]], np.uint8))
     assert density.shape == (1, 3)
     assert density[0, 0] > 3 * density[0, 1]
     assert density[0, 2] == pytest.approx(0, abs=1e-6)
@@ -35,14 +35,14 @@ def test_half_of_the_crops_are_browner_than_the_median():
 
 def test_the_label_says_where_the_crops_mean_dab_lies():
     crops = StainCrops(TISSUE, size_px=64, count=20, seed=3)
-    density = dab(TISSUE)
+    density = compute_dab(TISSUE)
     means = np.array([density[r : r + 64, c : c + 64].mean() for r, c in crops.corners])
     assert means[crops.labels.numpy() == 1].min() > means[crops.labels.numpy() == 0].max()
 
 
 def test_batches_are_whole_normalised_and_in_order():
     crops = StainCrops(TISSUE, size_px=32, count=10)
-    batches = list(crops.batches(4))
+    batches = list(crops.iterate_batches(4))
     assert [images.shape for images, _ in batches] == [(4, 3, 32, 32)] * 2
     assert batches[0][0].dtype == torch.float32
     assert torch.equal(torch.cat([labels for _, labels in batches]), crops.labels[:8])
@@ -54,7 +54,7 @@ def test_batches_are_whole_normalised_and_in_order():
 
 def test_the_same_seed_gives_the_same_batches_and_another_one_others():
     def first(seed: int) -> torch.Tensor:
-        return next(StainCrops(TISSUE, size_px=32, count=8, seed=seed).batches(8))[0]
+        return next(StainCrops(TISSUE, size_px=32, count=8, seed=seed).iterate_batches(8))[0]
 
     assert torch.equal(first(1), first(1))
     assert not torch.equal(first(1), first(2))
@@ -62,7 +62,7 @@ def test_the_same_seed_gives_the_same_batches_and_another_one_others():
 
 def test_a_crop_may_be_the_whole_picture_and_a_flat_picture_stays_finite():
     crops = StainCrops(np.full((16, 16, 3), 9, np.uint8), size_px=16, count=2)
-    images, labels = next(crops.batches(2))
+    images, labels = next(crops.iterate_batches(2))
     assert torch.equal(images, torch.zeros(2, 3, 16, 16))
     assert labels.tolist() == [0, 0]
 
@@ -83,4 +83,4 @@ def test_crops_that_do_not_fit_are_refused(choices, reason):
 
 def test_a_batch_larger_than_all_crops_is_refused():
     with pytest.raises(ImageError, match="there are 4 crops"):
-        next(StainCrops(TISSUE, size_px=32, count=4).batches(5))
+        next(StainCrops(TISSUE, size_px=32, count=4).iterate_batches(5))

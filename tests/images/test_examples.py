@@ -17,9 +17,9 @@ from engines.images.example import Example
 from engines.images.examples import ExampleImages
 from engines.images.folder import folder_images
 from engines.images.ignored import IGNORED
-from engines.images.opened import shape_of
+from engines.images.opened import read_shape
 from engines.images.picture import open_image
-from engines.images.some import parted
+from engines.images.some import split_by_slide
 from engines.spatial.tiles import Grid, Span, Tile
 from tests.images.example_files import CLASSES, FRAMES, PIXELS, REGION, saved
 
@@ -60,8 +60,8 @@ def test_parts_and_masks_are_those_of_the_whole(fit: str, region: Tile | None, f
     assert (pixels.shape, mask.shape) == ((3, *shape), shape)
     grid = Grid(*(data.draw(st.integers(1, min(3, side))) for side in shape))
     for tile in grid.cut(*shape):
-        assert torch.equal(images.part(0, tile), pixels[(slice(None), *tile.within(whole))])
-        assert torch.equal(images.mask(0, tile), mask[tile.within(whole)])
+        assert torch.equal(images.part(0, tile), pixels[(slice(None), *tile.to_slices(whole))])
+        assert torch.equal(images.mask(0, tile), mask[tile.to_slices(whole)])
 
 
 @pytest.mark.parametrize("region", FRAMES.values(), ids=FRAMES)
@@ -182,7 +182,7 @@ def test_one_slide_in_two_classes_is_on_one_side(tmp_path: Path):
         for kind in ("normal", "tumour"):
             saved(tmp_path / kind / f"s{slide}" / "1.png", PIXELS[:8, :9])
     images = folder_images(tmp_path, (8, 9))
-    train, judge = parted(images, 0.25, seed=1)
+    train, judge = split_by_slide(images, 0.25, seed=1)
     assert (len(train), len(judge)) == (12, 4)
     assert not {train.slide(i) for i in range(12)} & {judge.slide(i) for i in range(4)}
     again = images.split(0.25, seed=1)
@@ -228,10 +228,10 @@ def test_the_header_says_what_the_reader_finds(orientation: int, tmp_path: Path)
     exif = Image.Exif()
     exif[0x0112] = orientation
     Image.fromarray(PIXELS).save(tmp_path / "turned.jpg", exif=exif)
-    assert shape_of(tmp_path / "turned.jpg") == open_image(tmp_path / "turned.jpg").shape()
-    assert shape_of(tmp_path / "turned.jpg") == ((80, 60) if orientation > 4 else (60, 80))
+    assert read_shape(tmp_path / "turned.jpg") == open_image(tmp_path / "turned.jpg").shape()
+    assert read_shape(tmp_path / "turned.jpg") == ((80, 60) if orientation > 4 else (60, 80))
 
 
 def test_a_level_that_is_not_there_is_named(files):
     with pytest.raises(ImageError, match=r"picture\.png has no level 1"):
-        shape_of(files[0], 1)
+        read_shape(files[0], 1)

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.comm.loopback import LoopbackWorld, loopback, run_ranks
+from engines.comm.loopback import LoopbackWorld, make_loopback_worlds, run_ranks
 from engines.errors import ImageError, PlanError, ReleasedError
 from engines.host import Failure
-from engines.images.feed import Feed, Feeding, Served
-from engines.images.labelled import in_order
-from engines.images.own import OwnPart
+from engines.images.feed import LoadedBatch, LoaderOptions, RankLoader
+from engines.images.labelled import shuffle_indices
+from engines.images.own import ShardReader
 from engines.images.synthetic import SyntheticImages
 from engines.layer.graph import TensorSpec
 from engines.spatial.tiles import Grid, Tile
@@ -67,39 +67,41 @@ class Cut:
         return {0: {"images": inputs["images"][..., tile.cols.start : tile.cols.stop]}}
 
 
-def feed(world: LoopbackWorld, images: SyntheticImages, feeding: Feeding | None = None, count: int = COUNT) -> Feed:
+def feed(
+    world: LoopbackWorld, images: SyntheticImages, feeding: LoaderOptions | None = None, count: int = COUNT
+) -> RankLoader:
     specs = {"images": TensorSpec((count, 3, *SIZE), "float64"), "labels": TensorSpec((count,), "int64")}
-    return Feed(world, OwnPart(Cut(world.rank, world.size), images, specs), count, feeding)
+    return RankLoader(world, ShardReader(Cut(world.rank, world.size), images, specs), count, feeding)
 
 
-def numbers(served: Served, name: str = "images") -> list[int]:
+def numbers(served: LoadedBatch, name: str = "images") -> list[int]:
     """Which images a step has."""
     tensor = served.parts[0][name]
     return (tensor[:, 0, 0, 0] if name == "images" else tensor).long().tolist()
 
 
-def draws(served: Served) -> list[int]:
+def draws(served: LoadedBatch) -> list[int]:
     return served.parts[0]["images"][:, 1, 0, 0].long().tolist()
 
 
-def epochs(feed: Feed, count: int) -> list[list[Served]]:
+def epochs(feed: RankLoader, count: int) -> list[list[LoadedBatch]]:
     """All steps of so many epochs."""
-    found: list[list[Served]] = []
+    found: list[list[LoadedBatch]] = []
     with feed:
         for _ in range(count):
             found.append([])
-            while (served := feed.next()) is not None:
+            while (served := feed.load_next()) is not None:
                 feed.advance()
                 found[-1].append(served)
     return found
 
 
-def seen(feed: Feed, count: int = 1) -> list[list[int]]:
+def seen(feed: RankLoader, count: int = 1) -> list[list[int]]:
     return [numbers(served) for steps in epochs(feed, count) for served in steps]
 
 
-def alone(images: SyntheticImages, feeding: Feeding | None = None, count: int = COUNT) -> Feed:
-    return feed(loopback(1)[0], images, feeding, count)
+def alone(images: SyntheticImages, feeding: LoaderOptions | None = None, count: int = COUNT) -> RankLoader:
+    return feed(make_loopback_worlds(1)[0], images, feeding, count)
 
 
 # ---- order
@@ -107,16 +109,16 @@ def alone(images: SyntheticImages, feeding: Feeding | None = None, count: int = 
 
 @pytest.mark.parametrize("workers", [0, 3])
 def test_the_order_is_the_seeds_and_steps_are_full(workers: int):
-    steps = seen(alone(Numbered(10), Feeding(seed=7, workers=workers, drop_last=True)), 3)
-    orders = [in_order(10, 7, epoch) for epoch in range(3)]
+    steps = seen(alone(Numbered(10), LoaderOptions(seed=7, workers=workers, drop_last=True)), 3)
+    orders = [shuffle_indices(10, 7, epoch) for epoch in range(3)]
     assert steps == [order[start : start + COUNT] for order in orders for start in (0, 4)]
     assert orders[0] != orders[1] != orders[2]
 
 
 def test_the_same_on_every_number_of_ranks_and_workers():
     def on(ranks: int, workers: int) -> list[Any]:
-        def work(world: LoopbackWorld) -> list[list[Served]]:
-            return epochs(feed(world, Numbered(9, bad=(5,)), Feeding(3, None, workers, "skip")), 2)
+        def work(world: LoopbackWorld) -> list[list[LoadedBatch]]:
+            return epochs(feed(world, Numbered(9, bad=(5,)), LoaderOptions(3, None, workers, "skip")), 2)
 
         first = run_ranks(ranks, work)[0]
         return [(served.place, numbers(served), draws(served)) for steps in first for served in steps]
@@ -130,17 +132,17 @@ def test_the_same_on_every_number_of_ranks_and_workers():
 def test_an_images_draw_follows_from_seed_epoch_and_image():
     by_image: dict[tuple[int, int, int], int] = {}
     for seed in (0, 1):
-        for epoch, steps in enumerate(epochs(alone(Numbered(8), Feeding(seed)), 2)):
+        for epoch, steps in enumerate(epochs(alone(Numbered(8), LoaderOptions(seed)), 2)):
             for served in steps:
                 by_image |= {(seed, epoch, i): d for i, d in zip(numbers(served), draws(served), strict=True)}
     assert len(by_image) == len(set(by_image.values())) == 32
-    (first, *_), *_ = epochs(alone(Numbered(8), Feeding(0), count=8), 1)  # all eight in one step
+    (first, *_), *_ = epochs(alone(Numbered(8), LoaderOptions(0), count=8), 1)  # all eight in one step
     assert all(by_image[0, 0, i] == d for i, d in zip(numbers(first), draws(first), strict=True))
 
 
 def test_an_epoch_may_end_early():
-    steps = seen(alone(Numbered(12), Feeding(steps=1)), 2)
-    assert steps == [in_order(12, 0, epoch)[:COUNT] for epoch in (0, 1)]
+    steps = seen(alone(Numbered(12), LoaderOptions(steps=1)), 2)
+    assert steps == [shuffle_indices(12, 0, epoch)[:COUNT] for epoch in (0, 1)]
 
 
 # ---- who reads what
@@ -149,8 +151,8 @@ def test_an_epoch_may_end_early():
 def test_each_rank_reads_its_own_and_no_more():
     def asked(world: LoopbackWorld) -> set[tuple[int, Tile]]:
         images = Numbered(8)
-        with feed(world, images, Feeding(workers=1)) as mine:
-            assert mine.next() is not None
+        with feed(world, images, LoaderOptions(workers=1)) as mine:
+            assert mine.load_next() is not None
         return {tile for _, tile in images.asked}
 
     tiles = Grid(1, 2).cut(*SIZE)
@@ -180,9 +182,9 @@ class Slow(Numbered):
 def test_workers_read_while_a_step_is_computed():
     def waited_s(workers: int) -> float:
         total = 0.0
-        with alone(Slow(16), Feeding(workers=workers)) as mine:
+        with alone(Slow(16), LoaderOptions(workers=workers)) as mine:
             for step in range(4):
-                served = mine.next()
+                served = mine.load_next()
                 mine.advance()
                 total += served.wait_s if step else 0.0  # nobody can have read the first one ahead
                 time.sleep(0.1)
@@ -194,8 +196,8 @@ def test_workers_read_while_a_step_is_computed():
 
 def test_what_is_read_ahead_is_bounded():
     images = Slow(400, reading_s=0.0)
-    with alone(images, Feeding(workers=3)) as mine:
-        mine.next()
+    with alone(images, LoaderOptions(workers=3)) as mine:
+        mine.load_next()
         time.sleep(0.2)
         assert len(images.asked) == 3 * COUNT  # this step and two more
         assert images.most <= 3
@@ -206,12 +208,12 @@ def workers_alive() -> list[threading.Thread]:
 
 
 def test_no_worker_outlives_its_feed():
-    with alone(Slow(16), Feeding(workers=2)) as mine:
-        mine.next()
+    with alone(Slow(16), LoaderOptions(workers=2)) as mine:
+        mine.load_next()
         assert len(workers_alive()) == 2
     assert not workers_alive()
-    with pytest.raises(ImageError), alone(Numbered(16, bad=tuple(range(16))), Feeding(workers=2)) as mine:
-        mine.next()
+    with pytest.raises(ImageError), alone(Numbered(16, bad=tuple(range(16))), LoaderOptions(workers=2)) as mine:
+        mine.load_next()
     assert not workers_alive()
 
 
@@ -226,9 +228,9 @@ def test_a_rank_tells_of_its_bad_image_also_if_the_others_have_left_already(monk
 
     def steps(world: LoopbackWorld) -> None:
         monkeypatch.setattr(world, "all_gather", released)
-        with feed(world, Numbered(12, bad=(in_order(12, 0, 0)[0],))) as mine:
+        with feed(world, Numbered(12, bad=(shuffle_indices(12, 0, 0)[0],))) as mine:
             with pytest.raises(ImageError, match="is damaged") as caught:
-                mine.next()
+                mine.load_next()
             assert not Failure.of(caught.value).released
 
     run_ranks(1, steps)
@@ -237,14 +239,14 @@ def test_a_rank_tells_of_its_bad_image_also_if_the_others_have_left_already(monk
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_bad_image_ends_the_training_when_its_step_comes(workers: int):
     """And not before, though it was read before; on all ranks, though rank 1 alone has seen it: that one is named."""
-    order = in_order(12, 0, 0)
+    order = shuffle_indices(12, 0, 0)
     images = Numbered(12, bad=(order[9],), where=lambda tile: tile.cols.start > 0)
 
     def steps(world: LoopbackWorld) -> tuple[int, str, type]:
-        with feed(world, images, Feeding(workers=workers)) as mine:
+        with feed(world, images, LoaderOptions(workers=workers)) as mine:
             for step in range(3):
                 try:
-                    assert mine.next() is not None
+                    assert mine.load_next() is not None
                 except ImageError as error:
                     return step, str(error), type(error.__cause__)
                 mine.advance()
@@ -256,17 +258,17 @@ def test_a_bad_image_ends_the_training_when_its_step_comes(workers: int):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_skipped_image_is_as_if_it_were_not_in_the_order(workers: int):
-    order = in_order(11, 0, 0)
+    order = shuffle_indices(11, 0, 0)
     bad = (order[1], order[5])
     images = Numbered(11, bad, where=lambda tile: tile.cols.start > 0)
 
     def work(world: LoopbackWorld) -> tuple[list[str], list[list[int]]]:
-        mine = feed(world, images, Feeding(workers=workers, on_bad_image="skip", drop_last=True))
+        mine = feed(world, images, LoaderOptions(workers=workers, on_bad_image="skip", drop_last=True))
         name = "labels" if world.rank == 3 else "images"
         steps = epochs(mine, 2)
         return mine.bad, [numbers(served, name) for steps in steps for served in steps if served.parts[0]]
 
-    first, second = ([index for index in in_order(11, 0, epoch) if index not in bad] for epoch in (0, 1))
+    first, second = ([index for index in shuffle_indices(11, 0, epoch) if index not in bad] for epoch in (0, 1))
     expected = [first[:4], first[4:8], second[:4], second[4:8]]
     said = [f"folder/{index}.png is damaged" for index in bad]
     assert run_ranks(4, work) == [(said, [] if rank == 2 else expected) for rank in range(4)]
@@ -275,12 +277,12 @@ def test_a_skipped_image_is_as_if_it_were_not_in_the_order(workers: int):
 def test_where_no_full_step_is_left_it_is_said():
     images = Numbered(8, bad=(0, 1, 2, 3, 4))
     with pytest.raises(ImageError, match=r"(?s)5 of 8 images cannot be read.*step of 4.*\nfolder/\d.png is damaged"):
-        seen(alone(images, Feeding(on_bad_image="skip")))
+        seen(alone(images, LoaderOptions(on_bad_image="skip")))
 
 
 def test_an_epoch_that_bad_images_shorten_ends_in_order():
-    order = in_order(8, 0, 0)
-    mine = alone(Numbered(8, bad=(order[6],)), Feeding(on_bad_image="skip", drop_last=True))
+    order = shuffle_indices(8, 0, 0)
+    mine = alone(Numbered(8, bad=(order[6],)), LoaderOptions(on_bad_image="skip", drop_last=True))
     assert [len(steps) for steps in epochs(mine, 2)] == [1, 1]
     assert mine.bad == [f"folder/{order[6]}.png is damaged"]
 
@@ -291,7 +293,7 @@ def test_a_fault_of_the_program_is_not_skipped():
             return super().part(index, tile, draw) / self.nothing
 
     with pytest.raises(ImageError, match=r"folder/\d.png: AttributeError: .*nothing") as caught:
-        alone(Faulty(8), Feeding(workers=1, on_bad_image="skip")).next()
+        alone(Faulty(8), LoaderOptions(workers=1, on_bad_image="skip")).load_next()
     assert isinstance(caught.value.__cause__, AttributeError)
 
 
@@ -301,7 +303,7 @@ def test_what_the_system_says_is_told_with_the_images_name():
             raise FileNotFoundError(2, "No such file or directory")
 
     with pytest.raises(ImageError, match=r"^folder/\d.png: \[Errno 2\] No such file or directory"):
-        alone(Gone(8)).next()
+        alone(Gone(8)).load_next()
 
 
 # ---- going on
@@ -311,22 +313,22 @@ def test_what_the_system_says_is_told_with_the_images_name():
 @pytest.mark.parametrize("done", range(6))
 def test_it_goes_on_as_if_there_had_been_no_break(done: int, workers: int):
     """After any number of steps, in any epoch, with images that were left out before."""
-    feeding = Feeding(11, None, workers, "skip")
-    images = Numbered(14, bad=tuple(in_order(14, 11, 0)[2:4]))
+    feeding = LoaderOptions(11, None, workers, "skip")
+    images = Numbered(14, bad=tuple(shuffle_indices(14, 11, 0)[2:4]))
     whole = [served for steps in epochs(alone(images, feeding), 2) for served in steps]
     assert len(whole) == 6
 
     with alone(images, feeding) as first:
         while first.place.epoch * 3 + first.place.step < done:
-            if first.next() is not None:
+            if first.load_next() is not None:
                 first.advance()
-        state = json.loads(json.dumps(first.state()))
+        state = json.loads(json.dumps(first.get_state()))
     second = alone(images, feeding)
     second.resume(state)
     with second:
         rest = []
         while len(rest) < 6 - done:
-            served = second.next()
+            served = second.load_next()
             if served is not None:
                 second.advance()
                 rest.append(served)
@@ -336,13 +338,13 @@ def test_it_goes_on_as_if_there_had_been_no_break(done: int, workers: int):
 
 def test_a_step_that_was_not_done_comes_again():
     mine = alone(Numbered(8))
-    first = mine.next()
-    assert mine.state()["step"] == 0
-    assert numbers(mine.next()) == numbers(first)
+    first = mine.load_next()
+    assert mine.get_state()["step"] == 0
+    assert numbers(mine.load_next()) == numbers(first)
 
 
 def test_a_state_of_other_images_is_refused():
-    state = alone(Numbered(8)).state()
+    state = alone(Numbered(8)).get_state()
     with pytest.raises(ImageError, match="had 8 images, but there are 9"):
         alone(Numbered(9)).resume(state)
 
@@ -371,7 +373,7 @@ def test_an_image_of_another_size_is_refused():
 )
 def test_what_cannot_be_asked_for(wrong: dict[str, Any], said: str):
     with pytest.raises(PlanError, match=said):
-        Feeding(**wrong)
+        LoaderOptions(**wrong)
 
 
 def test_too_few_images():

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from engines.errors import ImageError
-from engines.images.annotations import masks_table
-from engines.images.folder import folder_images, pictures
+from engines.images.annotations import write_masks_table
+from engines.images.folder import folder_images, list_pictures
 
 FORK = b"\0\5\x16\7\0\2\0\0Mac OS X        " + bytes(4000)  # as `._` files begin (AppleDouble)
 CLASSES = ("benign", "tumour")
@@ -74,11 +74,11 @@ def test_a_path_may_be_text(folder: Path):
 
 def test_tables_of_folders_pass_over_the_same(folder: Path, tmp_path: Path):
     (folder / "benign" / "._a.png").write_bytes(FORK)
-    assert [path.name for path in pictures(folder / "benign")] == ["a.png", "b.png"]
-    assert masks_table(folder / "benign", folder / "benign", tmp_path / "t.csv") == 2
+    assert [path.name for path in list_pictures(folder / "benign")] == ["a.png", "b.png"]
+    assert write_masks_table(folder / "benign", folder / "benign", tmp_path / "t.csv") == 2
 
 
 def test_two_masks_of_one_name_are_not_chosen_between(folder: Path, tmp_path: Path):
     Image.new("L", (8, 6)).save(folder / "benign" / "a.tif")
     with pytest.raises(ImageError, match=r"benign has several masks of one name: a\.png, a\.tif"):
-        masks_table(folder / "tumour", folder / "benign", tmp_path / "t.csv")
+        write_masks_table(folder / "tumour", folder / "benign", tmp_path / "t.csv")

@@ -13,7 +13,7 @@ from PIL import Image
 from engines.errors import ImageError
 from engines.images.example import Example
 from engines.images.examples import ExampleImages
-from engines.images.masks import Mask
+from engines.images.masks import MaskFile
 from engines.spatial.tiles import Span, Tile
 from tests.images.example_files import CLASSES, FRAMES, PIXELS, saved
 
@@ -30,7 +30,7 @@ def test_masks_of_many_kinds_say_the_same(ending: str, tmp_path: Path):
     else:
         kind = {"wide.tiff": np.uint16, "float.tiff": np.float32}.get(ending, np.uint8)
         Image.fromarray(CLASSES.astype(kind)).save(path)
-    mask = Mask(path, 3)
+    mask = MaskFile(path, 3)
     assert mask.shape == (60, 80)
     tile = Tile(Span(7, 31), Span(11, 50))
     assert np.array_equal(mask.read(tile), CLASSES[7:31, 11:50])
@@ -41,10 +41,10 @@ def test_a_jpeg_needs_a_threshold(mode: str, tmp_path: Path):
     discs = np.zeros((64, 64), np.uint8)
     discs[16:48, 16:48] = 255
     path = saved(tmp_path / "mask.jpg", discs, mode)
-    read = Mask(path, 2, threshold=127).read(Tile.whole(64, 64))
+    read = MaskFile(path, 2, threshold=127).read(Tile.whole(64, 64))
     assert np.array_equal(read, discs == 255)
     with pytest.raises(ImageError, match=r"mask\.jpg holds \d+ at row \d+, column \d+, which is no class: there are 2"):
-        Mask(path, 2).read(Tile.whole(64, 64))
+        MaskFile(path, 2).read(Tile.whole(64, 64))
 
 
 def with_one(value: float, kind: type[np.generic]) -> NDArray[np.generic]:
@@ -67,7 +67,7 @@ BAD_VALUES = {
 def test_a_number_that_is_no_class_is_named_with_its_pixel(values, said: str, threshold: int | None, tmp_path: Path):
     path = tmp_path / "mask.npy"
     np.save(path, values)
-    mask = Mask(path, 3, threshold)
+    mask = MaskFile(path, 3, threshold)
     if threshold is not None and said != "nan":
         assert mask.read(Tile.whole(60, 80)).max() == 1
         return
@@ -81,18 +81,18 @@ def test_a_number_that_is_no_class_is_named_with_its_pixel(values, said: str, th
 def test_masks_that_cannot_be_read(tmp_path: Path, files):
     coloured = saved(tmp_path / "coloured.png", PIXELS)
     with pytest.raises(ImageError, match=r"coloured\.png is coloured, .* which class a colour is"):
-        Mask(coloured, 3).read(Tile.whole(60, 80))
+        MaskFile(coloured, 3).read(Tile.whole(60, 80))
     np.save(tmp_path / "three.npy", np.zeros((4, 4, 3)))
     with pytest.raises(ImageError, match=r"three\.npy holds float64 of shape \(4, 4, 3\), but a mask is \(H, W\)"):
-        Mask(tmp_path / "three.npy", 3)
+        MaskFile(tmp_path / "three.npy", 3)
     np.save(tmp_path / "objects.npy", np.array([[object()]]), allow_pickle=True)
     with pytest.raises(ImageError, match=r"objects\.npy is damaged: .*Python objects"):
-        Mask(tmp_path / "objects.npy", 3)
+        MaskFile(tmp_path / "objects.npy", 3)
     (tmp_path / "text.png").write_text("no mask")
     with pytest.raises(ImageError, match=r"text\.png"):
-        Mask(tmp_path / "text.png", 3)
+        MaskFile(tmp_path / "text.png", 3)
     with pytest.raises(ImageError, match=r"none\.png does not exist"):
-        Mask(tmp_path / "none.png", 3)
+        MaskFile(tmp_path / "none.png", 3)
 
 
 @pytest.mark.parametrize("ending", ["png", "jpg", "tiff", "npy", "palette.png", "wide.png", "bool.tif", "floats.tif"])
@@ -113,8 +113,8 @@ def test_a_spoiled_mask_is_read_or_refused(ending: str, tmp_path: Path):
             spoiled[place : place + 1] = bytes([random.integers(256)])
         path.write_bytes(bytes(spoiled))
         try:
-            rows, cols = Mask(path, 3, threshold=1).shape
-            read += Mask(path, 3, threshold=1).read(Tile.whole(min(rows, 99), min(cols, 99))).max() <= 1
+            rows, cols = MaskFile(path, 3, threshold=1).shape
+            read += MaskFile(path, 3, threshold=1).read(Tile.whole(min(rows, 99), min(cols, 99))).max() <= 1
         except ImageError as error:
             assert path.name in str(error)  # noqa: PT017 (either outcome is right)
     assert read < 150

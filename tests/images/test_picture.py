@@ -18,7 +18,7 @@ from PIL import Image
 from engines.errors import ImageError
 from engines.images import picture, pillow, reader
 from engines.images.arrays import ArrayPicture
-from engines.images.decoded import Decoded
+from engines.images.decoded import DecodeCache
 from engines.images.picture import Picture, Pixels, open_image
 from engines.images.samples import immunohistochemistry
 
@@ -257,10 +257,10 @@ def test_a_file_is_decoded_once_for_all_who_open_it(tmp_path, monkeypatch):
 
 def test_what_nobody_uses_is_forgotten(tmp_path, monkeypatch):
     monkeypatch.setattr("engines.images.decoded.KEPT_BYTES", 2 * COLOURS.nbytes)
-    cache = Decoded(pillow._decode)
+    cache = DecodeCache(pillow._decode)
     paths = [saved(tmp_path / f"{number}.png", Image.fromarray(COLOURS)) for number in range(4)]
     for path in paths:
-        cache.pixels(path)
+        cache.get_pixels(path)
     assert len(cache._kept) == 2
     assert len(cache._in_use) == 2
 

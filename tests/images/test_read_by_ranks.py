@@ -46,7 +46,7 @@ def test_with_halos_and_on_any_level(tmp_path, method, halo_px, level):
 
 def test_other_pixels_would_be_told(tmp_path, monkeypatch):
     write_svs(tmp_path / "a.svs", tissue(200, 200), tile=64)
-    monkeypatch.setattr("engines.bench.read._digest", lambda pixels, seen=[]: seen.append(0) or str(len(seen)))
+    monkeypatch.setattr("engines.bench.read._compute_digest", lambda pixels, seen=[]: seen.append(0) or str(len(seen)))
     (line,) = run_ranks(1, lambda world: bench_read(world, str(tmp_path / "a.svs")))
     assert not line["same_pixels"]
     assert not line["ok"]

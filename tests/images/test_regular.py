@@ -13,12 +13,12 @@ from PIL import Image
 
 from engines.checkpoint.stored import Checkpoint
 from engines.errors import CheckpointError, ImageError, Mpi4dlError, PlanError
-from engines.images.annotations import boxes_table
+from engines.images.annotations import write_boxes_table
 from engines.images.picture import open_image
 from engines.images.tables import table_images
 from engines.log import EpochLog
 from engines.regular import open_regular, read_bounded
-from mpi4dl_nb.known_machine import KnownMachine
+from mpi4dl_nb.known_machine import CalibrationCache
 from mpi4dl_nb.launch.hosts import read_hosts
 
 Make = Callable[[Path], None]
@@ -37,7 +37,7 @@ def in_folder(path: Path, name: str, make: Make) -> Path:
 def boxes(folder: Path, make: Make) -> None:
     in_folder(folder / "JPEGImages", "a.jpg", lambda path: path.write_bytes(b""))
     in_folder(folder / "ImageSets" / "Main", "train.txt", make)
-    boxes_table(folder, "train", folder / "t.csv", 8)
+    write_boxes_table(folder, "train", folder / "t.csv", 8)
 
 
 def in_table(name: str, column: str) -> Callable[[Path, Make], object]:
@@ -59,7 +59,7 @@ READERS: dict[str, tuple[type[Mpi4dlError], Callable[[Path, Make], object]]] = {
     "picture": (ImageError, lambda folder, make: open_image(in_folder(folder, "a.png", make) / "a.png")),
     **{f"{column}, {name}": (ImageError, in_table(name, column)) for column in ("label", "mask") for name in FILES},
     "checkpoint": (CheckpointError, lambda folder, make: Checkpoint.open(in_folder(folder, "checkpoint.json", make))),
-    "machine": (PlanError, lambda folder, make: KnownMachine(in_folder(folder, "m.json", make) / "m.json").read()),
+    "machine": (PlanError, lambda folder, make: CalibrationCache(in_folder(folder, "m.json", make) / "m.json").read()),
     "log": (PlanError, lambda folder, make: EpochLog(in_folder(folder, "log.json", make) / "log.json")),
     "hosts": (PlanError, lambda folder, make: read_hosts(in_folder(folder, "hosts", make) / "hosts")),
 }

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from engines.images.scaling import middles, scaled
+from engines.images.scaling import find_nearest_pixels, resize_tile
 from engines.spatial.tiles import Grid, Span, Tile
 
 SIDES = st.integers(1, 70)
@@ -33,11 +33,11 @@ class Spied:
 @given(SIZES, SIZES, st.data())
 def test_parts_are_those_of_the_whole_to_the_bit(source: tuple[int, int], target: tuple[int, int], data):
     picture, whole = Spied(source), Tile.whole(*target)
-    expected = scaled(picture, source, target, whole)
+    expected = resize_tile(picture, source, target, whole)
     assert expected.shape == (*target, 3)
     grid = Grid(*(data.draw(st.integers(1, min(4, side))) for side in target))
     for tile in grid.cut(*target):
-        assert np.array_equal(scaled(picture, source, target, tile), expected[tile.within(whole)])
+        assert np.array_equal(resize_tile(picture, source, target, tile), expected[tile.to_slices(whole)])
 
 
 @settings(deadline=None, max_examples=150)
@@ -46,13 +46,13 @@ def test_the_rule_is_pillows_columns_before_rows(source: tuple[int, int], target
     picture = Spied(source)
     columns = Image.fromarray(picture.pixels).resize((target[1], source[0]), Image.Resampling.BILINEAR)
     both = np.asarray(columns.resize((target[1], target[0]), Image.Resampling.BILINEAR))
-    assert np.array_equal(scaled(picture, source, target, Tile.whole(*target)), both)
+    assert np.array_equal(resize_tile(picture, source, target, Tile.whole(*target)), both)
 
 
 @pytest.mark.parametrize("target", [(50, 60), (400, 480), (100, 120)], ids=["smaller", "larger", "the same"])
 def test_a_quarter_needs_little_more_than_a_quarter_of_the_source(target: tuple[int, int]):
     picture = Spied((100, 120))
-    scaled(picture, (100, 120), target, Grid(2, 2).cut(*target)[3])
+    resize_tile(picture, (100, 120), target, Grid(2, 2).cut(*target)[3])
     (read,) = picture.read
     assert read.rows.start >= 48
     assert read.cols.start >= 58
@@ -61,7 +61,7 @@ def test_a_quarter_needs_little_more_than_a_quarter_of_the_source(target: tuple[
 
 def test_a_scaled_picture_has_the_mean_of_what_it_was_made_from():
     picture = Spied((64, 64))
-    small = scaled(picture, (64, 64), (8, 8), Tile.whole(8, 8))
+    small = resize_tile(picture, (64, 64), (8, 8), Tile.whole(8, 8))
     assert abs(small.mean() - picture.pixels.mean()) < 2
     assert small.std() < picture.pixels.std() / 4
 
@@ -70,5 +70,5 @@ def test_a_scaled_picture_has_the_mean_of_what_it_was_made_from():
 def test_the_middle_of_each_pixel_lies_in_its_nearest(source: int, target: int, data):
     stop = data.draw(st.integers(1, target))
     start = data.draw(st.integers(0, stop - 1))
-    for px, nearest in zip(range(start, stop), middles(source, target, Span(start, stop)), strict=True):
+    for px, nearest in zip(range(start, stop), find_nearest_pixels(source, target, Span(start, stop)), strict=True):
         assert nearest <= (px + Fraction(1, 2)) * source / target < nearest + 1

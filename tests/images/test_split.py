@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.errors import ImageError
-from engines.images.some import Some, parted
-from engines.images.split import split
+from engines.images.some import Subset, split_by_slide
+from engines.images.split import split_indices
 from engines.images.synthetic import SyntheticImages
 from engines.spatial.tiles import Tile
 
@@ -22,9 +22,9 @@ def test_no_slide_is_on_both_sides_and_the_order_does_not_matter(images, share: 
     kinds = [frozenset(label for slide, label in images if slide == name) for name in set(slides)]
     if len(set(kinds)) == len(kinds):
         with pytest.raises(ImageError, match=f"of {len(kinds)} slides, no two of them of the same classes"):
-            split(slides, labels, share, seed)
+            split_indices(slides, labels, share, seed)
         return
-    train, judge = split(slides, labels, share, seed)
+    train, judge = split_indices(slides, labels, share, seed)
     assert sorted(train + judge) == list(range(len(images)))
     assert train == sorted(train)
     assert train
@@ -32,33 +32,33 @@ def test_no_slide_is_on_both_sides_and_the_order_does_not_matter(images, share: 
     held = {slides[index] for index in judge}
     assert not held & {slides[index] for index in train}
     order = random.sample(range(len(images)), len(images))
-    _, other = split([slides[index] for index in order], [labels[index] for index in order], share, seed)
+    _, other = split_indices([slides[index] for index in order], [labels[index] for index in order], share, seed)
     assert {slides[order[index]] for index in other} == held
 
 
 def test_each_class_gives_its_share():
     slides = [f"slide {number // 2}" for number in range(80)]
     labels = [number // 20 for number in range(80)]
-    train, judge = split(slides, labels, 0.3, seed=1)
+    train, judge = split_indices(slides, labels, 0.3, seed=1)
     assert [sum(labels[index] == label for index in judge) for label in range(4)] == [6, 6, 6, 6]
-    assert split(slides, labels, 0.3, seed=1) == (train, judge)
-    assert split(slides, labels, 0.3, seed=2) != (train, judge)
+    assert split_indices(slides, labels, 0.3, seed=1) == (train, judge)
+    assert split_indices(slides, labels, 0.3, seed=2) != (train, judge)
 
 
 @pytest.mark.parametrize("share", [0, 1, -0.2, 1.5])
 def test_a_share_is_between_nothing_and_everything(share: float):
     with pytest.raises(ImageError, match=f"held_out={share} must be a share"):
-        split(["a", "b"], None, share)
+        split_indices(["a", "b"], None, share)
 
 
 def test_one_slide_alone_cannot_be_held_out():
     with pytest.raises(ImageError, match=r"1 slides, .* none can be held out"):
-        split(["a", "a"], None, 0.5)
+        split_indices(["a", "a"], None, 0.5)
 
 
 def test_parts_of_images_are_those_images():
     images, whole = SyntheticImages(20, (5, 6), 2, seed=3), Tile.whole(5, 6)
-    train, judge = parted(images, 0.25, seed=4)
+    train, judge = split_by_slide(images, 0.25, seed=4)
     assert len(train) + len(judge) == 20
     assert 4 <= len(judge) <= 6
     assert not {train.name(i) for i in range(len(train))} & {judge.name(i) for i in range(len(judge))}
@@ -71,4 +71,4 @@ def test_parts_of_images_are_those_images():
 
 def test_there_must_be_such_images():
     with pytest.raises(ImageError, match="no image 7 among 5: they go from 0 to 4"):
-        Some(SyntheticImages(5, (5, 6), 2), [0, 7])
+        Subset(SyntheticImages(5, (5, 6), 2), [0, 7])

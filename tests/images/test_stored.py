@@ -16,7 +16,7 @@ from PIL import Image, ImageCms, PngImagePlugin
 
 from engines.errors import ImageError
 from engines.images.ignored import IGNORED
-from engines.images.masks import Mask, mask_shape
+from engines.images.masks import MaskFile, read_mask_shape
 from engines.images.picture import open_image
 from engines.spatial.tiles import Span, Tile
 from tests.images.example_files import CLASSES
@@ -134,19 +134,19 @@ def file_of(folder: Path, name: str, write: Write) -> Path:
 @pytest.mark.parametrize("name", TRUE_OR_FALSE)
 def test_true_is_class_1(tmp_path: Path, name: str):
     path = file_of(tmp_path, name, TRUE_OR_FALSE[name])
-    assert mask_shape(path) == BITS.shape
-    assert np.array_equal(Mask(path, 2).read(Tile.whole(*BITS.shape)), BITS)
-    assert np.array_equal(Mask(path, 2).read(TILE), BITS[7:31, 11:50])
+    assert read_mask_shape(path) == BITS.shape
+    assert np.array_equal(MaskFile(path, 2).read(Tile.whole(*BITS.shape)), BITS)
+    assert np.array_equal(MaskFile(path, 2).read(TILE), BITS[7:31, 11:50])
     if "palette" not in name:  # a threshold for shades of 0 ... 255 means the same of two shades
-        assert np.array_equal(Mask(path, 2, threshold=127).read(TILE), BITS[7:31, 11:50])
+        assert np.array_equal(MaskFile(path, 2, threshold=127).read(TILE), BITS[7:31, 11:50])
 
 
 @pytest.mark.parametrize("name", OF_CLASSES)
 def test_the_stored_number_is_the_class(tmp_path: Path, name: str):
     path = file_of(tmp_path, name, OF_CLASSES[name])
-    assert mask_shape(path) == CLASSES.shape
-    assert np.array_equal(Mask(path, 3).read(Tile.whole(*CLASSES.shape)), CLASSES)
-    assert np.array_equal(Mask(path, 3).read(TILE), CLASSES[7:31, 11:50])
+    assert read_mask_shape(path) == CLASSES.shape
+    assert np.array_equal(MaskFile(path, 3).read(Tile.whole(*CLASSES.shape)), CLASSES)
+    assert np.array_equal(MaskFile(path, 3).read(TILE), CLASSES[7:31, 11:50])
 
 
 @pytest.mark.parametrize(("bits", "scale"), [(2, 85), (4, 17)])
@@ -157,7 +157,7 @@ def test_few_bits_are_spread_before_a_threshold(tmp_path: Path, bits: int, scale
     shades = np.array(Image.open(path))
     assert np.array_equal(shades, CLASSES * scale)
     threshold = int(1.5 * scale)
-    assert np.array_equal(Mask(path, 2, threshold=threshold).read(Tile.whole(60, 80)), shades > threshold)
+    assert np.array_equal(MaskFile(path, 2, threshold=threshold).read(Tile.whole(60, 80)), shades > threshold)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -170,17 +170,17 @@ def test_a_turned_mask_lies_on_its_turned_picture(tmp_path: Path, orientation: i
     for path in (picture, mask):
         Image.fromarray(shades).save(path, exif=exif)
     pixels = open_image(picture)
-    assert mask_shape(mask) == pixels.shape()
+    assert read_mask_shape(mask) == pixels.shape()
     seen = pixels.read(5, 9, 300, 330)[..., 0] > 127
-    assert np.array_equal(Mask(mask, 2, threshold=127).read(Tile(Span(5, 305), Span(9, 339))), seen)
+    assert np.array_equal(MaskFile(mask, 2, threshold=127).read(Tile(Span(5, 305), Span(9, 339))), seen)
 
 
 def test_of_a_large_mask_only_the_touched_tiles_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, large = tmp_path / "mask.tif", np.tile(CLASSES, (10, 10))
     tifffile.imwrite(path, large > 1, tile=(64, 64), compression="deflate")
-    mask, read, pread = Mask(path, 2), [], os.pread
+    mask, read, pread = MaskFile(path, 2), [], os.pread
     monkeypatch.setattr(os, "pread", lambda *place: read.append(place) or pread(*place))
-    assert np.array_equal(Mask(path, 2).read(Tile(Span(70, 120), Span(130, 190))), large[70:120, 130:190] > 1)
+    assert np.array_equal(MaskFile(path, 2).read(Tile(Span(70, 120), Span(130, 190))), large[70:120, 130:190] > 1)
     assert len(read) == 1
     assert mask.shape == (600, 800)
 
@@ -230,7 +230,7 @@ def test_what_has_no_number_for_a_class_is_refused_by_name(tmp_path: Path, name:
     write, threshold, reason = REFUSED[name]
     write(tmp_path / "mask.x")
     with pytest.raises(ImageError, match=rf"mask\.x .*{reason}") as caught:
-        Mask(tmp_path / "mask.x", 3, threshold).read(TILE)
+        MaskFile(tmp_path / "mask.x", 3, threshold).read(TILE)
     assert any(word in str(caught.value) for word in ("Save", "save", "Give the path")), "a way out"
 
 
@@ -238,7 +238,7 @@ def test_shades_of_a_coloured_jpeg_may_differ_a_little(tmp_path: Path):
     shades = np.full((64, 64, 3), (250, 244, 247), np.uint8)
     shades[16:48, 16:48] = (3, 9, 6)
     Image.fromarray(shades).save(tmp_path / "mask.jpg", quality=95)
-    assert np.array_equal(Mask(tmp_path / "mask.jpg", 2, 127).read(Tile.whole(64, 64)), shades[..., 0] > 127)
+    assert np.array_equal(MaskFile(tmp_path / "mask.jpg", 2, 127).read(Tile.whole(64, 64)), shades[..., 0] > 127)
 
 
 # ---- numbers that are no class
@@ -257,16 +257,16 @@ def test_ignored_numbers_have_no_class(tmp_path: Path, kind: str):
         tifffile.imwrite(path, values.astype(np.int8 if kind == "signed TIFF" else np.uint8))
     else:
         (indexed(values) if kind == "palette PNG" else Image.fromarray(values.astype(np.uint8))).save(path, "png")
-    assert np.array_equal(Mask(path, 3, ignore=(void, rim)).read(Tile.whole(60, 80)), expected)
+    assert np.array_equal(MaskFile(path, 3, ignore=(void, rim)).read(Tile.whole(60, 80)), expected)
     with pytest.raises(ImageError, match=rf"holds {rim} at row 0, column 3, which is no class: .*\(ignore=\)"):
-        Mask(path, 3, ignore=void).read(Tile.whole(60, 80))
+        MaskFile(path, 3, ignore=void).read(Tile.whole(60, 80))
     if kind in ("grey PNG", "array"):
         above = np.where(expected == IGNORED, IGNORED, values > 1)
-        assert np.array_equal(Mask(path, 2, threshold=1, ignore=(void, rim)).read(Tile.whole(60, 80)), above)
+        assert np.array_equal(MaskFile(path, 2, threshold=1, ignore=(void, rim)).read(Tile.whole(60, 80)), above)
 
 
 @pytest.mark.parametrize("ignore", ["void", 1.5, ["255"]], ids=str)
 def test_ignored_numbers_are_whole(tmp_path: Path, ignore: object):
     np.save(tmp_path / "mask.npy", CLASSES)
     with pytest.raises(ImageError, match="must be a whole number of the masks, such as 255"):
-        Mask(tmp_path / "mask.npy", 3, ignore=ignore)
+        MaskFile(tmp_path / "mask.npy", 3, ignore=ignore)

@@ -14,15 +14,15 @@ from engines.images import thumbnails
 from engines.images.arrays import ArrayPicture
 from engines.images.crops import StainCrops
 from engines.images.picture import Picture, open_image
-from engines.images.reader import Level, Reader
-from engines.images.region import region
+from engines.images.reader import Level, PictureReader
+from engines.images.region import crop_picture
 from engines.plan import Plan
 from mpi4dl_nb import show_slicing
 
 PIXELS = tissue(400, 600)
 
 
-class Endless(Reader):
+class Endless(PictureReader):
     """A slide of any size that nobody has to hold: red grows downwards, green to the right."""
 
     def __init__(self, *levels: Level) -> None:
@@ -107,7 +107,7 @@ def test_a_figure_of_a_slide_reads_the_level_that_fits():
 def test_a_region_is_a_picture(tmp_path):
     levels = write_ome(tmp_path / "a.ome.tif", PIXELS)
     opened = open_image(tmp_path / "a.ome.tif")
-    part = region(opened, 30, 40, 100, 120, level=1)
+    part = crop_picture(opened, 30, 40, 100, 120, level=1)
     assert isinstance(part, Picture)
     assert open_image(part) is part
     assert part.name == "a.ome.tif[30:130, 40:160] of level 1"
@@ -122,14 +122,14 @@ def test_a_region_is_a_picture(tmp_path):
 
 def test_a_region_ends_where_it_ends():
     """Beyond it is white, though the picture goes on there."""
-    part = region(open_image(PIXELS), 30, 40, 100, 120)
+    part = crop_picture(open_image(PIXELS), 30, 40, 100, 120)
     read = part.read(-2, 0, 4, 120)
     assert (read[:2] == 255).all()
     assert np.array_equal(read[2:], PIXELS[30:32, 40:160])
 
 
 def test_a_region_may_reach_beyond_the_picture():
-    read = region(open_image(PIXELS), 390, -10, 20, 30).read(0, 0, 20, 30)
+    read = crop_picture(open_image(PIXELS), 390, -10, 20, 30).read(0, 0, 20, 30)
     assert np.array_equal(read[:10, 10:], PIXELS[390:, :20])
     assert (read[10:] == 255).all()
     assert (read[:, :10] == 255).all()
@@ -138,7 +138,7 @@ def test_a_region_may_reach_beyond_the_picture():
 def test_a_thumbnail_of_a_region_comes_from_a_coarser_level(tmp_path):
     write_ome(tmp_path / "a.ome.tif", PIXELS)
     opened = open_image(tmp_path / "a.ome.tif")
-    small = region(opened, 100, 200, 200, 300).thumbnail(70)
+    small = crop_picture(opened, 100, 200, 200, 300).thumbnail(70)
     assert opened.bytes_read < 60 * 80 * 3
     expected = Image.fromarray(PIXELS[100:300:4, 200:500:4]).resize((70, 47), Image.Resampling.BOX)
     assert near(small, np.array(expected))
@@ -157,7 +157,7 @@ def test_a_thumbnail_of_a_region_comes_from_a_coarser_level(tmp_path):
 )
 def test_a_region_without_pixels_is_refused(box, reason):
     with pytest.raises(ImageError, match=reason):
-        region(open_image(PIXELS), *box)
+        crop_picture(open_image(PIXELS), *box)
 
 
 def test_crops_of_a_whole_slide_are_refused_before_it_is_read():

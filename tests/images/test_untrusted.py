@@ -16,7 +16,7 @@ from PIL import Image
 
 from engines.errors import ImageError
 from engines.images import zarr_chunks
-from engines.images.annotations import boxes_table
+from engines.images.annotations import write_boxes_table
 from engines.images.ome import OmeImage
 from engines.images.picture import open_image
 from engines.images.tables import table_images, write_table
@@ -128,7 +128,7 @@ def test_tables_of_our_own_say_where_their_files_are(folder):
 @pytest.mark.parametrize("text", [BOMB, OUTSIDE], ids=["a bomb of entities", "an entity that is a file"])
 def test_xml_defines_nothing(tmp_path, text):
     with pytest.raises(ImageError, match="document type"):
-        boxes_table(voc(tmp_path, text), "train", tmp_path / "t.csv")
+        write_boxes_table(voc(tmp_path, text), "train", tmp_path / "t.csv")
     with pytest.raises(ImageError, match="document type"):
         OmeImage.parse(tmp_path / "a.tif", text)
 
@@ -147,7 +147,7 @@ def test_boxes_have_numbers(tmp_path, number):
     box = f"<bndbox><ymin>{number}</ymin><ymax>2</ymax><xmin>1</xmin><xmax>2</xmax></bndbox>"
     text = f"<annotation><object><name>x</name>{box}</object></annotation>"
     with pytest.raises(ImageError, match=r"a\.xml"):
-        boxes_table(voc(tmp_path, text), "train", tmp_path / "t.csv")
+        write_boxes_table(voc(tmp_path, text), "train", tmp_path / "t.csv")
 
 
 @pytest.mark.parametrize("text", ["<a>" * 100_000, "<a>" * 100_000 + "</a>" * 100_000, "", "\0", "<a b=1>"])

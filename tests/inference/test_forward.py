@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.world import Message, Pending
 from engines.errors import PlanError, TraceError
-from engines.inference.forward import RankPrediction, fetched, joined, prepare_prediction
+from engines.inference.forward import RankPredictor, fetch_tensors, join_predictions, prepare_prediction
 from engines.models.unet import UNet
 from engines.plan import Plan
 from engines.program.compile import compile_plan
@@ -42,9 +42,9 @@ def predicted(model: nn.Module, plan: Plan, images: Tensor) -> Tensor:
     assert all(step.phase is Phase.FORWARD for program in programs for step in program.steps)
     told = run_ranks(
         plan.ranks,
-        lambda world: RankPrediction(world, recipe).predict(cut_inputs(programs[world.rank], {"images": images})),
+        lambda world: RankPredictor(world, recipe).predict(cut_inputs(programs[world.rank], {"images": images})),
     )
-    return joined(programs, told, recipe.graph.specs[recipe.graph.prediction])
+    return join_predictions(programs, told, recipe.graph.specs[recipe.graph.prediction])
 
 
 class Classifier(nn.Module):
@@ -85,7 +85,7 @@ class Asked:
         self.pending.wait()
         self.gone = True
 
-    def done(self) -> bool:
+    def is_completed(self) -> bool:
         """As over MPI, where what is long leaves when the receiver is there: not when it is first looked for."""
         return False
 
@@ -117,7 +117,7 @@ def test_what_was_sent_has_gone_before_a_prediction_ends(name: str):
 
     def work(world: LoopbackWorld) -> list[Asked]:
         slow = SlowWorld(world)
-        rank = RankPrediction(slow, recipe)
+        rank = RankPredictor(slow, recipe)
         rank.predict(rank.cut({"images": images}))
         return slow.sent
 
@@ -149,9 +149,9 @@ def test_nothing_of_a_prediction_is_kept_for_backward():
     images = torch.randn(2, 3, 20, 36, dtype=torch.float64)
 
     def work(world):
-        rank = RankPrediction(world, recipe)
+        rank = RankPredictor(world, recipe)
         rank.predict(cut_inputs(rank.program, {"images": images}))
-        return [lane.waits_for_backward or bool(lane.values) for lane in rank.worker.lanes.values()]
+        return [lane.has_pending_backward or bool(lane.values) for lane in rank.worker.lanes.values()]
 
     assert run_ranks(6, work) == [[False]] * 6
 
@@ -167,15 +167,15 @@ def test_weights_come_from_the_ranks_that_hold_them():
     def work(world):
         other = programs[1 - world.rank]
         held = {name: recipe.state[name] for name in (*other.weights, *other.buffers)}
-        return RankPrediction(world, recipe, held).predict(cut_inputs(programs[world.rank], {"images": images}))
+        return RankPredictor(world, recipe, held).predict(cut_inputs(programs[world.rank], {"images": images}))
 
-    made = joined(programs, run_ranks(2, work), recipe.graph.specs[recipe.graph.prediction])
+    made = join_predictions(programs, run_ranks(2, work), recipe.graph.specs[recipe.graph.prediction])
     assert torch.allclose(made, plain(model, images), rtol=1e-12, atol=1e-12)
 
 
 def test_a_weight_that_no_rank_holds():
     with pytest.raises(PlanError, match=r"No rank holds model\.lost"):
-        run_ranks(2, lambda world: fetched(world, {"model.there": torch.ones(1)}, ["model.there", "model.lost"]))
+        run_ranks(2, lambda world: fetch_tensors(world, {"model.there": torch.ones(1)}, ["model.there", "model.lost"]))
 
 
 def test_a_model_that_cannot_take_the_images():

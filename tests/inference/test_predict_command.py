@@ -16,7 +16,7 @@ from engines.comm.loopback import run_ranks
 from engines.errors import CheckpointError, ImageError, PlanError
 from engines.images.picture import open_image
 from engines.inference.command import predict
-from engines.inference.region import region_of
+from engines.inference.region import make_padded_region
 from engines.inference.weights import load_weights
 from engines.models.unet import UNet
 from engines.plan import Plan
@@ -34,7 +34,7 @@ def files(tmp_path: Path) -> Path:
     torch.manual_seed(5)
     pixels = np.random.default_rng(0).integers(0, 256, (100, 130, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "in.png")
-    images = region_of(open_image(pixels), BOX).part(Tile.whole(64, 88), torch.float64)
+    images = make_padded_region(open_image(pixels), BOX).read_tile(Tile.whole(64, 88), torch.float64)
     model = even(settled(UNet(num_classes=3, width=4)), images)
     save_file(model.state_dict(), tmp_path / "weights.safetensors")
     return tmp_path
@@ -65,7 +65,7 @@ def test_a_region_with_given_weights(files: Path):
     assert json.loads(json.dumps(lines[0])) == lines[0]
     model = UNet(num_classes=3, width=4)
     load_weights(model, files / "weights.safetensors")
-    images = region_of(open_image(files / "in.png"), BOX).part(Tile.whole(64, 88), torch.float64)
+    images = make_padded_region(open_image(files / "in.png"), BOX).read_tile(Tile.whole(64, 88), torch.float64)
     expected = plain(model, images)[0].argmax(0).numpy()
     assert len(np.unique(expected)) > 1
     assert np.array_equal(open_image(files / "out.tif").read(0, 0, 64, 88)[..., 0], expected)

@@ -18,12 +18,12 @@ from engines.comm.loopback import run_ranks
 from engines.errors import ImageError, PlanError, TraceError
 from engines.images.arrays import ArrayPicture
 from engines.images.picture import Picture, open_image
-from engines.inference.fitting import fitted
+from engines.inference.fitting import fit_tiles
 from engines.inference.prepare import prepare_region
-from engines.inference.pyramid import pyramid_of
-from engines.inference.region import region_of
+from engines.inference.pyramid import make_pyramid
+from engines.inference.region import make_padded_region
 from engines.inference.sink import ArraySink
-from engines.inference.sweep import Ask, Sweep, Swept
+from engines.inference.sweep import PredictionRequest, TiledPrediction, TiledPredictor
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
 from engines.spatial.tiles import Tile
@@ -35,25 +35,33 @@ PICTURE = open_image(RANDOM.integers(0, 256, (150, 190, 3), np.uint8))
 ALL, PART = None, (3, 5, 97, 122)
 
 
-def swept(model: nn.Module, ranks: int, box: Any = ALL, kind: str = "scores", side_px: int | None = 50,
-          sink: Callable[..., Any] = ArraySink, picture: Picture = PICTURE, **bound: int) -> Swept:  # fmt: skip
-    recipe, region = prepare_region(model, region_of(picture, box), "float64")
-    ask = Ask(region, kind, side_px=side_px, **bound)
-    return run_ranks(ranks, lambda world: Sweep(world, recipe, ask, sink).run())[0]
+def swept(
+    model: nn.Module,
+    ranks: int,
+    box: Any = ALL,
+    kind: str = "scores",
+    side_px: int | None = 50,
+    sink: Callable[..., Any] = ArraySink,
+    picture: Picture = PICTURE,
+    **bound: int,
+) -> TiledPrediction:
+    recipe, region = prepare_region(model, make_padded_region(picture, box), "float64")
+    ask = PredictionRequest(region, kind, side_px=side_px, **bound)
+    return run_ranks(ranks, lambda world: TiledPredictor(world, recipe, ask, sink).run())[0]
 
 
 def oracle(model: nn.Module, box: Any = ALL, multiple: int = 1) -> torch.Tensor:
     """(K,), or (H, W, K) of the region, which one process computes padded with white to that multiple."""
-    region = region_of(PICTURE, box)
-    images = region.part(Tile.whole(*region.to_multiple_of(multiple).size_px), torch.float64)
+    region = make_padded_region(PICTURE, box)
+    images = region.read_tile(Tile.whole(*region.pad_to_multiple(multiple).size_px), torch.float64)
     found = plain(model, images)[0]
-    height, width = region.asked_px
+    height, width = region.picture_px
     return found if found.dim() == 1 else found[:, :height, :width].permute(1, 2, 0)
 
 
 def unet() -> nn.Module:
     torch.manual_seed(0)
-    images = region_of(PICTURE).part(Tile.whole(64, 80), torch.float64)
+    images = make_padded_region(PICTURE).read_tile(Tile.whole(64, 80), torch.float64)
     return even(settled(UNet(num_classes=3, width=4)), images)
 
 
@@ -134,7 +142,9 @@ def test_an_answer_coarser_than_the_image(tmp_path: Path):
     found = swept(model, 2, (0, 0, 120, 160), "scores")
     assert found.answer.shape == (30, 40, 2)
     assert np.allclose(found.answer, oracle(model, (0, 0, 120, 160)).numpy(), rtol=1e-12, atol=1e-12)
-    swept(model, 2, (0, 0, 120, 160), "classes", sink=partial(pyramid_of, path, region_of(PICTURE), "classes"))
+    swept(
+        model, 2, (0, 0, 120, 160), "classes", sink=partial(make_pyramid, path, make_padded_region(PICTURE), "classes")
+    )
     assert open_image(path).shape() == (30, 40)
 
 
@@ -142,16 +152,16 @@ def test_an_answer_coarser_than_the_image(tmp_path: Path):
 
 
 def test_tiles_are_as_large_as_the_bound_allows():
-    graph = prepare_region(unet(), region_of(open_image(np.zeros((1200, 1500, 3), np.uint8))))[0].graph
-    small, large = (fitted(graph, 2, count * 10**6).grid.tiles for count in (20, 60))
+    graph = prepare_region(unet(), make_padded_region(open_image(np.zeros((1200, 1500, 3), np.uint8))))[0].graph
+    small, large = (fit_tiles(graph, 2, count * 10**6).grid.tiles for count in (20, 60))
     assert small > large > 2
-    assert fitted(graph, 5, 10**12).grid.tiles >= 5
+    assert fit_tiles(graph, 5, 10**12).grid.tiles >= 5
 
 
 def test_a_bound_that_no_tile_keeps():
-    graph = prepare_region(unet(), region_of(open_image(np.zeros((600, 600, 3), np.uint8))))[0].graph
+    graph = prepare_region(unet(), make_padded_region(open_image(np.zeros((600, 600, 3), np.uint8))))[0].graph
     with pytest.raises(PlanError, match=r"A tile of 128 px takes \d+ MB .*only 1 MB of the bound are left"):
-        fitted(graph, 2, 10**6)
+        fit_tiles(graph, 2, 10**6)
     with pytest.raises(PlanError, match=r"takes \d+ MB before it computes anything, and the bound is 5 MB"):
         swept(unet(), 2, side_px=None, memory_bytes=5 * 10**6)
 
@@ -192,11 +202,11 @@ def every_rank_says(message: str, ranks: int, work: Callable[[Any], object]) -> 
 
 def test_a_picture_that_cannot_be_read_everywhere(tmp_path: Path):
     picture = Torn("torn.svs", RANDOM.integers(0, 256, (150, 190, 3), np.uint8))
-    region = region_of(picture, (0, 0, 148, 188))
+    region = make_padded_region(picture, (0, 0, 148, 188))
     recipe, region = prepare_region(unet(), region)
-    sink = partial(pyramid_of, tmp_path / "out.tif", region, "classes")
-    ask = Ask(region, side_px=50)
-    every_rank_says("torn.svs is damaged", 3, lambda world: Sweep(world, recipe, ask, sink).run())
+    sink = partial(make_pyramid, tmp_path / "out.tif", region, "classes")
+    ask = PredictionRequest(region, side_px=50)
+    every_rank_says("torn.svs is damaged", 3, lambda world: TiledPredictor(world, recipe, ask, sink).run())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -215,9 +225,9 @@ class Full(ArraySink):
 @pytest.mark.parametrize("side_px", [50, 95])
 def test_a_disk_that_fills_up(side_px: int):
     """In a round that others follow, and in the last one."""
-    recipe, region = prepare_region(unet(), region_of(PICTURE, (0, 0, 148, 188)))
-    ask = Ask(region, side_px=side_px)
-    every_rank_says("No space left", 3, lambda world: Sweep(world, recipe, ask, Full).run())
+    recipe, region = prepare_region(unet(), make_padded_region(PICTURE, (0, 0, 148, 188)))
+    ask = PredictionRequest(region, side_px=side_px)
+    every_rank_says("No space left", 3, lambda world: TiledPredictor(world, recipe, ask, Full).run())
 
 
 def test_no_room_is_noticed_before_anything_is_computed(tmp_path: Path, monkeypatch):
@@ -225,12 +235,12 @@ def test_no_room_is_noticed_before_anything_is_computed(tmp_path: Path, monkeypa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", none_left)
-    recipe, region = prepare_region(unet(), region_of(PICTURE, (0, 0, 148, 188)))
-    sink = partial(pyramid_of, tmp_path / "out.tif", region, "classes")
+    recipe, region = prepare_region(unet(), make_padded_region(PICTURE, (0, 0, 148, 188)))
+    sink = partial(make_pyramid, tmp_path / "out.tif", region, "classes")
     every_rank_says(
         r"has no room for the 27824 bytes .*No space left",
         2,
-        lambda world: Sweep(world, recipe, Ask(region, side_px=50), sink),
+        lambda world: TiledPredictor(world, recipe, PredictionRequest(region, side_px=50), sink),
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -238,9 +248,11 @@ def test_no_room_is_noticed_before_anything_is_computed(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("path", ["nowhere/out.tif", "file/out.tif", "."])
 def test_an_output_that_cannot_be_written(path: str, tmp_path: Path):
     (tmp_path / "file").touch()
-    recipe, region = prepare_region(unet(), region_of(PICTURE, (0, 0, 148, 188)))
-    sink = partial(pyramid_of, tmp_path / path, region, "classes")
-    every_rank_says(str(tmp_path), 2, lambda world: Sweep(world, recipe, Ask(region, side_px=50), sink))
+    recipe, region = prepare_region(unet(), make_padded_region(PICTURE, (0, 0, 148, 188)))
+    sink = partial(make_pyramid, tmp_path / path, region, "classes")
+    every_rank_says(
+        str(tmp_path), 2, lambda world: TiledPredictor(world, recipe, PredictionRequest(region, side_px=50), sink)
+    )
 
 
 @pytest.mark.parametrize(
@@ -254,7 +266,7 @@ def test_an_output_that_cannot_be_written(path: str, tmp_path: Path):
 )
 def test_regions_that_are_none(box: Any, message: str):
     with pytest.raises(ImageError, match=message):
-        region_of(PICTURE, box)
+        make_padded_region(PICTURE, box)
 
 
 def test_an_answer_that_is_no_image():

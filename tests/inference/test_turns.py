@@ -13,7 +13,7 @@ from engines.errors import PlanError, TraceError
 from engines.inference.forward import prepare_prediction
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
-from engines.program.turns import Turns
+from engines.program.turns import TilePasses
 from engines.spatial.tiles import Grid
 from tests.exact import whole_numbers, with_whole_weights
 from tests.inference.turning import ALONE, in_turn, plain
@@ -134,21 +134,21 @@ def test_each_sum_that_reads_another_is_a_walk_of_its_own():
 def test_a_walk_computes_no_more_than_it_is_for():
     """The first walk of the squeezed model ends at its first sum; the head of a classifier needs no pixel."""
     graph = prepare_prediction(Squeezed(), ALONE, (1, 3, 30, 40)).graph
-    first = Turns(graph, Grid(3, 4)).turn(5)
+    first = TilePasses(graph, Grid(3, 4)).make_pass(5)
     kernels = [op.kernel for segment in first.program.forward for op in segment.ops]
     assert kernels.count("aten.conv2d.default") == 1
-    turns = Turns(prepare_prediction(resnet20_v1(), ALONE, (1, 3, 61, 84)).graph, Grid(4, 5))
-    (known,) = turns.turn(3).sums
-    head = turns.turn(0, [known.target])
-    assert head.ends
+    turns = TilePasses(prepare_prediction(resnet20_v1(), ALONE, (1, 3, 61, 84)).graph, Grid(4, 5))
+    (known,) = turns.make_pass(3).sums
+    head = turns.make_pass(0, [known.target])
+    assert head.is_last
     assert head.window is None
     assert [op.kernel for s in head.program.forward for op in s.ops][-1] == "aten.linear.default"
 
 
 def test_a_window_is_the_field_of_view_cut_off_at_the_edge():
     model = nn.Sequential(nn.Conv2d(3, 3, 5, padding=2), nn.Conv2d(3, 3, 3, padding=1))
-    turns = Turns(prepare_prediction(model, ALONE, (1, 3, 100, 100)).graph, Grid(4, 4))
-    corner, inner = (turns.turn(tile).window.tile for tile in (0, 5))
+    turns = TilePasses(prepare_prediction(model, ALONE, (1, 3, 100, 100)).graph, Grid(4, 4))
+    corner, inner = (turns.make_pass(tile).window.tile for tile in (0, 5))
     assert (corner.shape, inner.shape) == ((28, 28), (31, 31))
     assert (inner.rows.start, inner.cols.stop) == (22, 53)
 
@@ -160,13 +160,13 @@ def test_what_needs_all_pixels_is_refused_by_name():
 
     graph = prepare_prediction(Rows(), ALONE, (1, 3, 64, 64)).graph
     with pytest.raises(TraceError, match=r"2x2 tiles one after another\. .*sort"):
-        Turns(graph, Grid(2, 2))
+        TilePasses(graph, Grid(2, 2))
 
 
 def test_tiles_smaller_than_a_pixel_of_a_late_layer_are_refused():
     graph = prepare_prediction(UNet(width=4, depth=3), ALONE, (1, 3, 64, 64)).graph
     with pytest.raises(PlanError, match=r"16x16 tiles one after another\. .*8 rows of pixels cannot be cut into 16"):
-        Turns(graph, Grid(16, 16))
+        TilePasses(graph, Grid(16, 16))
 
 
 def test_a_pointwise_function_is_computed_too():

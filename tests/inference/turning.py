@@ -7,13 +7,13 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from engines.comm.loopback import loopback
+from engines.comm.loopback import make_loopback_worlds
 from engines.inference.forward import prepare_prediction
-from engines.layer.answers import prediction_of, tensors_of
+from engines.layer.answers import collect_tensors, get_prediction
 from engines.plan import Plan
-from engines.program.turns import Turns
+from engines.program.turns import TilePasses
 from engines.program.worker import Worker
-from engines.spatial.draws import SameDraws
+from engines.spatial.draws import CounterRNGMode
 from engines.spatial.tiles import Grid
 from engines.training import cut_inputs
 
@@ -23,8 +23,8 @@ ALONE = Plan(split_size=1, spatial_size=0, precision="float64")
 def plain(model: nn.Module, images: Tensor) -> Tensor:
     """What one process says, in evaluation mode; of several tensors the first. What it draws is drawn alike."""
     twin = copy.deepcopy(model).to(images.dtype).eval()
-    with torch.no_grad(), SameDraws(seed=0):
-        return next(iter(tensors_of(prediction_of(twin(images))).values()))
+    with torch.no_grad(), CounterRNGMode(seed=0):
+        return next(iter(collect_tensors(get_prediction(twin(images))).values()))
 
 
 def even(model: nn.Module, images: Tensor) -> nn.Module:
@@ -39,23 +39,23 @@ def even(model: nn.Module, images: Tensor) -> nn.Module:
 def in_turn(model: nn.Module, images: Tensor, grid: Grid) -> tuple[Tensor, int]:
     """The prediction, put together from tiles, and how many walks it took."""
     recipe = prepare_prediction(model, ALONE, images.shape)
-    turns, known, walks = Turns(recipe.graph, grid), {}, 0
+    turns, known, walks = TilePasses(recipe.graph, grid), {}, 0
     state = {name: t.to(images.dtype) if t.is_floating_point() else t for name, t in recipe.state.items()}
     whole = torch.full(recipe.graph.specs[recipe.graph.prediction].shape, float("nan"), dtype=images.dtype)
     while True:
         totals, walks = {}, walks + 1
         for tile in range(grid.tiles):
-            turn = turns.turn(tile, known)
-            worker = Worker(turn.program, loopback(1)[0], state, state)
+            turn = turns.make_pass(tile, known)
+            worker = Worker(turn.program, make_loopback_worlds(1)[0], state, state)
             parts = cut_inputs(turn.program, {"images": images})[0] if turn.window else {}
             with torch.no_grad():
                 worker.run({0: {**known, **parts}})
             for each in turn.sums:
                 totals[each.target] = totals.get(each.target, 0) + worker.peek(each.source)
-            if turn.ends:
+            if turn.is_last:
                 made = worker.peek(recipe.graph.prediction)
-                place = turn.prediction.tile.within(turn.prediction.tile.whole(0, 0)) if turn.prediction else ()
+                place = turn.prediction.tile.to_slices(turn.prediction.tile.whole(0, 0)) if turn.prediction else ()
                 whole[(..., *place)] = made
         known |= totals
-        if turn.ends:
+        if turn.is_last:
             return whole, walks

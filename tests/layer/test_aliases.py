@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from engines.errors import TraceError
 from engines.layer.graph import ModelGraph, Ref, TensorSpec
-from engines.layer.trace import trace_alone
-from engines.spatial.kernels import operator_of
+from engines.layer.trace import trace_inference
+from engines.spatial.kernels import get_operator
 from tests.exact import whole_numbers
 
 Forward = Callable[[Tensor], Tensor]
@@ -45,7 +45,9 @@ def answer_of(graph: ModelGraph, images: Tensor) -> Tensor:
     for node in graph.nodes:
         arguments = {key: look_up(item) for key, item in node.arguments.items()}
         picked = node.operator == "getitem"
-        values[node.name] = operator.getitem(*arguments.values()) if picked else operator_of(node.operator)(**arguments)
+        values[node.name] = (
+            operator.getitem(*arguments.values()) if picked else get_operator(node.operator)(**arguments)
+        )
     (answer,) = graph.answers
     return values[answer]
 
@@ -54,7 +56,7 @@ def is_refused(function: Forward, images: Tensor) -> bool:
     """Whether the trace refuses the function; if not, its graph gives what PyTorch gives."""
     wanted = function(images.clone())
     try:
-        graph = trace_alone(Calls(function), TensorSpec(tuple(images.shape), "float64"))
+        graph = trace_inference(Calls(function), TensorSpec(tuple(images.shape), "float64"))
     except TraceError as error:
         if "reads memory" not in str(error):
             raise

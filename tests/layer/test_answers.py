@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engines.errors import TraceError
-from engines.layer.answers import prediction_of, tensors_of
+from engines.layer.answers import collect_tensors, get_prediction
 from engines.layer.graph import TensorSpec
-from engines.layer.stages import layers
-from engines.layer.trace import answer, trace
+from engines.layer.stages import find_layers
+from engines.layer.trace import infer_output_spec, trace
 from engines.plan import Plan
 from engines.training import prepare
 from tests.exact import assert_exact, whole_numbers, with_whole_weights
@@ -58,20 +58,20 @@ LOGITS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("name", LOGITS)
 def test_the_logits_are_the_prediction(name: str):
     y, z = torch.ones(1), torch.zeros(1)
-    assert prediction_of(LOGITS[name](y, z)) is z
+    assert get_prediction(LOGITS[name](y, z)) is z
 
 
 @pytest.mark.parametrize("name", LOGITS)
 def test_stock_losses_take_it(name: str):
     model, images = Answers(LOGITS[name]), TensorSpec((1, 3, 8, 8), "float32")
-    assert answer(model, images).shape == (1, 4, 8, 8)
+    assert infer_output_spec(model, images).shape == (1, 4, 8, 8)
     graph = prepare(model, Plan(split_size=1), images.shape).graph
     assert graph.specs[graph.prediction].shape == (1, 4, 8, 8)
     assert graph.nodes[-1].operator == "aten.cross_entropy_loss.default"
 
 
 def test_places_of_tensors():
-    found = tensors_of({"out": [torch.ones(1), None], "more": Output(torch.zeros(1)), "name": "x"})
+    found = collect_tensors({"out": [torch.ones(1), None], "more": Output(torch.zeros(1)), "name": "x"})
     assert list(found) == ["out.0", "more.logits"]
 
 
@@ -92,7 +92,7 @@ def test_several_answers_go_to_a_loss_that_takes_them(name: str, split: int):
     """Deep supervision: the loss begins behind the last of them, whichever was made first."""
     model, images, labels = Answers(SEVERAL[name]), whole_numbers(1, 3, 8, 10), whole_numbers(1, 4, 8, 10, seed=1)
     graph = trace(model, deep_supervision, TensorSpec(images.shape, "float64"), TensorSpec(labels.shape, "float64"))
-    assert [layer.name for layer in layers(graph)] == ["first", "second"]
+    assert [layer.name for layer in find_layers(graph)] == ["first", "second"]
     assert len(graph.answers) == 2
     plan = Plan(split_size=split, spatial_size=split, num_spatial_parts=4, precision="float64")
     assert_exact(with_whole_weights(model), images, plan, labels, deep_supervision)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from engines.errors import PlanError
 from engines.layer.graph import ModelGraph, TensorSpec
-from engines.layer.stages import Layer, cut, layers
+from engines.layer.stages import Layer, cut_stages, find_layers
 from engines.layer.trace import trace
 from engines.models import amoebanetd, resnet20_v1, resnet110_v2
 from engines.plan import Plan
@@ -89,12 +89,12 @@ MODELS = pytest.mark.parametrize(
 @MODELS
 def test_layers_of_known_models(make: Callable[[], nn.Module], count: int):
     """A stem, the blocks or cells, and a head; a U-Net has a layer for each convolution."""
-    assert len(layers(graph_of(make))) == count
+    assert len(find_layers(graph_of(make))) == count
 
 
 @MODELS
 def test_layers_hold_every_node_once_and_in_order(make: Callable[[], nn.Module], count: int):
-    graph, found = graph_of(make), layers(graph_of(make))
+    graph, found = graph_of(make), find_layers(graph_of(make))
     assert found[0].nodes.start == 0
     assert found[-1].nodes.stop == len(graph.nodes)
     assert all(one.nodes.stop == other.nodes.start for one, other in pairwise(found))
@@ -108,8 +108,8 @@ def test_layers_hold_every_node_once_and_in_order(make: Callable[[], nn.Module],
 
 
 def test_layers_are_named_as_the_user_named_their_modules():
-    assert [layer.name for layer in layers(graph_of(UNet))] == ["down", "middle", "up", "join", "head"]
-    names = [layer.name for layer in layers(graph_of(resnet20_v1))]
+    assert [layer.name for layer in find_layers(graph_of(UNet))] == ["down", "middle", "up", "join", "head"]
+    names = [layer.name for layer in find_layers(graph_of(resnet20_v1))]
     assert names == ["stem.0", *(f"blocks.{block}" for block in range(9)), "head.2"]
 
 
@@ -117,7 +117,7 @@ def test_a_residual_block_is_not_cut():
     """Inside it a cut would carry two tensors."""
     graph = graph_of(resnet20_v1)
     homes = {}
-    for layer in layers(graph):
+    for layer in find_layers(graph):
         for node in graph.nodes[layer.nodes.start : layer.nodes.stop]:
             if node.module.startswith("blocks."):
                 homes.setdefault(".".join(node.module.split(".")[:2]), set()).add(layer.name)
@@ -126,14 +126,14 @@ def test_a_residual_block_is_not_cut():
 
 
 def test_a_wrapper_around_a_model_does_not_change_its_layers():
-    assert [layer.flops for layer in layers(graph_of(wrapped_unet))[1:]] == [
-        layer.flops for layer in layers(graph_of(UNet))[1:]
+    assert [layer.flops for layer in find_layers(graph_of(wrapped_unet))[1:]] == [
+        layer.flops for layer in find_layers(graph_of(UNet))[1:]
     ]
 
 
 def test_levels_that_lie_in_each_other_are_layers_of_their_own():
     """The outer ones do most of the work, so they are opened; what is small enough is a block."""
-    found = layers(graph_of(nested_unet))
+    found = find_layers(graph_of(nested_unet))
     assert max(layer.flops for layer in found) < sum(layer.flops for layer in found) / 2
     assert [layer.name for layer in found] == [
         "0", "1.down", "1.below.down", "1.below.below.down", "1.below.below.below", "1.below.below.up",
@@ -162,7 +162,7 @@ def dearest(found: Sequence[Layer], balance: Sequence[int], plan: Plan) -> float
 
 def balance_of(found: Sequence[Layer], plan: Plan, graph: ModelGraph) -> list[int]:
     """How many layers each stage got."""
-    return [sum(1 for layer in found if layer.nodes and span & layer.nodes) for span in cut(found, plan)]
+    return [sum(1 for layer in found if layer.nodes and span & layer.nodes) for span in cut_stages(found, plan)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -172,7 +172,7 @@ def balance_of(found: Sequence[Layer], plan: Plan, graph: ModelGraph) -> list[in
 )  # fmt: skip
 def test_auto_balance_is_as_good_as_any(widths: list[int], stages: int, spatial: int, grids: tuple[str, ...]):
     graph = chain(widths)
-    found = layers(graph)
+    found = find_layers(graph)
     assert len(found) == len(widths) - 1
     assume(stages <= len(found) and spatial <= stages)
     plan = Plan(split_size=stages, spatial_size=spatial, slice_method=grids[:spatial])
@@ -190,26 +190,26 @@ def test_a_given_balance_is_kept():
     graph = graph_of(resnet20_v1)
     for balance in ((1, 10), (10, 1), (4, 7)):
         plan = Plan(split_size=2, spatial_size=1, balance=balance)
-        assert tuple(balance_of(layers(graph), plan, graph)) == balance
-        first, second = cut(layers(graph), plan)
+        assert tuple(balance_of(find_layers(graph), plan, graph)) == balance
+        first, second = cut_stages(find_layers(graph), plan)
         assert (first.start, first.stop, second.stop) == (0, second.start, len(graph.nodes))
 
 
 def test_a_balance_that_does_not_add_up():
     with pytest.raises(PlanError, match=r"balance=\(5, 5\) adds up to 10 layers but the model has 11\. Make it add up"):
-        cut(layers(graph_of(resnet20_v1)), Plan(split_size=2, spatial_size=1, balance=(5, 5)))
+        cut_stages(find_layers(graph_of(resnet20_v1)), Plan(split_size=2, spatial_size=1, balance=(5, 5)))
 
 
 def test_more_stages_than_layers():
     with pytest.raises(PlanError, match=r"split_size=6 but the model has only 5 layers\. Use split_size <= 5"):
-        cut(layers(graph_of(UNet)), Plan(split_size=6, spatial_size=1))
+        cut_stages(find_layers(graph_of(UNet)), Plan(split_size=6, spatial_size=1))
 
 
 def test_stages_are_the_same_in_every_precision():
     """`verify` runs a plan in float64 on the ranks that hold its float32 weights."""
     for model in (resnet20_v1(), resnet110_v2()):
         cuts = {
-            cut(layers(prepare(model, replace(plan, precision=precision), (1, 3, 32, 32)).graph), plan)
+            cut_stages(find_layers(prepare(model, replace(plan, precision=precision), (1, 3, 32, 32)).graph), plan)
             for plan in [Plan(split_size=3, spatial_size=0)]
             for precision in ("float32", "float64")
         }

@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from engines.errors import PlanError, TraceError
 from engines.layer.graph import TensorSpec
-from engines.layer.steady import check_steady, traceable
+from engines.layer.steady import check_side_effects, make_traceable
 from engines.plan import Plan
-from engines.traces import Traces
+from engines.traces import TraceCache
 from mpi4dl_nb import Cluster, Training
 
 # Of torch 2.14: what is told of TorchScript is not what is tried here.
@@ -108,7 +108,7 @@ def reads_counter(m: Keeping, x: Tensor) -> Tensor:
 def test_what_a_trace_would_get_wrong_is_refused(run, text: str):
     """`renormed` and `reads_statistics` once ran, and trained other weights than one process."""
     with pytest.raises(TraceError, match=f"(?s){text}"):
-        Traces(Keeping(run), SHAPE, nn.CrossEntropyLoss()).graph(ONE)
+        TraceCache(Keeping(run), SHAPE, nn.CrossEntropyLoss()).get_graph(ONE)
 
 
 # ---- what may be kept
@@ -157,12 +157,12 @@ def test_what_is_read_before_it_changes_is_that_of_one_process(run):
 def test_but_not_in_several_micro_batches(run):
     """In one process the second of them reads what the first has left."""
     with pytest.raises(PlanError, match="changes in each of the 2 micro-batches of a step"):
-        Traces(Keeping(run), SHAPE, nn.CrossEntropyLoss()).graph(HALVES)
+        TraceCache(Keeping(run), SHAPE, nn.CrossEntropyLoss()).get_graph(HALVES)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_compiled_model_is_looked_at_without_compiling_it():
-    check_steady(traceable(torch.compile(Keeping(remembered))), TensorSpec(SHAPE, "float32"))
+    check_side_effects(make_traceable(torch.compile(Keeping(remembered))), TensorSpec(SHAPE, "float32"))
 
 
 # ---- modules that cannot be traced
@@ -211,7 +211,10 @@ def test_a_model_without_values_is_refused_before_ranks_are_asked():
 def test_a_lazy_model_that_has_run_is_a_plain_one():
     model = nn.Sequential(nn.LazyConv2d(4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     model(torch.zeros(SHAPE))
-    assert Traces(model, SHAPE, nn.CrossEntropyLoss()).graph(ONE).weights.keys() == {"model.0.weight", "model.0.bias"}
+    assert TraceCache(model, SHAPE, nn.CrossEntropyLoss()).get_graph(ONE).weights.keys() == {
+        "model.0.weight",
+        "model.0.bias",
+    }
 
 
 def of_a_parameter(model: nn.Module) -> object:
@@ -235,9 +238,9 @@ def test_a_hook_of_a_gradient_is_refused_until_it_is_removed(hook):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     handle = hook(model)
     with pytest.raises(TraceError, match=r"0.* of the model has a hook of its gradient, which ranks would not call"):
-        Traces(model, SHAPE, functional.cross_entropy)
+        TraceCache(model, SHAPE, functional.cross_entropy)
     handle.remove()
-    Traces(model, SHAPE, functional.cross_entropy)
+    TraceCache(model, SHAPE, functional.cross_entropy)
 
 
 def by_numpy() -> float:
@@ -261,13 +264,13 @@ def test_chance_that_is_not_torchs_is_refused(draw, name):
     """A trace would have what was drawn once in every step."""
     random.seed(0)
     with pytest.raises(TraceError, match=f"draws random numbers by {name}"):
-        Traces(Chance(draw), SHAPE, functional.cross_entropy).graph(ONE)
+        TraceCache(Chance(draw), SHAPE, functional.cross_entropy).get_graph(ONE)
     random.seed(1)
     before = random.getstate()
     with pytest.raises(TraceError):
-        Traces(Chance(draw), SHAPE, functional.cross_entropy).graph(ONE)
+        TraceCache(Chance(draw), SHAPE, functional.cross_entropy).get_graph(ONE)
     assert random.getstate() == before
 
 
 def test_chance_of_torch_is_not_taken_for_it():
-    Traces(nn.Sequential(Chance(lambda: 0.0), nn.Dropout(0.5)), SHAPE, functional.cross_entropy).graph(ONE)
+    TraceCache(nn.Sequential(Chance(lambda: 0.0), nn.Dropout(0.5)), SHAPE, functional.cross_entropy).get_graph(ONE)

@@ -19,7 +19,7 @@ from engines.errors import TraceError
 from engines.layer.graph import ModelGraph, Ref, TensorSpec
 from engines.layer.trace import trace
 from engines.models import resnet_v1
-from engines.spatial.kernels import operator_of
+from engines.spatial.kernels import get_operator
 from tests.exact import assert_exact, tiled, weighted_sum, whole_numbers
 
 Forward = Callable[[Tensor], Tensor]
@@ -98,7 +98,7 @@ IN_PLACE: dict[str, nn.Module | Forward] = {
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_in_place_operators_become_out_of_place(name: str):
     graph = traced(IN_PLACE[name])
-    assert not any(operator_of(node.operator)._schema.is_mutable for node in graph.nodes)
+    assert not any(get_operator(node.operator)._schema.is_mutable for node in graph.nodes)
 
 
 @pytest.mark.parametrize("name", IN_PLACE)

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engines.bench.verify import batches
+from engines.bench.verify import make_batches
 from engines.layer.graph import TensorSpec
-from engines.loss.classes import ClassNumbers, are_judged, class_numbers
+from engines.loss.classes import LabelSpec, find_label_specs, has_accuracy
 from engines.plan import Plan
 from engines.training import prepare
 from mpi4dl_nb import Cluster, Training
@@ -106,9 +106,9 @@ class FiveClasses:
 def test_images_with_more_classes_are_refused_only_by_a_loss_of_classes(name: str):
     model, loss, _ = TAKEN[name]
     graph = prepare(model, PLAN, (2, 3, *SIZE), loss).graph
-    known = {"ignored in a function": ClassNumbers(3, 255), "ignored in a module": ClassNumbers(3, 255)}
-    known["more channels than classes"] = ClassNumbers(3, -100)
-    assert class_numbers(graph) == ((known[name],) if name in known else ())
+    known = {"ignored in a function": LabelSpec(3, 255), "ignored in a module": LabelSpec(3, 255)}
+    known["more channels than classes"] = LabelSpec(3, -100)
+    assert find_label_specs(graph) == ((known[name],) if name in known else ())
     if name in known:
         with pytest.raises(ValueError, match="have 5 classes, but the loss takes numbers of 3"):
             check_classes(FiveClasses(), graph)
@@ -117,13 +117,15 @@ def test_images_with_more_classes_are_refused_only_by_a_loss_of_classes(name: st
 
 
 def test_predictions_of_amounts_are_neither_right_nor_wrong():
-    judged = {name: are_judged(prepare(m, PLAN, (2, 3, *SIZE), loss).graph) for name, (m, loss, _) in TAKEN.items()}
+    judged = {name: has_accuracy(prepare(m, PLAN, (2, 3, *SIZE), loss).graph) for name, (m, loss, _) in TAKEN.items()}
     assert {name for name, right in judged.items() if not right} == {"counts", "negative amounts"}
 
 
 def test_random_labels_are_those_that_the_loss_takes():
     drawn = {
-        name: {*batches(prepare(model, PLAN, (2, 3, *SIZE), loss), seed=0, steps=1)[0]["labels"].flatten().tolist()}
+        name: {
+            *make_batches(prepare(model, PLAN, (2, 3, *SIZE), loss), seed=0, steps=1)[0]["labels"].flatten().tolist()
+        }
         for name, (model, loss, _) in TAKEN.items()
     }
     assert drawn["one logit for each pixel"] == {0, 1}
@@ -132,4 +134,4 @@ def test_random_labels_are_those_that_the_loss_takes():
 
 def test_soft_labels_are_no_class_numbers():
     spec = TensorSpec((2, 3, *SIZE), "float32")
-    assert class_numbers(prepare(segmenter(3), PLAN, (2, 3, *SIZE), nn.CrossEntropyLoss(), labels=spec).graph) == ()
+    assert find_label_specs(prepare(segmenter(3), PLAN, (2, 3, *SIZE), nn.CrossEntropyLoss(), labels=spec).graph) == ()

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from engines.comm.loopback import run_ranks
 from engines.errors import PlanError
-from engines.evaluation import HeldOut, RankEvaluation, evaluate_on_ranks
+from engines.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks
 from engines.images.synthetic import SyntheticImages
 from engines.layer.graph import TensorSpec
 from engines.layer.trace import trace
-from engines.loss.weights import ImageWeights, mean_loss
+from engines.loss.weights import ImageWeights, compute_mean_loss
 from engines.plan import Plan
-from engines.replica.synchronous import joined_replicas
+from engines.replica.synchronous import with_global_loss
 from engines.spatial.tiles import Tile
 from engines.training import RankTraining, prepare
 from mpi4dl_nb import Cluster, Training
-from mpi4dl_nb.facts import facts
+from mpi4dl_nb.facts import describe_training
 from tests.loss.losses import SIZE, WHOLE, dice, segmenter, unbalanced
 
 SEVERAL = Plan(split_size=2, spatial_size=0, parts=2, precision="float64")
@@ -39,7 +39,10 @@ def test_a_mean_of_micro_batches_is_warned_of_and_described(cluster):
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert "div in" in str(caught[0].message)
-    assert facts(training)["Loss of a step"] == "mean of the losses of 2 micro-batches, each computed by itself"
+    assert (
+        describe_training(training)["Loss of a step"]
+        == "mean of the losses of 2 micro-batches, each computed by itself"
+    )
     assert "mean of the losses of 2 micro-batches" in repr(training)
     assert training.verify()["ok"]
     training.close()
@@ -50,7 +53,7 @@ def test_of_the_loss_of_the_whole_batch_nobody_is_warned(cluster, loss: str):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         training = Training(segmenter(), SEVERAL, cluster, (8, 3, *SIZE), loss=WHOLE[loss])
-    assert facts(training)["Loss of a step"] == "of the whole batch"
+    assert describe_training(training)["Loss of a step"] == "of the whole batch"
     training.close()
 
 
@@ -73,7 +76,9 @@ def test_images_are_weighted_by_what_their_losses_divide_by(judge):
     weights = ImageWeights.of(lambda count: traced(judge, count))
     owned = {f"loss.{name}": b for name, b in judge.named_buffers()} if isinstance(judge, nn.Module) else {}
     pairs = list(zip(model(images).split(1), labels.split(1), strict=True))
-    found = mean_loss([judge(p, y).item() for p, y in pairs], [weights.weight(y, owned) for _, y in pairs])
+    found = compute_mean_loss(
+        [judge(p, y).item() for p, y in pairs], [weights.compute_weight(y, owned) for _, y in pairs]
+    )
     assert found == pytest.approx(judge(model(images), labels).item(), rel=1e-12)
 
 
@@ -82,8 +87,8 @@ def test_images_without_such_a_weight_count_alike():
         weights = ImageWeights.of(
             lambda count, judge=judge: traced(judge, count) if judge is not F.mse_loss else squares(count)
         )
-        assert weights.weight(torch.zeros(1, *SIZE, dtype=torch.int64), {}) == 1.0
-    assert mean_loss([1.0, 4.0], [1.0, 1.0]) == 2.5
+        assert weights.compute_weight(torch.zeros(1, *SIZE, dtype=torch.int64), {}) == 1.0
+    assert compute_mean_loss([1.0, 4.0], [1.0, 1.0]) == 2.5
 
 
 def squares(count: int):
@@ -103,7 +108,7 @@ class Masked(SyntheticImages):
 def test_the_held_out_loss_is_that_of_all_images_at_once():
     model, images = segmenter(), Masked(5, SIZE, 3, seed=3)
     recipe = prepare(model, Plan(split_size=1, spatial_size=0, precision="float64"), (2, 3, *SIZE), device="cpu")
-    held_out = HeldOut(model, nn.CrossEntropyLoss(), recipe, images)
+    held_out = HeldOutSet(model, nn.CrossEntropyLoss(), recipe, images)
 
     def work(world):
         training = RankTraining(world, recipe)
@@ -120,7 +125,7 @@ def test_the_held_out_loss_is_that_of_all_images_at_once():
 def test_replicas_that_wait_for_each_other_have_the_loss_of_all():
     one, two = Plan(split_size=1, spatial_size=0), Plan(split_size=1, spatial_size=0, data_parallel=2)
     graph = prepare(segmenter(), one, (2, 3, *SIZE)).graph
-    assert joined_replicas(graph, one) is graph
-    assert [total.source for total in joined_replicas(graph, two).totals] == ["cross_entropy_loss.counted"]
+    assert with_global_loss(graph, one) is graph
+    assert [total.source for total in with_global_loss(graph, two).totals] == ["cross_entropy_loss.counted"]
     with pytest.raises(PlanError, match="cannot be joined"):
-        joined_replicas(prepare(segmenter(), one, (2, 3, *SIZE), dice).graph, two)
+        with_global_loss(prepare(segmenter(), one, (2, 3, *SIZE), dice).graph, two)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engines.bench.verify import batches, rank_record, verify
+from engines.bench.verify import make_batches, record_rank_run, verify
 from engines.comm.loopback import run_ranks
 from engines.layer.graph import TensorSpec
 from engines.plan import Plan
@@ -52,7 +52,7 @@ def test_three_steps_are_those_of_the_whole_batch(name: str, loss: str):
 
     def work(world):
         training = RankTraining(world, recipe)
-        return rank_record(training, [training.cut({"images": x, "labels": y}) for x, y in whole])
+        return record_rank_run(training, [training.cut({"images": x, "labels": y}) for x, y in whole])
 
     records = run_ranks(plan.ranks, work)
     for step, wanted in enumerate(losses):
@@ -158,4 +158,6 @@ def test_verify_compares_with_the_whole_batch():
     assert recipe.has_whole_loss
     line, *_ = run_ranks(plan.ranks, lambda world: verify(world, recipe, model, judge, seed=0))
     assert line["ok"], line
-    assert any(len({int((part == 2).sum()) for part in each["labels"].chunk(2)}) == 2 for each in batches(recipe, 0))
+    assert any(
+        len({int((part == 2).sum()) for part in each["labels"].chunk(2)}) == 2 for each in make_batches(recipe, 0)
+    )

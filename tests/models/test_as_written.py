@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engines.layer.graph import TensorSpec
-from engines.layer.stages import layers
+from engines.layer.stages import find_layers
 from engines.layer.trace import trace
 from engines.plan import Plan
 from mpi4dl_nb import Cluster, Training
@@ -239,7 +239,7 @@ def test_stages_end_anywhere(name: str, clusters: dict[int, Cluster]):
     """Within a region without gradients, and right behind what was assigned."""
     labels = TensorSpec((2, *SIZE_PX), "int64")
     graph = trace(MODELS[name](), F.cross_entropy, TensorSpec((2, 3, *SIZE_PX), "float64"), labels)
-    count = len(layers(graph))
+    count = len(find_layers(graph))
     assert count > 2
     for head in range(1, count):
         torch.manual_seed(1)

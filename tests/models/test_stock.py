@@ -23,9 +23,9 @@ def test_three_steps_are_those_of_one_process(name: str, split: int, grid: str):
     """From the flags of the command line, over threads."""
     pytest.importorskip(MODELS[name].package)
     flags = [*MODELS[name].flags(split, grid, narrow=True), "--dtype=float64", "--device=cpu"]
-    chosen = options.parser("").parse_args(flags)
-    ranks = options.plan(chosen).ranks
-    model, recipe = options.recipe(chosen, ranks)
+    chosen = options.make_parser("").parse_args(flags)
+    ranks = options.make_plan(chosen).ranks
+    model, recipe = options.make_recipe(chosen, ranks)
     line, *_ = run_ranks(ranks, lambda world: verify(world, recipe, model, nn.CrossEntropyLoss(), chosen.seed))
     assert line["ok"], line
 

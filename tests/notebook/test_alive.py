@@ -18,10 +18,10 @@ import torch
 from nbclient import NotebookClient
 
 from mpi4dl_nb import Cluster, Plan, Training
-from mpi4dl_nb.alive import alive, clusters
-from mpi4dl_nb.launch.ending import is_at_work
-from mpi4dl_nb.launch.starting import Start
-from mpi4dl_nb.replaced import THREAD, name_of
+from mpi4dl_nb.alive import count_alive_ranks, get_running_clusters
+from mpi4dl_nb.launch.ending import is_running
+from mpi4dl_nb.launch.starting import StartupMonitor
+from mpi4dl_nb.replaced import THREAD, find_holder_name
 from tests.notebook.test_orphans import within
 
 ROOT = Path(__file__).parents[2]
@@ -30,11 +30,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def _none_before():
     gc.collect()
-    assert within(10, lambda: not alive())
+    assert within(10, lambda: not count_alive_ranks())
 
 
 def family() -> set[psutil.Process]:
-    return set(filter(is_at_work, psutil.Process().children(recursive=True)))
+    return set(filter(is_running, psutil.Process().children(recursive=True)))
 
 
 def test_a_cluster_that_nobody_holds_ends():
@@ -44,7 +44,7 @@ def test_a_cluster_that_nobody_holds_ends():
     assert "2 ranks of this notebook are alive" in repr(cluster)
     assert "2 ranks of this notebook are alive" in cluster._repr_html_()
     del cluster  # without a collection of memory: it is in no circle
-    assert within(10, lambda: not family() and not alive())
+    assert within(10, lambda: not family() and not count_alive_ranks())
 
 
 def test_what_holds_a_training_holds_its_cluster():
@@ -53,12 +53,12 @@ def test_what_holds_a_training_holds_its_cluster():
     training = Training(model, Plan(split_size=1, spatial_size=0), cluster, (2, 3, 8, 8))
     del cluster
     gc.collect()
-    assert alive() == 1
+    assert count_alive_ranks() == 1
     assert training.step(torch.randn(2, 3, 8, 8), torch.tensor([0, 1])) > 0
     assert repr(training.cluster).endswith("1 rank of this notebook is alive>")
     del training
     gc.collect()
-    assert within(5, lambda: not alive())
+    assert within(5, lambda: not count_alive_ranks())
 
 
 def test_the_end_of_python_does_not_hold_it():
@@ -74,11 +74,11 @@ def test_a_copy_of_the_process_ends_nothing():
     (held,) = [each for each in gc.get_objects() if type(each).__name__ == "Held" and each.cluster() is cluster]
     held._process = os.getppid()
     del cluster
-    assert within(1, lambda: not clusters())
-    assert alive() == 1
+    assert within(1, lambda: not get_running_clusters())
+    assert count_alive_ranks() == 1
     held._process = os.getpid()
     held.end()
-    assert alive() == 0
+    assert count_alive_ranks() == 0
 
 
 def test_it_can_be_started_again_after_its_end():
@@ -86,9 +86,9 @@ def test_it_can_be_started_again_after_its_end():
     assert repr(cluster).endswith("not started; no ranks of this notebook are alive>")
     for _ in range(2):
         cluster.start()
-        assert alive() == 2
+        assert count_alive_ranks() == 2
         cluster.stop()
-        assert alive() == 0
+        assert count_alive_ranks() == 0
 
 
 def test_python_ends_with_clusters_that_nobody_has_stopped():
@@ -182,10 +182,10 @@ def test_a_name_is_found_through_what_holds_a_thing():
 
     thing = Box(None)
     names = {"_": thing, "_12": thing, "Out": {12: thing}, "hidden": [thing]}
-    assert name_of(thing, names, [names["Out"]], {"hidden"}) == ""
+    assert find_holder_name(thing, names, [names["Out"]], {"hidden"}) == ""
     names["mine"] = {"a": [lambda: thing], "b": Box(Box(thing))}
-    assert name_of(thing, names, [names["Out"]], {"hidden"}) == "mine"
-    assert name_of(thing, {"__": thing, "_i": 1, "x": 1}) == ""
+    assert find_holder_name(thing, names, [names["Out"]], {"hidden"}) == "mine"
+    assert find_holder_name(thing, {"__": thing, "_i": 1, "x": 1}) == ""
     assert THREAD
 
 
@@ -195,9 +195,9 @@ def test_a_module_of_the_users_that_holds_a_thing_counts(tmp_path, monkeypatch):
     module = importlib.import_module("lab_of_mine")
     module.held["cluster"] = thing = Clock()
     try:
-        assert name_of(thing, {"_": thing}) == "lab_of_mine"
+        assert find_holder_name(thing, {"_": thing}) == "lab_of_mine"
         module.held.clear()
-        assert name_of(thing, {"_": thing}) == ""
+        assert find_holder_name(thing, {"_": thing}) == ""
     finally:
         del sys.modules["lab_of_mine"]
 
@@ -215,19 +215,19 @@ def clock(monkeypatch):
 
     clock = Clock()
     monkeypatch.setattr(starting, "time", clock)
-    monkeypatch.setattr(starting, "business", lambda: 1.0)
-    monkeypatch.setattr(starting.os, "getloadavg", lambda: (4.0 * starting.cores(), 0.0, 0.0))
-    monkeypatch.setattr(Start, "usual_s", 4.0)
+    monkeypatch.setattr(starting, "compute_load_factor", lambda: 1.0)
+    monkeypatch.setattr(starting.os, "getloadavg", lambda: (4.0 * starting.count_cores(), 0.0, 0.0))
+    monkeypatch.setattr(StartupMonitor, "usual_s", 4.0)
     return clock
 
 
 def test_a_slow_start_says_what_it_does_and_goes_on(clock, capsys):
     work_s = 0.0
-    start = Start(5, lambda: work_s)
+    start = StartupMonitor(5, lambda: work_s)
     for _ in range(120):
         clock.now_s += 1
         work_s += 0.1
-        assert start.look(0, "have joined") == ""
+        assert start.update(0, "have joined") == ""
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 4  # after 15, 30, 60 and 120 s
     assert said[0].startswith("The start takes longer than usual, and goes on: 0 of 5 ranks have joined after 15 s.")
@@ -236,11 +236,11 @@ def test_a_slow_start_says_what_it_does_and_goes_on(clock, capsys):
 
 
 def test_a_start_for_which_nothing_is_done_is_given_up(clock):
-    start = Start(2, lambda: 3.0)
+    start = StartupMonitor(2, lambda: 3.0)
     trouble = ""
     while not trouble:
         clock.now_s += 1
-        trouble = start.look(int(clock.now_s > 1020), "have reported")
+        trouble = start.update(int(clock.now_s > 1020), "have reported")
     assert clock.now_s == 1067  # 45 s after the last rank has come, and not a second sooner
     assert trouble == (
         "Of 2 ranks only 1 have reported, and no other for 46 s: their processes have done nothing for 46 s."
@@ -248,10 +248,10 @@ def test_a_start_for_which_nothing_is_done_is_given_up(clock):
 
 
 def test_ranks_that_work_and_never_come_are_given_up(clock):
-    start = Start(2, lambda: 2 * (clock.now_s - 1000))
+    start = StartupMonitor(2, lambda: 2 * (clock.now_s - 1000))
     trouble = ""
     while not trouble:
         clock.now_s += 1
-        trouble = start.look(0, "have joined")
+        trouble = start.update(0, "have joined")
     assert clock.now_s == 1081  # 20 times the 4 s of a processor that a rank's start takes
     assert "in which each has taken 81 s of a processor: 4 s are usual" in trouble

@@ -23,12 +23,12 @@ import psutil
 import pytest
 import torch
 
-from engines.comm.device import threads_per_rank
+from engines.comm.device import compute_threads_per_rank
 from engines.comm.together import run_on_all
 from engines.comm.total import all_reduce
 from engines.errors import CheckpointError, ImageError, LossError, PlanError, RankError, TraceError
 from engines.packing import pack
-from engines.whereabouts import here
+from engines.whereabouts import get_status_board
 from mpi4dl_nb.cluster import Cluster
 
 N = 3
@@ -92,7 +92,7 @@ def test_ranks_communicate(cluster):
 
 
 def test_every_rank_has_its_share_of_the_cores(cluster):
-    own = threads_per_rank(N) if cluster.backend == "mpi" else 1
+    own = compute_threads_per_rank(N) if cluster.backend == "mpi" else 1
     assert cluster.call(lambda host: torch.get_num_threads()) == [own] * N
 
 
@@ -245,7 +245,7 @@ def ends(how: str):
     end = ENDS[how][0]
 
     def work(host):
-        here().at(b"forward pass", 7)
+        get_status_board().report(b"forward pass", 7)
         if host.world.rank == 1:
             end()
         all_reduce(host.world, torch.ones(1), range(host.world.size)).wait()
@@ -328,7 +328,7 @@ def test_a_rank_that_hangs_is_named_with_those_that_wait_for_it(cluster, how):
     hang, why = HANGS[how]
 
     def hangs(host):
-        here().at(f"stage {host.world.rank}".encode())
+        get_status_board().report(f"stage {host.world.rank}".encode())
         if host.world.rank == 1:
             hang()
         all_reduce(host.world, torch.ones(1), range(host.world.size)).wait()
@@ -483,7 +483,7 @@ def test_a_stopped_controller_is_named_while_ranks_compute(cluster, also):
         if host.world.rank == 1:
             os.kill(pid, signal.SIGSTOP)
         for turn in range(60):
-            here().at(f"turn {turn}".encode())
+            get_status_board().report(f"turn {turn}".encode())
             time.sleep(0.1)
 
     cluster.hang_after_s = 2

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from engines.errors import ImageError, PlanError
 from engines.images.augmented import Augmented
-from engines.images.labelled import LabelledImages, in_order
+from engines.images.labelled import LabelledImages, shuffle_indices
 from engines.images.synthetic import SyntheticImages
-from engines.metrics import count
+from engines.metrics import count_predictions
 from engines.models.unet import UNet
-from engines.oracle import OneProcess
-from engines.spatial.draws import step_seed
+from engines.oracle import ReferenceTraining
+from engines.spatial.draws import compute_step_seed
 from engines.spatial.tiles import Tile
 from engines.training import sgd
 from mpi4dl_nb import Cluster, Plan, Training, fitting
@@ -76,10 +76,12 @@ class Bad(SyntheticImages):
 
 def oracle(found: LabelledImages, numbers: list[tuple[int, int]], seed: int = 0, micro_batches: int = 1) -> list[float]:
     """One process on whole images, `numbers` of (epoch, image), with the draws that the seed gives them."""
-    alone = OneProcess(unet(), nn.CrossEntropyLoss(), sgd, torch.float64, micro_batches=micro_batches)
+    alone = ReferenceTraining(unet(), nn.CrossEntropyLoss(), sgd, torch.float64, micro_batches=micro_batches)
     whole, losses = Tile.whole(*SIZE), []
     for start in range(0, len(numbers), BATCH):
-        drawn = [(i, step_seed(step_seed(seed, epoch), 1 + i)) for epoch, i in numbers[start : start + BATCH]]
+        drawn = [
+            (i, compute_step_seed(compute_step_seed(seed, epoch), 1 + i)) for epoch, i in numbers[start : start + BATCH]
+        ]
         batch = {
             "images": torch.stack([found.part(i, whole, draw) for i, draw in drawn]).double(),
             "labels": torch.stack([found.mask(i, whole, draw) for i, draw in drawn]),
@@ -100,7 +102,7 @@ def same(losses: list[float] | tuple[float, ...]) -> object:
 def test_the_losses_are_those_of_one_process(ranks, workers: int):
     """On augmented images with masks, over two epochs."""
     history = training(ranks).fit(images(), epochs=2, progress=False, drop_last=True, seed=5, workers=workers)
-    numbers = [(epoch, i) for epoch in range(2) for i in in_order(7, 5, epoch)[:6]]
+    numbers = [(epoch, i) for epoch in range(2) for i in shuffle_indices(7, 5, epoch)[:6]]
     assert history.losses == same(oracle(images(), numbers, 5, ranks[0].micro_batches))
     assert [epoch.steps for epoch in history.epochs] == [3, 3]
     assert not feeders()
@@ -133,7 +135,7 @@ def test_it_begins_anew_where_it_is_told_to_or_with_other_images(ranks):
 def test_a_break_in_mid_epoch_changes_nothing(ranks):
     """A bad image ends it; when the picture is mended, it goes on in the middle of the epoch."""
     whole = training(ranks).fit(SyntheticImages(7, SIZE, 3, seed=1), epochs=2, progress=False, drop_last=True)
-    broken = in_order(7, 0, 1)[2]
+    broken = shuffle_indices(7, 0, 1)[2]
     mine = training(ranks)
     first = mine.fit(Bad(()), progress=False, drop_last=True)
     with pytest.raises(ImageError, match=rf"pictures/{broken}.png is damaged"):
@@ -149,10 +151,10 @@ def test_a_break_in_mid_epoch_changes_nothing(ranks):
 
 
 def test_bad_images_are_left_out_and_told_once(ranks, capsys):
-    order = in_order(7, 0, 0)
+    order = shuffle_indices(7, 0, 0)
     bad = tuple(order[1:3])
     history = training(ranks).fit(Bad(bad), epochs=2, progress=False, drop_last=True, on_bad_image="skip")
-    good = [(epoch, i) for epoch in range(2) for i in in_order(7, 0, epoch) if i not in bad]
+    good = [(epoch, i) for epoch in range(2) for i in shuffle_indices(7, 0, epoch) if i not in bad]
     numbers = [*good[:4], *good[5:9]]
     assert history.losses == same(oracle(SyntheticImages(7, SIZE, 3, seed=1), numbers, 0, ranks[0].micro_batches))
     texts = [f"pictures/{index}.png is damaged" for index in bad]
@@ -175,7 +177,7 @@ def test_held_out_images_are_judged_and_change_nothing(ranks):
     labels = torch.stack([judge.mask(i, whole) for i in range(3)])
     last = history.epochs[-1].held_out
     assert last.loss == pytest.approx(nn.functional.cross_entropy(scores, labels).item(), rel=1e-10)
-    assert last.counts == count(scores, labels)
+    assert last.counts == count_predictions(scores, labels)
     assert last.counts.dice == history.epochs[-1].record["held_out_dice"]
 
 
@@ -218,7 +220,7 @@ class Waiting(SyntheticImages):
     """The reading of an image of the second step takes until somebody has had enough."""
 
     def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        if index == in_order(7, 0, 0)[3]:
+        if index == shuffle_indices(7, 0, 0)[3]:
             _ENOUGH.wait(20)
         return super().part(index, tile, draw)
 

@@ -14,7 +14,7 @@ import torch
 from engines.checkpoint import stored
 from engines.errors import DamagedError, UnreadableError
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.healing import Healing, Mark
+from mpi4dl_nb.healing import FailureRecovery, FitPosition
 from mpi4dl_nb.training import Training
 from tests.chaos.training import Heard
 from tests.notebook.test_healing import DATA, hurt, training
@@ -73,9 +73,9 @@ def test_where_none_is_whole_all_are_listed(cluster, tmp_path):
 def test_a_checkpoint_that_is_gone_is_passed_over(cluster, tmp_path):
     """Whoever makes room on a disk may remove the newest one."""
     found = training(cluster)
-    healing = Healing(found, False, lambda: None)
+    healing = FailureRecovery(found, False, lambda: None)
     for steps in range(2):
-        healing.saved(Mark(steps, 0, (), None, is_over=False), found.save(tmp_path / "saved"))
+        healing.record_checkpoint(FitPosition(steps, 0, (), None, is_over=False), found.save(tmp_path / "saved"))
         found.step(*DATA[steps])
     shutil.rmtree(tmp_path / "saved" / "00002-step-1")
     healing._load(found.plan)

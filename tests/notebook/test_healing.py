@@ -16,17 +16,17 @@ import torch
 
 from engines.checkpoint.interrupts import StoppedError
 from engines.errors import LossError, PlanError, RankError
-from engines.host import Host
+from engines.host import RankServer
 from engines.images.synthetic import SyntheticImages
 from engines.models.unet import UNet
 from engines.plan import Plan
 from engines.predict.machines import MACHINES
-from engines.report import Healed, Told
+from engines.report import Recovered, StepResult
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.healing import plan_for
-from mpi4dl_nb.known_machine import KnownMachine
+from mpi4dl_nb.healing import choose_plan
+from mpi4dl_nb.known_machine import CalibrationCache
 from mpi4dl_nb.training import Training
-from mpi4dl_nb.watching import Gathered
+from mpi4dl_nb.watching import ProgressRecorder
 from tests.chaos.faults import Fault, arm
 from tests.chaos.training import SHAPE, Heard, batches, model
 
@@ -45,7 +45,7 @@ def cluster(shared, tmp_path_factory, monkeypatch):
     """Alive, and of three ranks again. How fast they are, or two of them, is taken for known: it takes a minute."""
     monkeypatch.setenv("MPI4DL_NB_MACHINES", str(tmp_path_factory.mktemp("machines")))
     for ranks in (2, 3):
-        KnownMachine.of(ranks, shared.backend).keep(replace(MACHINES["Frontera"], ranks=ranks))
+        CalibrationCache.of(ranks, shared.backend).write(replace(MACHINES["Frontera"], ranks=ranks))
     return shared.resize(3)
 
 
@@ -157,7 +157,7 @@ def test_images_that_ranks_read_go_on_where_they_were(cluster, tmp_path):
 
 @over_loopback
 def test_what_comes_twice_in_the_same_place_is_raised(cluster, tmp_path):
-    def break_down(host: Host, name: str) -> None:
+    def break_down(host: RankServer, name: str) -> None:
         worker = host.trainings[name].worker
         step = worker.step
 
@@ -245,7 +245,7 @@ def test_a_training_is_loaded_where_the_ranks_have_lost_it(cluster, undisturbed,
 def test_a_step_that_takes_long_is_given_up_by_an_interrupt(cluster, undisturbed, tmp_path):
     """A rank dallies in the third step: what was before it is saved, and goes on as if nothing had been."""
 
-    def dally(host: Host, name: str) -> None:
+    def dally(host: RankServer, name: str) -> None:
         worker = host.trainings[name].worker
         step, left = worker.step, [2 * len(worker.program.steps) + 5]
 
@@ -272,7 +272,7 @@ def test_a_step_that_takes_long_is_given_up_by_an_interrupt(cluster, undisturbed
 def test_an_interrupt_behind_the_update_saves_no_half_of_a_step(cluster, undisturbed, tmp_path):
     """All ranks have changed their weights in the third step, but nobody knows of it yet: as if it had not been."""
 
-    def dally(host: Host, name: str) -> None:
+    def dally(host: RankServer, name: str) -> None:
         worker = host.trainings[name].worker
         step, left = worker.step, [3 * len(worker.program.steps)]
 
@@ -307,17 +307,17 @@ def press(heard: Heard, steps: int) -> None:
 
 @over_loopback
 def test_fewer_ranks_compute_the_same(cluster):
-    plan = plan_for(training(cluster), 2)
+    plan = choose_plan(training(cluster), 2)
     assert (plan.ranks, plan.micro_batches, plan.precision) == (2, 2, "float64")
     random.seed(0)
     both_ways = Training(model(), Plan(split_size=3, spatial_size=0, bidirectional=True), cluster, SHAPE)
     with pytest.raises(PlanError, match="No plan for 1 ranks has 2 batches and 2 micro-batches"):
-        plan_for(both_ways, 1)
+        choose_plan(both_ways, 1)
 
 
 def test_what_is_done_again_is_shown_once():
-    gathered = Gathered(PLAN)
+    gathered = ProgressRecorder(PLAN)
     for loss in (3.0, 2.0, 1.0):
-        gathered.add(Told(0, 0, 2, 0.1, loss, None), ())
-    gathered.add(Healed("healed", 1, 0), ())
-    assert gathered.progress("runs", running=True).losses == (3.0,)
+        gathered.add(StepResult(0, 0, 2, 0.1, loss, None), ())
+    gathered.add(Recovered("healed", 1, 0), ())
+    assert gathered.get_progress("runs", running=True).losses == (3.0,)

@@ -21,24 +21,24 @@ import pytest
 from engines.errors import PlanError, RankError
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.launch import outpost, outposts
-from mpi4dl_nb.launch.across import Across, CutOff, forwarded
-from mpi4dl_nb.launch.allocation import allocation, chosen_hosts, expand
-from mpi4dl_nb.launch.environment import mpiexec
+from mpi4dl_nb.launch.across import HostLost, MultiHost, select_environment
+from mpi4dl_nb.launch.allocation import choose_hosts, expand_nodes, read_allocation
+from mpi4dl_nb.launch.environment import find_mpiexec
 from mpi4dl_nb.launch.hosts import Hosts, read_hosts
-from mpi4dl_nb.launch.outposts import BOOT, Outposts
-from mpi4dl_nb.launch.reports import Ended
+from mpi4dl_nb.launch.outposts import BOOT, HostAgents
+from mpi4dl_nb.launch.reports import RankExit
 
 FAR = "192.0.2.1"  # belongs to nobody: what reaches it is the program that stands for ssh
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
 
 
 def shared(n: int, *hosts: str) -> list[list[int]]:
-    return [list(share.ranks) for share in Hosts(read_hosts(hosts)).share_out(n)]
+    return [list(share.ranks) for share in Hosts(read_hosts(hosts)).assign_ranks(n)]
 
 
 def test_how_torch_shall_compute_is_known_on_every_host():
     asked = {"NVIDIA_TF32_OVERRIDE": "0", "PYTORCH_ALLOC_CONF": "expandable_segments:True", "MPI4DL_NB_NCCL": "0"}
-    assert forwarded({**asked, "HOME": "/root", "CUDA_VISIBLE_DEVICES": "3"}) == asked
+    assert select_environment({**asked, "HOME": "/root", "CUDA_VISIBLE_DEVICES": "3"}) == asked
 
 
 # ---- what is written of hosts
@@ -87,7 +87,7 @@ def test_hosts_may_be_a_dict_or_a_hostfile(tmp_path):
     ],
 )
 def test_hosts_that_make_no_sense_are_refused_before_anything_starts(monkeypatch, hosts, said):
-    monkeypatch.setattr(outposts, "Outpost", None)
+    monkeypatch.setattr(outposts, "HostAgent", None)
     with pytest.raises(PlanError, match=said.replace("$", r"\$")):
         Cluster(4, hosts=hosts).start()
 
@@ -111,13 +111,13 @@ def test_threads_are_on_one_host():
     ],
 )
 def test_short_lists_of_slurm_are_written_out(nodes, names):
-    assert expand(nodes) == names
+    assert expand_nodes(nodes) == names
 
 
 @pytest.mark.parametrize("nodes", ["", "a,,b", "a[1", "a1]", "a[3-1]", "a[]", "a[x]", "a[1-2]]", "a[1,[2]]"])
 def test_lists_that_make_no_sense_are_refused(nodes):
     with pytest.raises(PlanError, match=r"hosts=\[\.\.\.\]"):
-        expand(nodes)
+        expand_nodes(nodes)
 
 
 @pytest.mark.parametrize(
@@ -130,22 +130,22 @@ def test_lists_that_make_no_sense_are_refused(nodes):
     ],
 )
 def test_a_slurm_job_has_hosts_and_slots(told, hosts):
-    assert str(Hosts(allocation(told).hosts)) == hosts
+    assert str(Hosts(read_allocation(told).hosts)) == hosts
 
 
 @pytest.mark.parametrize("tasks", ["2", "2(x3)", "two", "2(x2"])
 def test_slots_that_do_not_fit_the_hosts_of_the_job_are_told(tasks):
     with pytest.raises(PlanError, match="SLURM_TASKS_PER_NODE="):
-        allocation({**SLURM, "SLURM_TASKS_PER_NODE": tasks})
+        read_allocation({**SLURM, "SLURM_TASKS_PER_NODE": tasks})
 
 
 def test_a_pbs_job_has_a_line_for_each_slot(tmp_path):
     file = tmp_path / "nodes"
     file.write_text("n1\nn1\nn2\nn1\n")
-    job = allocation({"PBS_NODEFILE": str(file), "PBS_JOBID": "9.server"})
+    job = read_allocation({"PBS_NODEFILE": str(file), "PBS_JOBID": "9.server"})
     assert (job.system, job.job, str(Hosts(job.hosts))) == ("PBS", "9.server", "n1:3, n2:1")
     with pytest.raises(PlanError, match="PBS_NODEFILE"):
-        allocation({"PBS_NODEFILE": str(tmp_path / "none")})
+        read_allocation({"PBS_NODEFILE": str(tmp_path / "none")})
 
 
 def test_a_cluster_takes_the_hosts_of_its_job(monkeypatch):
@@ -159,22 +159,22 @@ def test_a_cluster_takes_the_hosts_of_its_job(monkeypatch):
 
 
 def test_a_job_of_one_host_and_no_job_are_this_machine(monkeypatch):
-    assert chosen_hosts(None, several=True) is None
+    assert choose_hosts(None, several=True) is None
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "1")
-    assert chosen_hosts(None, several=True) is None
+    assert choose_hosts(None, several=True) is None
 
 
 def test_slurm_itself_starts_the_ranks_where_it_can(monkeypatch, tmp_path):
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert not chosen_hosts(None, several=True).srun
+    assert not choose_hosts(None, several=True).srun
     srun = tmp_path / "srun"
     srun.write_text("#!/bin/sh\n")
     srun.chmod(0o755)
-    assert chosen_hosts(None, several=True).srun
-    assert not chosen_hosts(["n1", "n2"], several=True).srun
+    assert choose_hosts(None, several=True).srun
+    assert not choose_hosts(["n1", "n2"], several=True).srun
 
 
 # ---- hosts that can't be used
@@ -239,7 +239,7 @@ def test_a_host_with_other_code_is_told(ssh, tmp_path):
 
 @pytest.mark.parametrize("name", ["MPI", "mpi4py", "torch", "Python"])
 def test_other_versions_are_told(name):
-    own = outpost.versions(mpiexec())
+    own = outpost.collect_versions(find_mpiexec())
     told = {"versions": {**own, name: "0.1"}, "has_folder": True}
     outposts.check_alike("far", {"versions": own, "has_folder": True}, own, "/here")
     with pytest.raises(RankError, match=rf"The host far is not like this one: it has {name} 0.1 \(here: .*\). Install"):
@@ -250,7 +250,7 @@ def test_other_versions_are_told(name):
 
 
 def test_a_host_without_the_folder_is_told():
-    own = outpost.versions(mpiexec())
+    own = outpost.collect_versions(find_mpiexec())
     with pytest.raises(RankError, match="The host far has no folder /work/mine, where this notebook works"):
         outposts.check_alike("far", {"versions": own, "has_folder": False}, own, "/work/mine")
 
@@ -261,8 +261,8 @@ def test_a_host_without_the_folder_is_told():
 @pytest.fixture
 def post(tmp_path):
     """One on this machine, and what it tells."""
-    posts = Outposts({"here": [sys.executable, "-c", BOOT]}, str(tmp_path))
-    told = posts.tell({"here": "127.0.0.1"}, {"here": 1}, str(Path.cwd()), mpiexec())["here"]
+    posts = HostAgents({"here": [sys.executable, "-c", BOOT]}, str(tmp_path))
+    told = posts.collect_facts({"here": "127.0.0.1"}, {"here": 1}, str(Path.cwd()), find_mpiexec())["here"]
     yield posts, told
     posts.close()
 
@@ -331,16 +331,16 @@ def test_what_is_left_on_a_host_ends_when_nobody_beats_any_more(post):
 
 def test_each_host_has_its_own_share_of_cores_and_its_own_folder(monkeypatch):
     monkeypatch.delenv("OMPI_MCA_btl_tcp_if_include", raising=False)
-    across = Across.of(3, Hosts(read_hosts(["127.0.0.1:2", "127.0.0.2:1"])))
+    across = MultiHost.of(3, Hosts(read_hosts(["127.0.0.1:2", "127.0.0.2:1"])))
 
     class Told:
-        def folders(self, host):
+        def get_folders(self, host):
             return {"127.0.0.1": ("/tmp/one", "/dev/shm/one"), "127.0.0.2": ("/tmp/two", "/tmp/two")}[host]
 
     networks = {"127.0.0.1": "10.1.0.0/16", "127.0.0.2": "10.2.0.0/16"}
     across._posts = Told()
     across._told = {host: {"cores": 8, "network": network} for host, network in networks.items()}
-    words = " ".join(across.flags(["python", "engine"], "id"))
+    words = " ".join(across.make_engine_flags(["python", "engine"], "id"))
     one, two = words.split(" : ")
     assert "-n 2 -H 127.0.0.1:2" in one
     assert "OMP_NUM_THREADS=4" in one
@@ -351,7 +351,7 @@ def test_each_host_has_its_own_share_of_cores_and_its_own_folder(monkeypatch):
     assert two.endswith("python engine")
     assert "btl_tcp_if_include 10.1.0.0/16,10.2.0.0/16" in one
     monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "ib0")
-    assert "btl_tcp_if_include" not in " ".join(across.flags([], "id"))
+    assert "btl_tcp_if_include" not in " ".join(across.make_engine_flags([], "id"))
 
 
 # ---- a host that is lost
@@ -360,11 +360,11 @@ def test_each_host_has_its_own_share_of_cores_and_its_own_folder(monkeypatch):
 class _Cut:
     """Ranks of which those on the host b are cut off."""
 
-    def cut_off(self):
+    def find_lost_hosts(self):
         return frozenset({"b"})
 
-    def lost(self):
-        return {2: CutOff(None, host="b (rank 2)", silent_s=4.2), 0: Ended(-9)}
+    def find_lost_ranks(self):
+        return {2: HostLost(None, host="b (rank 2)", silent_s=4.2), 0: RankExit(-9)}
 
     def stop(self):
         pass
@@ -374,7 +374,7 @@ class _Cut:
 def cut(monkeypatch):
     """`cut(*hosts)` is a cluster of 3 ranks; what it starts anew is told as (ranks, hosts)."""
     started = []
-    monkeypatch.setattr(Cluster, "_launched", lambda self: started.append((self.n, str(self.hosts))) or _Cut())
+    monkeypatch.setattr(Cluster, "_launch", lambda self: started.append((self.n, str(self.hosts))) or _Cut())
 
     def made(*hosts: str) -> tuple[Cluster, list[tuple[int, str]]]:
         cluster = Cluster(3, hosts=hosts).start()

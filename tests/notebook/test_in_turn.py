@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from engines.comm.container import cores
+from engines.comm.container import count_cores
 from engines.comm.world import Message
 from engines.errors import LossError, PlanError, RankError
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
-from engines.offload.store import Store
+from engines.offload.store import OffloadStore
 from engines.program.instructions import Phase
 from mpi4dl_nb import Cluster, Plan, Training
 from tests.zoo import Chain
@@ -70,7 +70,7 @@ def test_one_thread_computes_for_one_rank_at_a_time_with_all_cores(cluster: Clus
         return threading.get_ident(), torch.get_num_threads()
 
     assert len(set(cluster.call(who))) == 1
-    assert cluster.call(who)[0][1] == cores()
+    assert cluster.call(who)[0][1] == count_cores()
     training = Training(UNet(num_classes=3, width=4), Plan(split_size=1), cluster, SHAPE)
     training.step(torch.randn(SHAPE), torch.zeros(SHAPE[0], *SHAPE[2:], dtype=torch.int64))
     events = sorted(training.timeline().events, key=lambda event: event.start_s)
@@ -239,6 +239,6 @@ def test_the_disk_that_is_full_is_told(cluster: Cluster, monkeypatch):
 
     training = Training(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1)),
                         Plan(split_size=1, offload_activations=True), cluster, (1, 3, 64, 64))  # fmt: skip
-    monkeypatch.setattr(Store, "put", full)
+    monkeypatch.setattr(OffloadStore, "put", full)
     with pytest.raises(RankError, match="is full"):
         training.step(torch.randn(1, 3, 64, 64), torch.zeros(1, 64, 64, dtype=torch.int64))

@@ -15,7 +15,7 @@ import pytest
 
 from mpi4dl_nb.__main__ import main
 from mpi4dl_nb.launch import ending
-from mpi4dl_nb.launch.record import sweep
+from mpi4dl_nb.launch.record import remove_stale_clusters
 from tests.notebook.test_orphans import GONE_S, ROOT, within
 
 MODEL = """
@@ -62,7 +62,7 @@ def folders(tmp_path: Path) -> list[Path]:
 
 
 def gone(paths: list[Path], family: list[psutil.Process]) -> bool:
-    return not any(path.exists() for path in paths) and not any(map(ending.is_at_work, family))
+    return not any(path.exists() for path in paths) and not any(map(ending.is_running, family))
 
 
 @pytest.mark.parametrize("who", ["mpiexec", "keeper"])
@@ -78,21 +78,21 @@ def test_after_a_kill_nothing_is_left(begin, tmp_path, who):
     if who == "mpiexec":
         assert gone(paths, family)
         return
-    assert within(GONE_S, lambda: not any(map(ending.is_at_work, family)))
-    assert sweep() == [paths[0].name]
+    assert within(GONE_S, lambda: not any(map(ending.is_running, family)))
+    assert remove_stale_clusters() == [paths[0].name]
     assert gone(paths, family)
 
 
 def test_what_even_the_keeper_did_not_survive_is_ended_by_the_next_start(begin, tmp_path):
     keeper = begin()
     paths, family = folders(tmp_path), psutil.Process(keeper.pid).children(recursive=True)
-    assert sweep() == []  # it runs
+    assert remove_stale_clusters() == []  # it runs
     family[0].suspend()  # it can't hear that it is to end
     keeper.kill()
     keeper.wait()
     time.sleep(0.5)
     assert not gone(paths, family)
-    assert sweep() == [paths[0].name]
+    assert remove_stale_clusters() == [paths[0].name]
     assert within(GONE_S, lambda: gone(paths, family))
 
 

@@ -41,7 +41,7 @@ def home(cluster) -> Path:
 
 
 def family(home: Path) -> list[psutil.Process]:
-    return list(ending._marked(home.name))
+    return list(ending._find_marked(home.name))
 
 
 def listeners(home: Path) -> set[tuple[str, str, int]]:

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from engines.comm.loopback import run_ranks
 from engines.errors import ImageError, PlanError, TraceError
-from engines.images.labelled import in_order
+from engines.images.labelled import shuffle_indices
 from engines.images.synthetic import SyntheticImages
 from engines.spatial.tiles import Tile
-from engines.train_command import train_command
+from engines.train_command import run_train
 from engines.training import prepare
 from mpi4dl_nb import Cluster, Plan, Training
 
@@ -85,7 +85,7 @@ def batches(images: SyntheticImages, size: int, epochs: int, drop_last: bool = F
     """The steps of some epochs, in the order of seed 0."""
     whole, found = Tile.whole(*SIZE), []
     for epoch in range(epochs):
-        order = in_order(len(images), 0, epoch)
+        order = shuffle_indices(len(images), 0, epoch)
         for numbers in _batched(order, size):
             if len(numbers) == size or not drop_last:
                 pixels = torch.stack([images.part(number, whole) for number in numbers]).double()
@@ -164,7 +164,7 @@ class Bad(SyntheticImages):
 def test_bad_images_make_the_last_step_smaller(workers: int):
     """Two of its four images are bad: of the two that are left both are trained, by 2 micro-batches."""
     plan, count = PLANS["a pipeline"], 2 * N
-    order = in_order(count, 0, 0)
+    order = shuffle_indices(count, 0, 0)
     bad = (order[5], order[7])
     images, model, whole = Bad(count, bad), net(), SyntheticImages(count, SIZE, CLASSES)
     first, second = batches(whole, N, 1)
@@ -179,7 +179,7 @@ def test_bad_images_make_the_last_step_smaller(workers: int):
 
 def test_bad_images_may_leave_some_that_the_plan_cannot_divide():
     plan, count = PLANS["a pipeline"], 2 * N
-    bad = in_order(count, 0, 0)[-1:]
+    bad = shuffle_indices(count, 0, 0)[-1:]
     with Cluster(plan.ranks, backend="loopback") as cluster:
         history = training(plan, cluster).fit(Bad(count, bad), progress=False, on_bad_image="skip")
     assert (history.epochs[0].steps, history.epochs[0].images) == (2, N + 2)
@@ -280,19 +280,19 @@ def test_it_goes_on_from_any_checkpoint_bit_by_bit(name: str, tmp_path: Path):
 @pytest.mark.parametrize("drop_last", [False, True], ids=["trained", "left out"])
 def test_the_command(monkeypatch, capsys, drop_last: bool):
     monkeypatch.setitem(
-        train_command.__globals__["train_options"]._APPLICATIONS, "3", lambda *_: SyntheticImages(10, SIZE, 10)
+        run_train.__globals__["train_options"]._APPLICATIONS, "3", lambda *_: SyntheticImages(10, SIZE, 10)
     )
-    run_ranks(2, lambda world: train_command(world, [*FLAGS, *STAGES, *["--drop-last"] * drop_last]))
+    run_ranks(2, lambda world: run_train(world, [*FLAGS, *STAGES, *["--drop-last"] * drop_last]))
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (line["steps"], line["images_per_step"]) == (2 if drop_last else 3, 4)
 
 
 def test_the_command_refuses_what_the_plan_cannot_divide(monkeypatch):
     monkeypatch.setitem(
-        train_command.__globals__["train_options"]._APPLICATIONS, "3", lambda *_: SyntheticImages(9, SIZE, 10)
+        run_train.__globals__["train_options"]._APPLICATIONS, "3", lambda *_: SyntheticImages(9, SIZE, 10)
     )
     with pytest.raises(PlanError, match=r"The last step of an epoch has 1 images.*--drop-last"):
-        run_ranks(2, lambda world: train_command(world, [*FLAGS, *STAGES]))
+        run_ranks(2, lambda world: run_train(world, [*FLAGS, *STAGES]))
 
 
 # ---- said before the first step
@@ -360,13 +360,13 @@ def test_drop_last_is_true_or_false(cluster):
 
 def test_ranks_hold_the_same_weights_in_a_smaller_step():
     """Where stages are balanced by cost, few images may cost otherwise; the ranks' weights are where they are."""
-    from engines.partial import smaller
-    from engines.traces import Traces
+    from engines.partial import make_smaller_recipe
+    from engines.traces import TraceCache
 
     plan = Plan(split_size=2, spatial_size=0)
     model = copy.deepcopy(net())
     made = prepare(model, plan, (64, 3, *SIZE))
-    found = smaller(made, Traces(model, (64, 3, *SIZE), nn.CrossEntropyLoss()), 1)
+    found = make_smaller_recipe(made, TraceCache(model, (64, 3, *SIZE), nn.CrossEntropyLoss()), 1)
     assert isinstance(found.plan.balance, tuple)
     assert found.step_specs["images"].shape[0] == 1
 

@@ -16,7 +16,7 @@ from engines.errors import PlanError, RankError
 from engines.packing import pack
 from mpi4dl_nb import Cluster
 from mpi4dl_nb.launch.ending import MARK
-from mpi4dl_nb.modules import Modules
+from mpi4dl_nb.modules import UserModules
 
 N = 2
 
@@ -183,7 +183,7 @@ def test_a_module_that_ranks_do_not_find_is_named(cluster, folder):
 def test_without_compiled_files_what_may_have_changed_is_sent_as_it_is(folder, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     mine = loaded(folder, "plain_k", "def rate(host): return 0.1")
-    modules = Modules()
+    modules = UserModules()
     assert b"co_" not in modules.pack([len])[0]
     assert len(modules.pack([mine.rate])[0]) > 300  # its name alone takes less than a hundred bytes
     importlib.reload(mine)
@@ -229,11 +229,11 @@ def test_autoreload_is_followed(tmp_path):
 
 def test_ranks_that_start_later_import_the_file_as_it_is(folder):
     edited = loaded(folder, "edited_i", "def rate(host): return 0.1")
-    earlier = Modules()
+    earlier = UserModules()
     first = earlier.pack([edited.rate])[0]
     write(folder, "edited_i", "def rate(host): return 100.0")
     importlib.reload(edited)
-    later = Modules()
+    later = UserModules()
     assert len(later.pack([edited.rate])[0]) == len(first)  # by its name
     assert len(earlier.pack([edited.rate])[0]) > 3 * len(first)
 
@@ -247,7 +247,7 @@ def test_a_module_that_has_two_names_is_sent_once(folder, monkeypatch):
 
 def test_what_is_as_it_was_is_not_read_again(folder, monkeypatch):
     loaded(folder, "edited_j", "def rate(host): return 0.1")
-    modules = Modules()
+    modules = UserModules()
     modules.pack([None])
     monkeypatch.setattr("pathlib.Path.read_bytes", lambda path: pytest.fail(f"{path} is read"))
     for _ in range(3):

@@ -21,9 +21,9 @@ from jupyter_client import KernelManager
 from engines.errors import RankError
 from mpi4dl_nb.launch import ending, record
 from mpi4dl_nb.launch.ending import MARK
-from mpi4dl_nb.launch.leash import Leash
+from mpi4dl_nb.launch.leash import Reaper
 from mpi4dl_nb.launch.mpi import MpiRanks
-from mpi4dl_nb.launch.record import Record, sweep
+from mpi4dl_nb.launch.record import PidFile, remove_stale_clusters
 from tests.start_failures import CASES
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +93,7 @@ def notebooks(tmp_path_factory) -> Iterator[dict[str, Notebook]]:
 
 def family(name: str) -> list[psutil.Process]:
     """Processes of the cluster of that name, zombies left out."""
-    return [process for process in ending._marked(name) if ending.is_at_work(process)]
+    return [process for process in ending._find_marked(name) if ending.is_running(process)]
 
 
 def within(seconds: float, condition: Callable[[], object]) -> bool:
@@ -150,7 +150,7 @@ def test_what_even_the_leash_did_not_survive_is_ended_by_the_next_start(notebook
     notebook = notebooks["everything"]
     check_all_there(notebook.cluster, notebook.runtime)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(notebook.runtime))
-    assert sweep() == []  # its notebook lives
+    assert remove_stale_clusters() == []  # its notebook lives
     os.kill(notebook.cluster["leash"], signal.SIGSTOP)
     notebook.kill("notebook", "leash")
     time.sleep(1)
@@ -231,7 +231,7 @@ NAME = "mpi4dl_nb-testtest"
 def test_a_stopped_process_is_ended_too_and_one_of_another_cluster_is_not(sleeper):
     mine, other = sleeper(NAME), sleeper("mpi4dl_nb-anothers")
     mine.send_signal(signal.SIGSTOP)
-    ending.end(NAME)
+    ending.end_cluster(NAME)
     assert mine.wait(1) == -signal.SIGTERM
     assert other.poll() is None
 
@@ -239,7 +239,7 @@ def test_a_stopped_process_is_ended_too_and_one_of_another_cluster_is_not(sleepe
 def test_a_process_that_does_not_want_to_end_is_killed(sleeper, monkeypatch):
     monkeypatch.setattr(ending, "_ORDERLY_S", 0.3)
     stubborn = sleeper(NAME, "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPER)
-    ending.end(NAME)
+    ending.end_cluster(NAME)
     assert stubborn.wait(1) == -signal.SIGKILL
 
 
@@ -270,22 +270,22 @@ def test_the_leash_ends_all_when_its_notebook_is_killed(sleeper, tmp_path):
 
 def test_the_leash_knows_which_process_ended_first(sleeper):
     first, second = sleeper(NAME), sleeper(NAME)
-    leash = Leash(NAME, [])
+    leash = Reaper(NAME, [])
     for each in (first, second):
-        leash.hold(each.pid)
-    assert leash.ended() == []
+        leash.add_process(each.pid)
+    assert leash.get_ended_pids() == []
     second.kill()
     assert first.wait(GONE_S) == -signal.SIGTERM
-    assert leash.ended() == [second.pid]
-    leash.let_go(GONE_S)
-    assert leash.ended() == [second.pid]
+    assert leash.get_ended_pids() == [second.pid]
+    leash.end_cluster(GONE_S)
+    assert leash.get_ended_pids() == [second.pid]
 
 
 def test_a_leash_that_was_killed_still_lets_go(sleeper, tmp_path):
     rank = sleeper(NAME)
-    leash = Leash(NAME, [])
+    leash = Reaper(NAME, [])
     os.kill(leash.pid, signal.SIGKILL)
-    leash.let_go(GONE_S)
+    leash.end_cluster(GONE_S)
     assert rank.wait(1) == -signal.SIGTERM
 
 
@@ -295,9 +295,13 @@ def kept(tmp_path, monkeypatch) -> Callable[..., Path]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
     def keep(notebook: subprocess.Popen, began: float | None = None, **changes: object) -> Path:
-        fields = {"name": NAME, "folders": [], "processes": [[notebook.pid, began or ending.started(notebook.pid)]]}
-        fields |= dict(zip(("host", "boot", "pids"), record._here(), strict=True)) | changes
-        path = record._runtime() / f"{fields['name']}.json"
+        fields = {
+            "name": NAME,
+            "folders": [],
+            "processes": [[notebook.pid, began or ending.get_start_time(notebook.pid)]],
+        }
+        fields |= dict(zip(("host", "boot", "pids"), record._identify_machine(), strict=True)) | changes
+        path = record._find_runtime_folder() / f"{fields['name']}.json"
         path.write_text(json.dumps(fields))
         return path
 
@@ -307,10 +311,10 @@ def kept(tmp_path, monkeypatch) -> Callable[..., Path]:
 def test_a_cluster_whose_notebook_lives_is_left_alone(kept, sleeper):
     notebook, rank = sleeper("-"), sleeper(NAME)
     path = kept(notebook)
-    assert sweep() == []
+    assert remove_stale_clusters() == []
     notebook.kill()
     notebook.wait()
-    assert sweep() == [NAME]
+    assert remove_stale_clusters() == [NAME]
     assert rank.wait(1) == -signal.SIGTERM
     assert not path.exists()
 
@@ -318,7 +322,7 @@ def test_a_cluster_whose_notebook_lives_is_left_alone(kept, sleeper):
 def test_a_later_process_with_the_same_pid_is_neither_the_notebook_nor_killed(kept, sleeper):
     bystander = sleeper("-")
     kept(bystander, began=1.0)
-    assert sweep() == [NAME]
+    assert remove_stale_clusters() == [NAME]
     assert bystander.poll() is None
 
 
@@ -326,7 +330,7 @@ def test_a_later_process_with_the_same_pid_is_neither_the_notebook_nor_killed(ke
 def test_a_record_of_another_machine_or_container_is_left_alone(kept, sleeper, elsewhere):
     rank = sleeper(NAME)
     path = kept(sleeper("-"), began=1.0, **elsewhere)
-    assert sweep() == []
+    assert remove_stale_clusters() == []
     assert path.exists()
     assert rank.poll() is None
 
@@ -335,7 +339,7 @@ def test_after_a_boot_only_folders_are_removed(kept, sleeper, tmp_path):
     bystander, home = sleeper("-"), tmp_path / NAME
     home.mkdir()
     kept(bystander, boot="before", folders=[str(home)])
-    assert sweep() == [NAME]
+    assert remove_stale_clusters() == [NAME]
     assert bystander.poll() is None
     assert not home.exists()
 
@@ -346,7 +350,7 @@ def test_no_folder_is_removed_but_those_of_clusters(kept, sleeper, tmp_path):
     (precious / "thesis").touch()
     link.symlink_to(precious)
     kept(sleeper("-"), began=1.0, folders=[str(precious), str(link), f"{precious}/../precious", "/"])
-    assert sweep() == [NAME]
+    assert remove_stale_clusters() == [NAME]
     assert (precious / "thesis").exists()
 
 
@@ -358,7 +362,7 @@ def test_no_folder_is_removed_but_those_of_clusters(kept, sleeper, tmp_path):
 def test_a_damaged_record_is_put_away(kept, sleeper, text):
     path = kept(sleeper("-"))
     path.write_text(text)
-    assert sweep() == []
+    assert remove_stale_clusters() == []
     assert not path.exists()
 
 
@@ -380,7 +384,7 @@ def test_a_damaged_record_is_put_away(kept, sleeper, text):
 def test_a_record_of_the_wrong_form_is_put_away(kept, sleeper, fields):
     path = kept(sleeper("-"))
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    assert sweep() == []
+    assert remove_stale_clusters() == []
     assert not path.exists()
 
 
@@ -388,7 +392,7 @@ def test_a_link_is_not_read(kept, sleeper, tmp_path):
     path = kept(sleeper("-"), began=1.0)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    assert sweep() == []
+    assert remove_stale_clusters() == []
 
 
 def test_a_folder_that_others_can_write_is_not_used(tmp_path, monkeypatch):
@@ -398,24 +402,24 @@ def test_a_folder_that_others_can_write_is_not_used(tmp_path, monkeypatch):
     folder = tmp_path / "mpi4dl_nb"
     folder.mkdir()
     folder.chmod(0o777)
-    assert record._runtime() == tmp_path / "home" / ".cache" / "mpi4dl_nb"
-    assert record._runtime().stat().st_mode & 0o777 == 0o700
+    assert record._find_runtime_folder() == tmp_path / "home" / ".cache" / "mpi4dl_nb"
+    assert record._find_runtime_folder().stat().st_mode & 0o777 == 0o700
 
 
 def test_without_any_folder_there_are_no_records(monkeypatch):
     for variable, value in (("XDG_RUNTIME_DIR", "relative"), ("XDG_CACHE_HOME", "/dev/null"), ("HOME", "/proc/self")):
         monkeypatch.setenv(variable, value)
-    assert record._runtime() is None
-    assert sweep() == []
+    assert record._find_runtime_folder() is None
+    assert remove_stale_clusters() == []
 
 
 def test_a_record_reads_as_it_was_written(tmp_path, monkeypatch):
-    from mpi4dl_nb.launch.place import Place
+    from mpi4dl_nb.launch.place import RunDirectory
 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    place = Place(tmp_path / NAME, tmp_path / NAME)
-    path = Record.of(place, os.getppid()).write()
+    place = RunDirectory(tmp_path / NAME, tmp_path / NAME)
+    path = PidFile.of(place, os.getppid()).write()
     assert path.stat().st_mode & 0o777 == 0o600
-    assert Record.read(path) == Record.of(place, os.getppid())
-    assert not Record.read(path).is_stale()
+    assert PidFile.read(path) == PidFile.of(place, os.getppid())
+    assert not PidFile.read(path).is_stale()
     assert [each.name for each in path.parent.iterdir()] == [path.name]

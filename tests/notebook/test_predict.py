@@ -11,7 +11,7 @@ from torch import nn
 
 from engines.errors import ImageError, PlanError, TraceError
 from engines.images.picture import open_image
-from engines.inference.region import region_of
+from engines.inference.region import make_padded_region
 from engines.models.unet import UNet
 from engines.spatial.tiles import Tile
 from mpi4dl_nb import Cluster, Plan, Training
@@ -89,7 +89,7 @@ def test_a_prediction_changes_nothing(cluster: Cluster):
 def test_a_picture_tile_after_tile(cluster: Cluster, tmp_path: Path):
     training = trained(segmenter(), SEGMENTS, cluster, per_pixel=True)
     box, whole = (5, 7, 60, 80), Tile.whole(60, 80)
-    expected = plain(training, region_of(open_image(PIXELS), box).part(whole, torch.float64))[0]
+    expected = plain(training, make_padded_region(open_image(PIXELS), box).read_tile(whole, torch.float64))[0]
     scores = training.predict(PIXELS, region=box, kind="scores", memory_mb=100_000, progress=False)
     assert close(scores, expected.permute(1, 2, 0))
     path = training.predict(PIXELS, to=tmp_path / "out.tif", region=box, memory_mb=100_000, progress=False)
@@ -100,7 +100,7 @@ def test_a_picture_tile_after_tile(cluster: Cluster, tmp_path: Path):
 
 def test_the_class_of_a_picture(cluster: Cluster):
     training = trained(classifier(), PLAN, cluster, per_pixel=False)
-    expected = plain(training, region_of(open_image(PIXELS)).part(Tile.whole(90, 110), torch.float64))[0]
+    expected = plain(training, make_padded_region(open_image(PIXELS)).read_tile(Tile.whole(90, 110), torch.float64))[0]
     assert training.predict(PIXELS, memory_mb=100_000, progress=False) == int(expected.argmax())
 
 

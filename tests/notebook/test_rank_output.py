@@ -13,10 +13,10 @@ import torch
 
 from engines.errors import RankError
 from engines.images.synthetic import SyntheticImages
-from engines.output import Line, Meter, Output, RankStream, diverted
+from engines.output import LineBuffer, OutputLine, RankStream, RateLimiter, redirect_streams
 from mpi4dl_nb import Cluster, Plan, Training
-from mpi4dl_nb.launch.spoken import Spoken
-from mpi4dl_nb.shown import Shown
+from mpi4dl_nb.launch.spoken import RankOutput
+from mpi4dl_nb.shown import OutputPrinter
 
 N = 2
 BACKENDS = ("loopback", "in_turn", "mpi")
@@ -192,27 +192,31 @@ def test_what_reads_images_for_a_rank_prints_as_that_rank(capsys):
 def test_a_meter_lets_as_many_pass_as_it_says():
     """100 characters more than its own count for each line: 20,000 at once, then 5,000 a second."""
     now_s = 0.0
-    meter = Meter(clock=lambda: now_s)
-    assert sum(meter.passes("x" * 100) for _ in range(500)) == 100
-    assert meter.note() == "... 400 lines more were left out: a page does not take as many."
+    meter = RateLimiter(clock=lambda: now_s)
+    assert sum(meter.allow("x" * 100) for _ in range(500)) == 100
+    assert meter.report_dropped() == "... 400 lines more were left out: a page does not take as many."
     now_s = 1.0
-    assert not meter.passes("x" * 100)  # a quarter of the room is there again: after a flood half of it is awaited
+    assert not meter.allow("x" * 100)  # a quarter of the room is there again: after a flood half of it is awaited
     now_s = 3.0
-    assert sum(meter.passes("x" * 100) for _ in range(500)) == 75
-    assert "426 lines" in meter.note()
+    assert sum(meter.allow("x" * 100) for _ in range(500)) == 75
+    assert "426 lines" in meter.report_dropped()
 
 
 def test_parts_become_lines():
-    given: list[Line] = []
-    output = Output(given.append)
+    given: list[OutputLine] = []
+    output = LineBuffer(given.append)
     for part in ("a", "b\nc", "\r", "d\r\n", "\n", "e"):
         output.write("stdout", part)
     output.write("stderr", "f\n")
     output.end()
     output.end()
     assert given == [
-        Line("stdout", "ab"), Line("stdout", "d"), Line("stdout", ""), Line("stderr", "f"), Line("stdout", "e"),
-    ]  # fmt: skip
+        OutputLine("stdout", "ab"),
+        OutputLine("stdout", "d"),
+        OutputLine("stdout", ""),
+        OutputLine("stderr", "f"),
+        OutputLine("stdout", "e"),
+    ]
     assert output.emitted == 5
 
 
@@ -223,17 +227,17 @@ def test_of_a_line_that_is_too_long_the_beginning_is_shown_and_how_much_is_left_
         ["a" * 4_000 + "b" * 3_000 + "\n"],
         ["a" * 1_000] * 4 + ["b" * 3_000],
     ):
-        given: list[Line] = []
-        output = Output(given.append)
+        given: list[OutputLine] = []
+        output = LineBuffer(given.append)
         for part in parts:
             output.write("stdout", part)
         output.end()
-        assert given == [Line("stdout", "a" * 4_000 + " ... (3,000 characters more)")]
+        assert given == [OutputLine("stdout", "a" * 4_000 + " ... (3,000 characters more)")]
 
 
 def test_at_the_end_it_is_said_what_was_left_out_though_that_was_said_just_before():
-    given: list[Line] = []
-    output = Output(given.append)
+    given: list[OutputLine] = []
+    output = LineBuffer(given.append)
     for _ in range(2):
         output.write("stdout", ("0123456789" * 40 + "\n") * 1_000)
         output.end()
@@ -243,7 +247,7 @@ def test_at_the_end_it_is_said_what_was_left_out_though_that_was_said_just_befor
 
 def test_streams_are_put_back_though_calls_overlap():
     before = sys.stdout, sys.stderr
-    first, second = diverted(lambda: None), diverted(lambda: None)
+    first, second = redirect_streams(lambda: None), redirect_streams(lambda: None)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -254,16 +258,16 @@ def test_streams_are_put_back_though_calls_overlap():
 
 def test_engines_lines_are_found_among_what_libraries_write():
     kept = {"call 1": {"stdout": "", "stderr": ""}}
-    spoken = Spoken()
-    spoken.follow(kept, "call 1")
+    spoken = RankOutput()
+    spoken.add_call(kept, "call 1")
     kept["call 1"]["stdout"] += 'half a line of C\n\x1espoken ["stderr", "a \\u001e mark\\r"]\n\n\x1espoken ["std'
-    assert spoken.new() == [Line("stdout", "half a line of C"), Line("stderr", "a \x1e mark\r")]
-    assert spoken.lacks(2)
+    assert spoken.read_new() == [OutputLine("stdout", "half a line of C"), OutputLine("stderr", "a \x1e mark\r")]
+    assert spoken.has_pending(2)
     kept["call 1"]["stdout"] += 'out", "b"]\n'
-    assert spoken.new() == [Line("stdout", "b")]
-    assert not spoken.lacks(2)
+    assert spoken.read_new() == [OutputLine("stdout", "b")]
+    assert not spoken.has_pending(2)
     kept["call 1"] = {"stdout": '\n\x1espoken ["stdout", "late"]\n', "stderr": ""}  # as the client begins anew
-    assert spoken.new() == [Line("stdout", "late")]
+    assert spoken.read_new() == [OutputLine("stdout", "late")]
 
 
 def test_where_nothing_can_be_printed_work_goes_on(monkeypatch):
@@ -272,4 +276,4 @@ def test_where_nothing_can_be_printed_work_goes_on(monkeypatch):
             raise BrokenPipeError
 
     monkeypatch.setattr(sys, "stdout", Broken())
-    Shown(on=True).show([(0, Line("stdout", "lost"))])
+    OutputPrinter(on=True).show([(0, OutputLine("stdout", "lost"))])

@@ -8,7 +8,7 @@ from IPython.core.formatters import DisplayFormatter
 from torch import nn
 
 from mpi4dl_nb import Cluster, Plan, Training
-from mpi4dl_nb.draw.figure import spoken_bytes
+from mpi4dl_nb.draw.figure import format_bytes
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_a_training_tells_how_far_it_is(training):
         training.plan.summary,
         "2 ranks, ready",
         f"{loss:.6g}",
-        spoken_bytes(held),
+        format_bytes(held),
     ):
         assert f">{fact}" in after
     assert "Sequential" in shown(training)["text/plain"]

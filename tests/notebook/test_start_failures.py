@@ -14,9 +14,9 @@ import pytest
 from engines.errors import RankError
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.launch import library, mpi
-from mpi4dl_nb.launch.causes import cause, excerpt
-from mpi4dl_nb.launch.ending import is_at_work
-from mpi4dl_nb.launch.environment import mpiexec
+from mpi4dl_nb.launch.causes import find_startup_cause, format_excerpt
+from mpi4dl_nb.launch.ending import is_running
+from mpi4dl_nb.launch.environment import find_mpiexec
 from tests.start_failures import CASES, failure
 
 
@@ -35,7 +35,7 @@ def test_a_start_that_fails_says_why_at_once_and_leaves_nothing(name, tmp_path, 
 
 
 def family() -> set[psutil.Process]:
-    return set(filter(is_at_work, psutil.Process().children(recursive=True)))
+    return set(filter(is_running, psutil.Process().children(recursive=True)))
 
 
 def test_after_a_failed_start_the_cluster_is_not_started(tmp_path, monkeypatch):
@@ -48,18 +48,18 @@ def test_after_a_failed_start_the_cluster_is_not_started(tmp_path, monkeypatch):
 
 
 def test_the_mpi_here_goes_on_after_a_failure():
-    assert library.library(mpiexec()).flags == ("--with-ft", "ulfm")
+    assert library.find_mpi_library(find_mpiexec()).flags == ("--with-ft", "ulfm")
 
 
 @pytest.fixture
 def without_ulfm(monkeypatch):
     """As an Open MPI that was built without it."""
-    real = library._mpi4py
-    monkeypatch.setattr(library, "_mpi4py", lambda python: (*real(python)[:4], False))
-    library._asked.cache_clear()
+    real = library._query_mpi4py
+    monkeypatch.setattr(library, "_query_mpi4py", lambda python: (*real(python)[:4], False))
+    library._query_library.cache_clear()
     library._warn.cache_clear()
     yield
-    library._asked.cache_clear()
+    library._query_library.cache_clear()
 
 
 def test_without_ulfm_that_is_said_once_and_a_failure_ends_the_set(without_ulfm):
@@ -77,7 +77,9 @@ def test_without_ulfm_that_is_said_once_and_a_failure_ends_the_set(without_ulfm)
             cluster.call(fails)
         with pytest.raises(RankError, match=r"Call heal\(\)"):
             cluster.call(lambda host: None)
-        assert library.library(mpiexec()).flags == ()  # and no second warning, which would be an error here
+        assert (
+            library.find_mpi_library(find_mpiexec()).flags == ()
+        )  # and no second warning, which would be an error here
     finally:
         cluster.stop()
 
@@ -96,15 +98,15 @@ def test_without_ulfm_that_is_said_once_and_a_failure_ends_the_set(without_ulfm)
     ],
 )
 def test_known_causes_are_told_in_words(said, means):
-    assert means in cause(said)
-    assert bool(cause(said)) == bool(means)
+    assert means in find_startup_cause(said)
+    assert bool(find_startup_cause(said)) == bool(means)
 
 
 def test_what_was_said_is_shown_from_the_cause_on():
     lines = ["noise", "-----", "No space left on device", *map(str, range(30))]
-    assert excerpt("\n".join(lines)).splitlines()[:3] == ["They said:", "No space left on device", "0"]
-    assert excerpt("\n".join(map(str, range(30)))).splitlines()[-1] == "29"
-    assert excerpt(" \n---\n") == ""
+    assert format_excerpt("\n".join(lines)).splitlines()[:3] == ["They said:", "No space left on device", "0"]
+    assert format_excerpt("\n".join(map(str, range(30)))).splitlines()[-1] == "29"
+    assert format_excerpt(" \n---\n") == ""
 
 
 def test_little_shared_memory_is_left_alone(monkeypatch, tmp_path):
@@ -112,9 +114,9 @@ def test_little_shared_memory_is_left_alone(monkeypatch, tmp_path):
     from mpi4dl_nb.launch import place
 
     monkeypatch.setattr(place, "_SEGMENT_BYTES", 1 << 60)
-    made = place.Place.make(2)
+    made = place.RunDirectory.make(2)
     try:
         assert made.memory == made.home
     finally:
         made.home.rmdir()
-    assert mpi.Place is place.Place
+    assert mpi.RunDirectory is place.RunDirectory

@@ -18,7 +18,7 @@ from engines.errors import ImageError, LossError, PlanError
 from engines.layer.graph import TensorSpec
 from engines.spatial.tiles import Tile
 from mpi4dl_nb import Cluster, Plan, Training
-from mpi4dl_nb.stepping import Stepping
+from mpi4dl_nb.stepping import StepDebugger
 from tests.exact import Same, close, weighted_sum, whole_numbers, with_whole_weights
 
 TILES = Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(2, 1), precision="float64")
@@ -76,12 +76,12 @@ def same_state(one: Training, other: Training, same: Same = torch.equal) -> bool
     return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
 
 
-def walk_instructions(stepping: Stepping) -> None:
+def walk_instructions(stepping: StepDebugger) -> None:
     for event in stepping:
         assert stepping.event is event
 
 
-def walk_mixed(stepping: Stepping) -> None:
+def walk_mixed(stepping: StepDebugger) -> None:
     stepping.instruction("next")
     stepping.layer(rank=0)
     stepping.view()
@@ -91,7 +91,7 @@ def walk_mixed(stepping: Stepping) -> None:
     stepping.finish()
 
 
-def walk_twice(stepping: Stepping) -> None:
+def walk_twice(stepping: StepDebugger) -> None:
     stepping.until(kind="stage", phase="backward")
     stepping.restart()
     stepping.until(phase="backward", kind="all-reduce", rank=0)
@@ -99,7 +99,7 @@ def walk_twice(stepping: Stepping) -> None:
     stepping.finish()
 
 
-def walk_layers(stepping: Stepping) -> None:
+def walk_layers(stepping: StepDebugger) -> None:
     while not stepping.done:
         stepping.layer("next")
 
@@ -109,7 +109,7 @@ def walk_layers(stepping: Stepping) -> None:
 
 @pytest.mark.parametrize("plan", [TILES, HALVES, PIPED], ids=["tiles", "halves", "piped"])
 @pytest.mark.parametrize("walk", [walk_instructions, walk_mixed, walk_twice, walk_layers])
-def test_a_walked_step_is_a_step(five, four, plan: Plan, walk: Callable[[Stepping], None]):
+def test_a_walked_step_is_a_step(five, four, plan: Plan, walk: Callable[[StepDebugger], None]):
     """Loss, weights, momentum and random draws, over three steps."""
     cluster = four if plan is PIPED else five
     ran, walked = new(cluster, plan), new(cluster, plan)
@@ -149,7 +149,7 @@ def test_an_event_says_where_all_ranks_are(five):
     assert stepping.event.ranks[4].waits_for == (0, 1, 2, 3)
     event = stepping.until(layer="3", kind="halo")
     tile, last = event.ranks[0], event.ranks[4]
-    assert (tile.did.kind, tile.did.layer, tile.did.way, tile.moved) == ("halo", "3", "forward", True)
+    assert (tile.did.kind, tile.did.layer, tile.did.phase_name, tile.moved) == ("halo", "3", "forward", True)
     assert tile.role == "stage 0, tile 0"
     assert (last.did, last.moved) == (None, False)
     assert tile.next.kind == "compute"
@@ -181,7 +181,7 @@ def test_a_breakpoint_that_no_instruction_meets_is_refused(five):
         stepping.instruction(rank="last")
     with pytest.raises(PlanError, match="unit='epoch'"):
         stepping.go("epoch")
-    assert stepping.until(rank=4, phase="backward").ranks[4].did.way == "backward"
+    assert stepping.until(rank=4, phase="backward").ranks[4].did.phase_name == "backward"
     stepping.finish()
     with pytest.raises(PlanError, match="restart"):
         stepping.instruction()
@@ -232,7 +232,7 @@ def test_a_sender_may_be_far_ahead_of_who_receives(four):
     data = batch(0, 4)
     stepping = walked.stepping(*data)
     stepping.until(kind="stage", rank=0, micro_batch=1, phase="forward")
-    ahead = stepping.order.closed((0,) * 4, {0: stepping.event.places[0]})
+    ahead = stepping.order.compute_closure((0,) * 4, {0: stepping.event.places[0]})
     stepping.restart()
     assert stepping._advance(ahead).places[3] == 0
     assert stepping.finish() == ran.step(*data)
@@ -280,7 +280,7 @@ def whole_net() -> nn.Module:
     return with_whole_weights(nn.Sequential(*convolutions, nn.Conv2d(4, 2, 3, stride=2, padding=1)))
 
 
-def seen_and_plain(cluster: Cluster, plan: Plan) -> tuple[Stepping, dict[str, Tensor]]:
+def seen_and_plain(cluster: Cluster, plan: Plan) -> tuple[StepDebugger, dict[str, Tensor]]:
     """A walked step of a model in whole numbers, and what hooks saw in the plain model."""
     model = whole_net()
     images, labels = whole_numbers(*SHAPE), whole_numbers(2, 2, 5, 7, seed=1)
@@ -297,7 +297,7 @@ def seen_and_plain(cluster: Cluster, plan: Plan) -> tuple[Stepping, dict[str, Te
     return training.stepping(images, labels), seen
 
 
-def check_values(stepping: Stepping, seen: dict[str, Tensor]) -> None:
+def check_values(stepping: StepDebugger, seen: dict[str, Tensor]) -> None:
     stepping.until(layer="4", kind="halo", phase="forward")
     assert torch.equal(stepping.tensor("1"), seen["1"])
     assert torch.equal(stepping.tensor("3"), seen["3"])
@@ -305,8 +305,8 @@ def check_values(stepping: Stepping, seen: dict[str, Tensor]) -> None:
     for panel in view.panels:
         if panel.seen is not None:
             inside = panel.extent.held & Tile.whole(*panel.extent.size_px)
-            whole = seen["3"][1, 2][inside.within(Tile.whole(0, 0))]
-            assert torch.equal(panel.seen.pixels[inside.within(panel.extent.held)], whole)
+            whole = seen["3"][1, 2][inside.to_slices(Tile.whole(0, 0))]
+            assert torch.equal(panel.seen.pixels[inside.to_slices(panel.extent.held)], whole)
     check_lent(view, seen)
     stepping.until(layer="4", kind="halo", phase="backward")
     assert torch.equal(stepping.tensor("3", gradient=True), seen["3"].grad)
@@ -362,7 +362,7 @@ def test_values_over_mpi_are_those_of_one_process_and_messages_are_not_lost():
         ran, walked = (Training(model, large, cluster, shape) for _ in range(2))
         images = torch.randn(shape)
         stepping = walked.stepping(images, labels)
-        ahead = stepping.order.closed((0, 0, 0), {0: 3, 1: 3})
+        ahead = stepping.order.compute_closure((0, 0, 0), {0: 3, 1: 3})
         assert stepping._advance(ahead).places[2] == 0  # 1.5 MB each on their way
         stepping.restart()
         stepping._advance(ahead)

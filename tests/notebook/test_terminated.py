@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from engines.checkpoint.folder import checkpoints
+from engines.checkpoint.folder import list_checkpoints
 from engines.checkpoint.interrupts import Interrupts
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.launch.ending import MARK
@@ -84,7 +84,7 @@ def test_a_notebook_that_is_told_to_end_saves_and_ends(tmp_path, backend, number
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == -number
-    path = checkpoints(tmp_path / "saved")[-1]
+    path = list_checkpoints(tmp_path / "saved")[-1]
     assert f"Stopped by {number.name} after " in said
     assert f"Saved as {path}: go on from there." in said
     assert "Traceback" not in said

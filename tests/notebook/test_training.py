@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from engines.errors import ImageError, LossError, PlanError, RankError, TraceError
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
-from engines.oracle import Record, compare, one_process
+from engines.oracle import TrainingRecord, compare, train_reference
 from engines.program.update import UpdateRules
 from engines.training import Optimiser, sgd
 from mpi4dl_nb import Cluster, Plan, Training
@@ -62,9 +62,9 @@ def batches(steps: int, shape: tuple[int, ...] = SHAPE, classes: int = 3, per_pi
     ]
 
 
-def alone(model: nn.Module, data: list[Batch], optimiser: Optimiser = sgd, loss=None) -> Record:
+def alone(model: nn.Module, data: list[Batch], optimiser: Optimiser = sgd, loss=None) -> TrainingRecord:
     whole = [{"images": images, "labels": labels} for images, labels in data]
-    return one_process(model, loss or nn.CrossEntropyLoss(), optimiser, whole, torch.float64)
+    return train_reference(model, loss or nn.CrossEntropyLoss(), optimiser, whole, torch.float64)
 
 
 def same(value: float | tuple[float, ...]) -> object:
@@ -86,7 +86,7 @@ class Trained:
     model: nn.Module
     losses: tuple[float, ...]
     state: Mapping[str, Tensor]
-    oracle: Record
+    oracle: TrainingRecord
 
 
 @pytest.fixture(
@@ -116,7 +116,7 @@ def test_rules_of_the_update_are_those_of_one_process(cluster):
     )  # fmt: skip
     losses = tuple(training.step(*batch) for batch in data)
     whole = [{"images": images, "labels": labels} for images, labels in data]
-    oracle = one_process(unet(), nn.CrossEntropyLoss(), sgd, whole, torch.float64, rules=rules)
+    oracle = train_reference(unet(), nn.CrossEntropyLoss(), sgd, whole, torch.float64, rules=rules)
     assert losses == same(oracle.mean_losses)
     assert training.verify(data)["ok"]
 
@@ -444,8 +444,8 @@ def test_it_says_what_it_is(training: Training):
 def test_a_verdict_is_never_ok_where_something_is_not_a_number():
     """`verify --learning-rate 1e30` said ok, with params_rel NaN."""
     good, bad = {"weight": torch.ones(2)}, {"weight": torch.tensor([1.0, float("nan")])}
-    oracle = Record(({0: 1.0},), (good,), good, {})
-    for wrong in (Record(({0: 1.0},), (good,), bad, {}), Record(({0: 1.0},), (bad,), good, {})):
+    oracle = TrainingRecord(({0: 1.0},), (good,), good, {})
+    for wrong in (TrainingRecord(({0: 1.0},), (good,), bad, {}), TrainingRecord(({0: 1.0},), (bad,), good, {})):
         assert not compare(oracle, [oracle, wrong]).worst <= 1e-3
 
 

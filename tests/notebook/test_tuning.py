@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 from engines.errors import PlanError, RankError
-from engines.predict.kinds import kind_of
+from engines.predict.kinds import classify_plan
 from engines.predict.machine import Machine
 from engines.predict.noise import Noise
 from engines.program.compile import compile_plan
 from engines.program.program import Program
-from engines.program.traffic import traffic
-from engines.spoken import spoken_bytes, spoken_rate
+from engines.program.traffic import count_traffic
+from engines.spoken import format_bytes, format_number
 from mpi4dl_nb import Cluster, Training, tune
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.tuning import show_tuning
-from mpi4dl_nb.known_machine import KnownMachine
-from mpi4dl_nb.tuning import Candidate, Tuning, ordered
+from mpi4dl_nb.known_machine import CalibrationCache
+from mpi4dl_nb.tuning import Candidate, PlanTuner, sort_candidates
 from mpi4dl_nb.widgets.tuner import Tuner
 from tests.draw.legible import read, unreadable
 
@@ -59,7 +59,7 @@ def test_a_machine_is_measured_once_and_kept(cluster, tmp_path):
 def test_a_machine_is_remembered_for_the_next_notebook(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("MPI4DL_NB_MACHINES", str(tmp_path))
     machine = replace(cluster.machine, noise=Noise())  # however busy this one was: a noisy one is not remembered
-    KnownMachine.of(2, "loopback").keep(machine)
+    CalibrationCache.of(2, "loopback").write(machine)
     assert Cluster(2, backend="loopback").calibrate() == machine
     (file,) = tmp_path.iterdir()
     for text in (replace(machine, ranks=3).to_json(), "of another version"):
@@ -68,12 +68,12 @@ def test_a_machine_is_remembered_for_the_next_notebook(cluster, tmp_path, monkey
             Cluster(2, backend="loopback").calibrate()
     with pytest.raises(RankError, match="not started"):
         Cluster(3, backend="loopback").calibrate()
-    KnownMachine.of(2, "loopback").keep(machine)
+    CalibrationCache.of(2, "loopback").write(machine)
     with pytest.raises(RankError, match="not started"):
         Cluster(2, backend="loopback").calibrate(again=True)
     monkeypatch.setenv("MPI4DL_NB_MACHINES", str(file))  # no folder can be made of a file
-    KnownMachine.of(2, "loopback").keep(machine)
-    assert KnownMachine.of(2, "loopback").read() is None
+    CalibrationCache.of(2, "loopback").write(machine)
+    assert CalibrationCache.of(2, "loopback").read() is None
 
 
 def test_the_best_plan_is_one_that_was_measured_and_trains(cluster):
@@ -88,7 +88,7 @@ def test_the_best_plan_is_one_that_was_measured_and_trains(cluster):
     assert f"{tuned.best.forecast.seconds * 1e3:.4g} ms" in show_timeline(tuned.best.forecast.timeline, tuned.plan).alt
     assert tuned._repr_html_().count('scope="row"') == len(tuned.candidates)
     assert all(escape(sentence) in tuned._repr_html_() for sentence in tuned.explanation.sentences)
-    assert {kind_of(each.plan) for each in tuned.candidates} <= {each.kind for each in tuned.explanation.verdicts}
+    assert {classify_plan(each.plan) for each in tuned.candidates} <= {each.kind for each in tuned.explanation.verdicts}
     training = Training(model(), tuned.plan, cluster, SHAPE)
     spec = training.recipe.step_specs
     training.step(torch.rand(spec["images"].shape), torch.zeros(spec["labels"].shape, dtype=torch.int64))
@@ -108,9 +108,9 @@ def test_the_figure_tells_what_was_predicted_and_what_was_measured(cluster):
     assert "images per second" in read(figure)
     best = tuned.best
     for rate in (best.images_per_s, best.predicted_images_per_s):
-        assert f"{spoken_rate(rate)} images/s" in figure.alt
-        assert spoken_rate(rate) in read(figure)
-    assert spoken_bytes(best.peak_bytes) in read(figure)  # as the table and the alt text say it
+        assert f"{format_number(rate)} images/s" in figure.alt
+        assert format_number(rate) in read(figure)
+    assert format_bytes(best.peak_bytes) in read(figure)  # as the table and the alt text say it
     with pytest.raises(PlanError, match="no candidate"):
         show_tuning([])
 
@@ -150,10 +150,10 @@ def test_images_beyond_a_neutral_batch_do_not_count_in_the_table(cluster):
     neutral = SHAPE[0]
     tuner = Tuner(model(), SHAPE, cluster, progress=False, neutral_batch=neutral)
     assert len({each.forecast.images for each in tuner.candidates}) > 1
-    assert tuner.candidates == ordered(tuner.candidates, neutral)
+    assert tuner.candidates == sort_candidates(tuner.candidates, neutral)
     tuner.steps.value = 1
     tuner.measure_chosen()
-    assert tuner.candidates == ordered(tuner.candidates, neutral)
+    assert tuner.candidates == sort_candidates(tuner.candidates, neutral)
     with pytest.raises(PlanError, match="neutral_batch=0 must be 1 image or more"):
         Tuner(model(), SHAPE, cluster, progress=False, neutral_batch=0)
 
@@ -161,7 +161,7 @@ def test_images_beyond_a_neutral_batch_do_not_count_in_the_table(cluster):
 def test_a_plan_that_fails_is_told_and_the_others_are_measured(cluster, monkeypatch):
     tuner = Tuner(model(), SHAPE, cluster, progress=False)
     first, second = tuner.candidates[:2]
-    whole = tuner.tuning._recipe
+    whole = tuner.tuning._make_recipe_factory
 
     def failing(plan):
         if plan == first.plan:
@@ -182,11 +182,11 @@ def test_over_mpi_predictions_are_of_the_size_of_what_is_measured():
         tuned = tune(model(), (2, 3, 64, 64), started, top=2, steps=3, progress=False)
         for each in tuned.candidates[:2]:
             assert 0.05 < each.predicted_images_per_s / each.images_per_s < 20
-            check_bytes(each, compile_plan(Tuning(model(), (2, 3, 64, 64), started).graph_of(each.plan), each.plan))
+            check_bytes(each, compile_plan(PlanTuner(model(), (2, 3, 64, 64), started).get_graph(each.plan), each.plan))
 
 
 def check_bytes(found: Candidate, programs: Sequence[Program]) -> None:
     """As predicted; beyond it are at most messages that their receivers, which share the cores, fetched late."""
     for memory, seen, program in zip(found.forecast.memory, found.measured.peak_bytes, programs, strict=True):
-        sent = sum(each.bytes for each in traffic(program).values())
+        sent = sum(each.bytes for each in count_traffic(program).values())
         assert 0.98 * memory.peak_bytes <= seen <= 1.02 * memory.peak_bytes + sent

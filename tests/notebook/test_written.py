@@ -8,10 +8,10 @@ from pathlib import Path
 
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.launch import written
-from mpi4dl_nb.launch.written import Written
+from mpi4dl_nb.launch.written import ProcessOutput
 
 
-def run(written: Written, code: str) -> None:
+def run(written: ProcessOutput, code: str) -> None:
     """As a launcher of ipyparallel does: it opens the path to append."""
     try:
         with Path(written.path).open("ab") as file:
@@ -23,7 +23,7 @@ def run(written: Written, code: str) -> None:
 def test_every_line_is_told_and_the_end_is_kept(monkeypatch):
     monkeypatch.setattr(written, "_KEPT_BYTES", 1000)
     told: list[bytes] = []
-    output = Written(told.append)
+    output = ProcessOutput(told.append)
     run(output, "for i in range(3000): print(i)")  # what the pipe holds: nobody reads meanwhile
     assert output.end.endswith("\n2998\n2999\n")
     assert len(output.end) == 1000
@@ -33,11 +33,11 @@ def test_every_line_is_told_and_the_end_is_kept(monkeypatch):
 def test_a_line_without_an_end_takes_no_memory(monkeypatch):
     monkeypatch.setattr(written, "_KEPT_BYTES", 1000)
     told: list[bytes] = []
-    output = Written(told.append)
+    output = ProcessOutput(told.append)
     output.begin()
     assert output.end == ""
 
-    output = Written(told.append)
+    output = ProcessOutput(told.append)
     writer = Path(output.path).open("ab", buffering=0)  # noqa: SIM115 (read meanwhile)
     output.begin()
     with writer:

@@ -11,15 +11,15 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from engines.bench.live import LiveBytes
-from engines.bench.verify import batches
+from engines.bench.verify import make_batches
 from engines.comm.loopback import run_ranks
 from engines.errors import LossError, RankError
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
 from engines.offload import shelf
-from engines.offload.store import Store
+from engines.offload.store import OffloadStore
 from engines.plan import Plan
-from engines.predict.memory import rank_memory
+from engines.predict.memory import predict_rank_memory
 from engines.training import RankTraining, Recipe, prepare
 from tests.predict.measured import live_bytes
 
@@ -37,7 +37,7 @@ PLANS = {
 MODELS = {"ResNet": resnet20_v1, "U-Net": UNet}
 
 
-class Copying(shelf.Shelf):
+class Copying(shelf.Offloader):
     """As of a GPU, which cannot read a file: what has been put away is copied back."""
 
     def __init__(self, *arguments: object, reads_files: bool) -> None:
@@ -59,7 +59,7 @@ def reads_files(request, monkeypatch) -> bool:
     """A processor computes with what lies in the file."""
     if request.param == "brought back":
         monkeypatch.setattr("engines.training.Shelf", Copying)
-        monkeypatch.setattr(shelf, "_hollow", uncounted(shelf._hollow))
+        monkeypatch.setattr(shelf, "_make_storageless", uncounted(shelf._make_storageless))
     return request.param == "where it lies"
 
 
@@ -70,12 +70,12 @@ def recipe_of(model: str, plan: Plan) -> Recipe:
 
 def trained(recipe: Recipe) -> list[tuple[dict, list]]:
     """What each rank has after two steps."""
-    whole = batches(recipe, 0, steps=2)
+    whole = make_batches(recipe, 0, steps=2)
 
     def work(world):
         training = RankTraining(world, recipe)
         losses = [dict(training.step(training.cut(batch)).losses) for batch in whole]
-        return training.tensors(), losses
+        return training.copy_tensors(), losses
 
     return run_ranks(recipe.plan.ranks, work)
 
@@ -103,7 +103,7 @@ def test_the_peak_is_small_and_no_more_than_predicted(name: str, share: float, r
     away = replace(kept, plan=replace(kept.plan, offload_activations=True))
     pairs = list(zip(live_bytes(away), live_bytes(kept), strict=True))
     for ours, _ in pairs:
-        predicted = rank_memory(ours.program, away.graph, away.plan).peak_bytes
+        predicted = predict_rank_memory(ours.program, away.graph, away.plan).peak_bytes
         assert ours.peak_bytes <= (1.03 if reads_files else 1.15) * predicted
         assert reads_files or predicted <= 1.4 * ours.peak_bytes
     assert max(ours.peak_bytes for ours, _ in pairs) < share * max(theirs.peak_bytes for _, theirs in pairs)
@@ -113,7 +113,7 @@ def test_nothing_is_left_by_steps_that_fail(reads_files: bool):
     """Nor by what is computed again: graphs that no backward ends."""
     plan = Plan(split_size=1, spatial_size=0, offload_activations=True, checkpoint_activations=True)
     recipe = recipe_of("ResNet", plan)
-    (batch,) = batches(recipe, 0, steps=1)
+    (batch,) = make_batches(recipe, 0, steps=1)
     bad = {**batch, "images": batch["images"] * torch.nan}
 
     def work(world):
@@ -123,7 +123,7 @@ def test_nothing_is_left_by_steps_that_fail(reads_files: bool):
             for _ in range(4):
                 with pytest.raises(LossError):
                     training.step(training.cut(bad))
-                training.give_up()
+                training.abort_step()
                 held.append(live.now)
         return held
 
@@ -133,7 +133,7 @@ def test_nothing_is_left_by_steps_that_fail(reads_files: bool):
 
 def test_what_the_caller_gave_stays_and_what_is_looked_at_is_there(reads_files: bool):
     recipe = recipe_of("ResNet", replace(PLANS["one rank"], offload_activations=True))
-    (batch,) = batches(recipe, 0, steps=1)
+    (batch,) = make_batches(recipe, 0, steps=1)
 
     def work(world, recipe):
         training = RankTraining(world, recipe)
@@ -141,7 +141,7 @@ def test_what_the_caller_gave_stays_and_what_is_looked_at_is_there(reads_files: 
         training.start(own)
         for _ in range(12):
             training.advance()
-        seen = {name: tensor.detach().clone() for name, tensor in training.worker.live.items()}
+        seen = {name: tensor.detach().clone() for name, tensor in training.worker.live_values.items()}
         one = next(name for name in seen if name != "images")
         assert torch.equal(training.worker.peek(one), seen[one])
         while not training.worker.done:
@@ -158,7 +158,7 @@ def test_what_the_caller_gave_stays_and_what_is_looked_at_is_there(reads_files: 
 
 def test_a_full_disk_is_told_and_the_training_goes_on_when_there_is_room(monkeypatch):
     recipe = recipe_of("ResNet", replace(PLANS["one rank"], offload_activations=True))
-    (batch,) = batches(recipe, 0, steps=1)
+    (batch,) = make_batches(recipe, 0, steps=1)
 
     def full(*place: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -169,7 +169,7 @@ def test_a_full_disk_is_told_and_the_training_goes_on_when_there_is_room(monkeyp
             patch.setattr("engines.offload.store._reserve", full)
             with pytest.raises(RankError, match=r"is full: .* more are to be stored"):
                 training.step(training.cut(batch))
-        training.give_up()
+        training.abort_step()
         assert training.updates == 0
         return training.step(training.cut(batch)).losses
 
@@ -182,8 +182,10 @@ def test_a_full_disk_is_told_and_the_training_goes_on_when_there_is_room(monkeyp
 
 def test_what_is_computed_again_is_not_written(monkeypatch):
     written = []
-    put = Store.put
-    monkeypatch.setattr(Store, "put", lambda self, storage: (written.append(storage.nbytes()), put(self, storage))[1])
+    put = OffloadStore.put
+    monkeypatch.setattr(
+        OffloadStore, "put", lambda self, storage: (written.append(storage.nbytes()), put(self, storage))[1]
+    )
     recipe, bytes_of = recipe_of("ResNet", PLANS["one rank"]), {}
     for again in (False, True):
         written.clear()
@@ -197,10 +199,12 @@ def test_only_the_pixels_of_a_rank_are_stored(monkeypatch):
     monkeypatch.setattr(shelf, "LEAST_BYTES", 1)
     plan = Plan(split_size=1, slice_method="2x2", offload_activations=True)
     recipe = prepare(torch.nn.Conv2d(1, 2, 3, padding=1), plan, (1, 1, 64, 64), loss=torch.nn.CrossEntropyLoss())
-    (batch,) = batches(recipe, 0, steps=1)
+    (batch,) = make_batches(recipe, 0, steps=1)
     sizes = []
-    put = Store.put
-    monkeypatch.setattr(Store, "put", lambda self, storage: (sizes.append(storage.nbytes()), put(self, storage))[1])
+    put = OffloadStore.put
+    monkeypatch.setattr(
+        OffloadStore, "put", lambda self, storage: (sizes.append(storage.nbytes()), put(self, storage))[1]
+    )
 
     def work(world):
         training = RankTraining(world, recipe)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engines.errors import PlanError
-from engines.pipeline.bubble import bubble_share
-from engines.pipeline.schedule import Batch, schedule
+from engines.pipeline.bubble import compute_bubble_share
+from engines.pipeline.schedule import Batch, make_schedule
 
 LINES = ("fill_drain", "1f1b", "interleaved", "zero_bubble")
 RANKS, MICRO_BATCHES = (1, 2, 3, 4, 8), range(1, 17)
@@ -14,7 +14,7 @@ RANKS, MICRO_BATCHES = (1, 2, 3, 4, 8), range(1, 17)
 
 def idle(name: str, placement, directions, micro_batches: int) -> float:
     numbers = [tuple(range(i * micro_batches, (i + 1) * micro_batches)) for i in range(len(directions))]
-    return schedule(name, placement, [Batch(*each) for each in zip(directions, numbers, strict=True)]).idle_share
+    return make_schedule(name, placement, [Batch(*each) for each in zip(directions, numbers, strict=True)]).idle_share
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -23,7 +23,7 @@ def test_one_stage_on_a_rank(name, ranks):
     for micro_batches in MICRO_BATCHES:
         for directions in ((0,), (0, 0)):
             share = idle(name, [[(rank,) for rank in range(ranks)]], directions, micro_batches)
-            assert share == bubble_share(name, ranks, micro_batches)
+            assert share == compute_bubble_share(name, ranks, micro_batches)
 
 
 @pytest.mark.parametrize("per_rank", [2, 3])
@@ -33,7 +33,7 @@ def test_several_stages_on_a_rank(name, ranks, per_rank):
     for micro_batches in MICRO_BATCHES:
         stages = [(stage % ranks,) for stage in range(ranks * per_rank)]
         share = idle(name, [stages], (0,), micro_batches)
-        formula = bubble_share(name, len(stages), micro_batches, per_rank)
+        formula = compute_bubble_share(name, len(stages), micro_batches, per_rank)
         assert share == formula if micro_batches % ranks == 0 else share >= formula
 
 
@@ -43,23 +43,23 @@ def test_gems(ranks, count):
     line = [(rank,) for rank in range(ranks)]
     for micro_batches in MICRO_BATCHES:
         share = idle("gems", [line, line[::-1]], [batch % 2 for batch in range(count)], micro_batches)
-        assert share == bubble_share("gems", ranks, micro_batches, batches=count)
+        assert share == compute_bubble_share("gems", ranks, micro_batches, batches=count)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_gems_idles_less_than_layer_parallelism_the_more_batches_follow(stages):
     """Li and Hoefler 2021, Chimera: (p - 1) / (p + 1/2) for many batches of one micro-batch."""
-    plain = bubble_share("fill_drain", stages, 1)
-    shares = [bubble_share("gems", stages, 1, batches=count) for count in (1, 2, 4, 10**9)]
+    plain = compute_bubble_share("fill_drain", stages, 1)
+    shares = [compute_bubble_share("gems", stages, 1, batches=count) for count in (1, 2, 4, 10**9)]
     assert plain == shares[0] > shares[1] > shares[2] > shares[3] == pytest.approx((stages - 1) / (stages + 0.5))
 
 
 def test_what_has_no_formula_is_refused():
     with pytest.raises(PlanError, match="'gpipe' is unknown"):
-        bubble_share("gpipe", 2, 2)
+        compute_bubble_share("gpipe", 2, 2)
     with pytest.raises(PlanError, match="5 stages, 2 per rank"):
-        bubble_share("interleaved", 5, 2, stages_per_rank=2)
+        compute_bubble_share("interleaved", 5, 2, stages_per_rank=2)
     with pytest.raises(PlanError, match="0 micro-batches"):
-        bubble_share("1f1b", 2, 0)
+        compute_bubble_share("1f1b", 2, 0)
     with pytest.raises(PlanError, match="no formula for gems with stages_per_rank=2"):
-        bubble_share("gems", 4, 2, stages_per_rank=2)
+        compute_bubble_share("gems", 4, 2, stages_per_rank=2)

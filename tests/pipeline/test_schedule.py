@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.errors import PlanError
-from engines.pipeline.schedule import RULES, Batch, Kind, Schedule, Slot, Work, schedule
+from engines.pipeline.schedule import RULES, ActionKind, Batch, PipelineAction, Schedule, Slot, make_schedule
 from engines.plan import SCHEDULES
 
 Stages = list[tuple[int, ...]]
@@ -33,7 +33,7 @@ def of(name: str, placement: list[Stages], directions: tuple[int, ...], micro_ba
     """One batch of `micro_batches` for each entry of `directions`, numbered through."""
     starts = range(0, micro_batches * len(directions), micro_batches)
     numbers = [tuple(range(start, start + micro_batches)) for start in starts]
-    return schedule(name, placement, [Batch(*each) for each in zip(directions, numbers, strict=True)])
+    return make_schedule(name, placement, [Batch(*each) for each in zip(directions, numbers, strict=True)])
 
 
 PICTURES = {
@@ -116,7 +116,7 @@ PICTURES = {
 
 @pytest.mark.parametrize(("made", "picture"), PICTURES.values(), ids=PICTURES)
 def test_pictures(made, picture):
-    assert of(*made).picture() == dedent(picture).strip()
+    assert of(*made).format_table() == dedent(picture).strip()
 
 
 def test_every_name_of_the_plan_has_a_rule():
@@ -124,7 +124,7 @@ def test_every_name_of_the_plan_has_a_rule():
 
 
 def steps(made: Schedule, rank: int) -> list[str]:
-    return [f"{work.kind.value}{work.micro_batch}" for work in made.order(rank)]
+    return [f"{work.kind.value}{work.micro_batch}" for work in made.get_actions(rank)]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
@@ -136,7 +136,7 @@ def test_1f1b_warms_up_and_then_alternates(name, ranks, micro_batches):
         pairs = [step for i in range(micro_batches - ahead) for step in (f"F{ahead + i}", f"B{i}")]
         expected = [f"F{i}" for i in range(ahead)] + pairs
         assert steps(made, rank) == expected + [f"B{i}" for i in range(micro_batches - ahead, micro_batches)]
-        assert made.in_flight(rank) == min(ranks - rank, micro_batches)
+        assert made.count_in_flight(rank) == min(ranks - rank, micro_batches)
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), GRID)
@@ -149,8 +149,8 @@ def test_fill_drain_goes_forward_and_then_back(ranks, micro_batches):
 @pytest.mark.parametrize(("ranks", "micro_batches"), GRID)
 def test_zero_bubble_holds_no_more_than_1f1b(ranks, micro_batches):
     made, plain = (of(name, [line(ranks)], (0,), micro_batches) for name in ("zero_bubble", "1f1b"))
-    most = max(plain.in_flight(rank) for rank in range(ranks))
-    assert max(made.in_flight(rank) for rank in range(ranks)) == most
+    most = max(plain.count_in_flight(rank) for rank in range(ranks))
+    assert max(made.count_in_flight(rank) for rank in range(ranks)) == most
     assert made.length <= plain.length
 
 
@@ -161,27 +161,27 @@ def test_interleaved_takes_groups_in_megatrons_order(ranks, per_rank):
     made = of("interleaved", [line(ranks, per_rank)], (0,), 2 * ranks)
     for rank in range(ranks):
         orders = {
-            kind: [(work.micro_batch, work.stage // ranks) for work in made.order(rank) if work.kind is kind]
-            for kind in (Kind.FORWARD, Kind.BACKWARD)
+            kind: [(work.micro_batch, work.stage // ranks) for work in made.get_actions(rank) if work.kind is kind]
+            for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
         }
         chunks = range(per_rank)
-        for kind, chunk_order in ((Kind.FORWARD, chunks), (Kind.BACKWARD, chunks[::-1])):
+        for kind, chunk_order in ((ActionKind.FORWARD, chunks), (ActionKind.BACKWARD, chunks[::-1])):
             expected = [(g * ranks + i, c) for g in range(2) for c in chunk_order for i in range(ranks)]
             assert orders[kind] == expected
         megatron = (per_rank - 1) * ranks + 2 * (ranks - 1 - rank) + 1
-        assert made.in_flight(rank) == per_rank * ranks - rank <= megatron
+        assert made.count_in_flight(rank) == per_rank * ranks - rank <= megatron
 
 
 def test_stages_on_a_few_ranks_loop_behind_tiles():
     made = of("interleaved", [LOOP], (0,), 4)
-    assert made.order(0) == made.order(3)
-    assert [work.stage for work in made.order(4)][:4] == [1, 1, 3, 3]
+    assert made.get_actions(0) == made.get_actions(3)
+    assert [work.stage for work in made.get_actions(4)][:4] == [1, 1, 3, 3]
 
 
 def test_mirrored_batches_share_a_rank_but_not_its_memory():
     placement = [line(4), mirrored(line(4))]
-    assert [of("gems", placement, (0, 1, 0, 1), 3).in_flight(rank) for rank in range(4)] == [3] * 4
-    assert [of("fill_drain", placement, (0, 1), 3).in_flight(rank) for rank in range(4)] != [3] * 4
+    assert [of("gems", placement, (0, 1, 0, 1), 3).count_in_flight(rank) for rank in range(4)] == [3] * 4
+    assert [of("fill_drain", placement, (0, 1), 3).count_in_flight(rank) for rank in range(4)] != [3] * 4
 
 
 @st.composite
@@ -205,11 +205,11 @@ def steps_of_training(draw) -> tuple[str, list[Stages], list[Batch]]:
 @settings(max_examples=300, deadline=None)
 def test_each_rank_does_all_its_work_once_and_one_thing_at_a_time(step):
     name, placement, batches = step
-    made = schedule(*step)
-    kinds = set(Kind) if name == "zero_bubble" else {Kind.FORWARD, Kind.BACKWARD}
+    made = make_schedule(*step)
+    kinds = set(ActionKind) if name == "zero_bubble" else {ActionKind.FORWARD, ActionKind.BACKWARD}
     for rank, lane in enumerate(made.lanes):
         expected = {
-            Work(kind, batch.direction, stage, number)
+            PipelineAction(kind, batch.direction, stage, number)
             for batch in batches
             for stage, ranks in enumerate(placement[batch.direction])
             if rank in ranks
@@ -217,11 +217,11 @@ def test_each_rank_does_all_its_work_once_and_one_thing_at_a_time(step):
             for kind in kinds
         }
         assert len(lane) == len(expected)
-        assert set(made.order(rank)) == expected
+        assert set(made.get_actions(rank)) == expected
         assert all(one.stop <= other.start for one, other in pairwise(lane))
 
 
-def times(made: Schedule) -> dict[Work, Slot]:
+def times(made: Schedule) -> dict[PipelineAction, Slot]:
     """When each work is done: by all of its ranks at once, hence in one order."""
     slots = {slot for lane in made.lanes for slot in lane}
     found = {slot.work: slot for slot in slots}
@@ -233,31 +233,31 @@ def times(made: Schedule) -> dict[Work, Slot]:
 @settings(max_examples=300, deadline=None)
 def test_nothing_is_done_before_what_it_needs(step):
     name, placement, _ = step
-    when = times(schedule(*step))
+    when = times(make_schedule(*step))
     for work, slot in when.items():
         way, stage, number = work.direction, work.stage, work.micro_batch
         needs = {
-            Kind.FORWARD: [Work(Kind.FORWARD, way, stage - 1, number)] if stage else [],
-            Kind.BACKWARD: [Work(Kind.FORWARD, way, stage, number)]
-            + [Work(Kind.BACKWARD, way, stage + 1, number)] * (stage + 1 < len(placement[way])),
-            Kind.WEIGHTS: [Work(Kind.BACKWARD, way, stage, number)],
+            ActionKind.FORWARD: [PipelineAction(ActionKind.FORWARD, way, stage - 1, number)] if stage else [],
+            ActionKind.BACKWARD: [PipelineAction(ActionKind.FORWARD, way, stage, number)]
+            + [PipelineAction(ActionKind.BACKWARD, way, stage + 1, number)] * (stage + 1 < len(placement[way])),
+            ActionKind.WEIGHTS: [PipelineAction(ActionKind.BACKWARD, way, stage, number)],
         }
         assert all(when[needed].stop <= slot.start for needed in needs[work.kind])
-        units = 2 if work.kind is Kind.BACKWARD and name != "zero_bubble" else 1
+        units = 2 if work.kind is ActionKind.BACKWARD and name != "zero_bubble" else 1
         assert slot.stop - slot.start == units
 
 
 @given(steps_of_training())
 @settings(max_examples=300, deadline=None)
 def test_a_stage_keeps_the_order_of_micro_batches_and_ends_a_batch_before_the_next(step):
-    made, numbers = schedule(*step), {}
+    made, numbers = make_schedule(*step), {}
     for work, slot in sorted(times(made).items(), key=lambda each: each[1].start):
         numbers.setdefault((work.direction, work.stage), {}).setdefault(work.kind, []).append((work.micro_batch, slot))
     for kinds in numbers.values():
         assert all([n for n, _ in done] == sorted(n for n, _ in done) for done in kinds.values())
         stops = dict(list(kinds.values())[-1])
         for batch in step[2]:
-            begins = [slot.start for number, slot in kinds[Kind.FORWARD] if number in batch.micro_batches[:1]]
+            begins = [slot.start for number, slot in kinds[ActionKind.FORWARD] if number in batch.micro_batches[:1]]
             before = [slot.stop for number, slot in stops.items() if number < min(batch.micro_batches, default=0)]
             assert all(max(before, default=0) <= begin for begin in begins)
 
@@ -269,10 +269,12 @@ def test_a_stage_drains_only_what_it_has_filled(name, step):
     _, placement, batches = step
     placement = placement * (1 + (len(placement) == 1))
     batch_of = {number: batch.micro_batches for batch in batches for number in batch.micro_batches}
-    when = times(schedule(name, placement, batches))
+    when = times(make_schedule(name, placement, batches))
     for work, slot in when.items():
-        if work.kind is Kind.BACKWARD:
-            filled = [replace(work, kind=Kind.FORWARD, micro_batch=number) for number in batch_of[work.micro_batch]]
+        if work.kind is ActionKind.BACKWARD:
+            filled = [
+                replace(work, kind=ActionKind.FORWARD, micro_batch=number) for number in batch_of[work.micro_batch]
+            ]
             assert all(when[forward].stop <= slot.start for forward in filled)
 
 
@@ -280,13 +282,13 @@ def test_a_stage_drains_only_what_it_has_filled(name, step):
 @settings(max_examples=300, deadline=None)
 def test_no_rank_holds_more_than_it_may(step):
     name, placement, batches = step
-    made = schedule(*step)
+    made = make_schedule(*step)
     batch_of = {number: index for index, batch in enumerate(batches) for number in batch.micro_batches}
     for rank in range(made.ranks):
-        held = {Kind.BACKWARD: set(), Kind.WEIGHTS: set()}
-        for work in made.order(rank):
+        held = {ActionKind.BACKWARD: set(), ActionKind.WEIGHTS: set()}
+        for work in made.get_actions(rank):
             what = work.direction, work.stage, work.micro_batch
-            if work.kind is not Kind.FORWARD:
+            if work.kind is not ActionKind.FORWARD:
                 held[work.kind].remove(what)
                 continue
             for each in held.values():
@@ -295,11 +297,11 @@ def test_no_rank_holds_more_than_it_may(step):
             first = next(stage for stage, ranks in enumerate(stages) if rank in ranks)
             mine = {kind: [w for w in each if w[0] == work.direction] for kind, each in held.items()}
             if RULES[name].limited:
-                assert len(mine[Kind.BACKWARD]) <= len(stages) - first
+                assert len(mine[ActionKind.BACKWARD]) <= len(stages) - first
             if RULES[name].splits:
-                assert len(mine[Kind.WEIGHTS]) <= len(stages)
+                assert len(mine[ActionKind.WEIGHTS]) <= len(stages)
             if RULES[name].alone:
-                assert len({batch_of[number] for _, _, number in held[Kind.BACKWARD]}) == 1
+                assert len({batch_of[number] for _, _, number in held[ActionKind.BACKWARD]}) == 1
 
 
 def test_what_makes_no_sense_is_refused():
@@ -307,14 +309,14 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(
         PlanError, match=r"'1f1f' is unknown\. Choose one of fill_drain, 1f1b, interleaved, zero_bubble"
     ):
-        schedule("1f1f", [line(2)], one)
+        make_schedule("1f1f", [line(2)], one)
     with pytest.raises(PlanError, match="'gems' needs 2 directions, one of them mirrored, but the placement has 1"):
-        schedule("gems", [line(2)], one)
+        make_schedule("gems", [line(2)], one)
     with pytest.raises(PlanError, match=r"Stage 1 of direction 0 is on ranks \(\)"):
-        schedule("1f1b", [[(0,), ()]], one)
+        make_schedule("1f1b", [[(0,), ()]], one)
     with pytest.raises(PlanError, match=r"names the ranks 0, 2\. Number them from 0"):
-        schedule("1f1b", [[(0,), (2,)]], one)
+        make_schedule("1f1b", [[(0,), (2,)]], one)
     with pytest.raises(PlanError, match="goes in direction 1, but the placement has 1"):
-        schedule("1f1b", [line(2)], [Batch(1, (0,))])
+        make_schedule("1f1b", [line(2)], [Batch(1, (0,))])
     with pytest.raises(PlanError, match="Micro-batch 1 is in the step more than once"):
-        schedule("1f1b", [line(2)], [*one, Batch(0, (1, 2))])
+        make_schedule("1f1b", [line(2)], [*one, Batch(0, (1, 2))])

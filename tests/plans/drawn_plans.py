@@ -22,7 +22,7 @@ def command(flags: list[str], ranks: int) -> str:
 
 def plan_of(flags: list[str]) -> Plan:
     """The plan that these flags ask for. Raises PlanError."""
-    return options.plan(options.parser("").parse_args(flags))
+    return options.make_plan(options.make_parser("").parse_args(flags))
 
 
 @st.composite

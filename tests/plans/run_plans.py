@@ -37,9 +37,9 @@ def main() -> None:
     plans = json.loads(Path(sys.argv[1]).read_text())
     troubles = {}
     for number, flags in enumerate(plans):
-        chosen = options.parser("").parse_args(flags)
-        ranks = options.plan(chosen).ranks
-        made = everyone.all_gather(options.recipe(chosen, ranks) if everyone.rank == 0 else None)[0]
+        chosen = options.make_parser("").parse_args(flags)
+        ranks = options.make_plan(chosen).ranks
+        made = everyone.all_gather(options.make_recipe(chosen, ranks) if everyone.rank == 0 else None)[0]
         works = everyone.rank < ranks
         comm = MPI.COMM_WORLD.Split(0 if works else MPI.UNDEFINED, everyone.rank)
         said = everyone.all_gather(attempt(comm, *made, chosen.seed) if works else "")

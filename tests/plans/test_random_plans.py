@@ -37,9 +37,9 @@ def traces_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(flags=plans(most_ranks=16))
 def test_random_plans_are_exact_over_loopback(flags: list[str]) -> None:
-    chosen = options.parser("").parse_args(flags)
-    ranks = options.plan(chosen).ranks
-    model, recipe = options.recipe(chosen, ranks)
+    chosen = options.make_parser("").parse_args(flags)
+    ranks = options.make_plan(chosen).ranks
+    model, recipe = options.make_recipe(chosen, ranks)
     loss = nn.CrossEntropyLoss()
     told = run_ranks(ranks, lambda world: verify(world, recipe, model, loss, chosen.seed))[0]
     event(recipe.plan.schedule)

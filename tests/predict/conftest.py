@@ -9,7 +9,7 @@ import torch
 
 from engines.layer.graph import ModelGraph
 from engines.plan import Plan
-from engines.training import traced
+from engines.training import trace_model
 from tests.zoo import Skips
 
 
@@ -21,7 +21,7 @@ def graph_of() -> Callable[[Plan], ModelGraph]:
     def graph(plan: Plan) -> ModelGraph:
         key = plan.parts, plan.local_dp
         if key not in graphs:
-            graphs[key] = traced(model, plan, (4, 3, 24, 24), torch.nn.CrossEntropyLoss())
+            graphs[key] = trace_model(model, plan, (4, 3, 24, 24), torch.nn.CrossEntropyLoss())
         return graphs[key]
 
     return graph

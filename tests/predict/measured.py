@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engines.bench.live import LiveBytes
-from engines.bench.verify import batches
+from engines.bench.verify import make_batches
 from engines.comm.loopback import run_ranks
 from engines.program.program import Program
 from engines.training import RankTraining, Recipe
@@ -21,7 +21,7 @@ class Measured:
 
 def live_bytes(recipe: Recipe) -> list[Measured]:
     """Of each rank in its third step: gradients and the optimiser's state are there from the second one on."""
-    batch = batches(recipe, 0, steps=1)[0]
+    batch = make_batches(recipe, 0, steps=1)[0]
 
     def work(world):
         own = RankTraining(world, recipe).cut(batch)
@@ -30,7 +30,7 @@ def live_bytes(recipe: Recipe) -> list[Measured]:
             for _ in range(2):
                 training.step(own)
             training.start(own)
-            live.restart()
+            live.reset_peak()
             return _walked(training, live)
 
     return run_ranks(recipe.plan.ranks, work)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from engines.errors import PlanError
-from engines.predict.between import between
+from engines.predict.between import interpolate
 from engines.predict.machine import Machine, Speed
 
 FIXED_S, BYTES_PER_S = 1e-4, 3e10
@@ -42,25 +42,25 @@ def test_what_was_sampled_is_read_again():
     sizes = [(16.0, 1024.0), (16.0, 4096.0), (64.0, 1024.0), (64.0, 4096.0)]
     numbers = [1.0, 3.0, 2.0, 5.0]
     for size, number in zip(sizes, numbers, strict=True):
-        assert between(sizes, size, numbers) == pytest.approx(number, rel=1e-4)
+        assert interpolate(sizes, size, numbers) == pytest.approx(number, rel=1e-4)
 
 
 def test_along_an_axis_of_which_the_samples_say_nothing_numbers_stay():
     sizes, numbers = [(16.0, 4.0), (64.0, 4.0)], [1.0, 4.0]
-    assert between(sizes, (32.0, 4.0), numbers) == pytest.approx(2, rel=0.01)
-    assert between(sizes, (32.0, 8.0), numbers) == pytest.approx(2, rel=0.05)
+    assert interpolate(sizes, (32.0, 4.0), numbers) == pytest.approx(2, rel=0.01)
+    assert interpolate(sizes, (32.0, 8.0), numbers) == pytest.approx(2, rel=0.05)
 
 
 def test_a_power_law_of_two_sizes_is_read_as_one():
     sizes = [(float(a), float(b)) for a in (8, 32, 128) for b in (16, 256, 4096)]
     law = [math.sqrt(a) * b**0.25 for a, b in sizes]
-    assert between(sizes, (64.0, 64.0), law) == pytest.approx(math.sqrt(64) * 64**0.25, rel=0.05)
+    assert interpolate(sizes, (64.0, 64.0), law) == pytest.approx(math.sqrt(64) * 64**0.25, rel=0.05)
 
 
 def test_a_class_without_samples_is_told_by_name():
     with pytest.raises(PlanError, match="no speed for norm"):
-        Machine.from_json(Machine("none", "an example", {"norm": ()}).to_json()).seconds("norm", 8, (8,))
+        Machine.from_json(Machine("none", "an example", {"norm": ()}).to_json()).estimate_seconds("norm", 8, (8,))
 
 
 def test_samples_without_a_size_say_what_they_say():
-    assert between([(), ()], (2.0, 3.0), [4.0, 4.0]) == pytest.approx(4.0)
+    assert interpolate([(), ()], (2.0, 3.0), [4.0, 4.0]) == pytest.approx(4.0)

@@ -11,12 +11,12 @@ from engines.errors import PlanError
 from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.predict import search as searching
-from engines.predict.bound import Bounds
-from engines.predict.cost import Prices
+from engines.predict.bound import BoundCalculator
+from engines.predict.cost import CostModel
 from engines.predict.forecast import forecast
-from engines.predict.machines import machine
-from engines.predict.search import plans, search
-from engines.traces import Traces
+from engines.predict.machines import get_machine
+from engines.predict.search import generate_plans, search
+from engines.traces import TraceCache
 from tests.predict.test_folding import APART
 from tests.zoo import Skips
 
@@ -26,13 +26,15 @@ CASES = {
     "two levels": (Skips, (4, 3, 32, 32), replace(DEVICES, sums="two_level", instruction_s=1e-6), 8, 0.6),
     "shared cores": (Skips, (4, 3, 32, 32), replace(DEVICES, node_ranks=None, between=None, cores=2), 4, 1.0),
     "a real model": (resnet20_v1, (2, 3, 32, 32), DEVICES, 3, 0.9),
-    "hosts that start kernels": (resnet20_v1, (2, 3, 512, 512), machine("Lassen"), 3, 1.1),
+    "hosts that start kernels": (resnet20_v1, (2, 3, 512, 512), get_machine("Lassen"), 3, 1.1),
 }
 
 
 @pytest.fixture(scope="module")
 def traces():
-    return {(model, shape): Traces(model(), shape, torch.nn.CrossEntropyLoss()) for model, shape, *_ in CASES.values()}
+    return {
+        (model, shape): TraceCache(model(), shape, torch.nn.CrossEntropyLoss()) for model, shape, *_ in CASES.values()
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -40,10 +42,10 @@ def test_no_plan_is_faster_or_smaller_than_its_bound_and_the_best_are_found(name
     model, shape, asked, ranks, most = CASES[name]
     graph_of = traces[model, shape].graph
     everything = search(ranks, shape[0], graph_of, asked)
-    bounds = Bounds(graph_of, Prices(asked), 1)
-    lean = [replace(plan, checkpoint_activations=True) for plan in plans(ranks, shape[0])]
+    bounds = BoundCalculator(graph_of, CostModel(asked), 1)
+    lean = [replace(plan, checkpoint_activations=True) for plan in generate_plans(ranks, shape[0])]
     for found in (*everything.fitting, *search(ranks, shape[0], graph_of, asked, asked=lean).fitting):
-        bound = bounds.of(found.plan)
+        bound = bounds.compute_bound(found.plan)
         assert bound.seconds <= found.seconds
         assert bound.peak_bytes <= found.peak_bytes
         assert bound.images == found.images
@@ -60,13 +62,13 @@ def test_no_plan_is_faster_or_smaller_than_its_bound_and_the_best_are_found(name
 def test_where_memory_is_short_the_best_of_what_fits_is_found(traces):
     model, shape, asked, ranks, _ = CASES["own devices"]
     graph_of, seen = traces[model, shape].graph, []
-    lean = [replace(plan, checkpoint_activations=True) for plan in plans(ranks, shape[0])]
+    lean = [replace(plan, checkpoint_activations=True) for plan in generate_plans(ranks, shape[0])]
     sizes = sorted(each.peak_bytes for each in search(ranks, shape[0], graph_of, asked, asked=lean).fitting)
     rank_bytes = sizes[len(sizes) // 4]
     whole = search(ranks, shape[0], graph_of, asked, rank_bytes)
     few = search(ranks, shape[0], graph_of, asked, rank_bytes, best=3, seen=lambda *counts: seen.append(counts))
     assert [each.images_per_s for each in few.fitting[:3]] == [each.images_per_s for each in whole.fitting[:3]]
-    assert seen[-1] == (len(list(plans(ranks, shape[0]))),) * 2
+    assert seen[-1] == (len(list(generate_plans(ranks, shape[0]))),) * 2
     with pytest.raises(PlanError, match="No plan for 6 ranks fits: the smallest needs"):
         search(ranks, shape[0], graph_of, asked, 10, best=3)
 

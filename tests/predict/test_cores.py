@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from engines.layer.graph import TensorSpec
-from engines.predict.actions import Work
+from engines.predict.actions import ComputeWork
 from engines.predict.cores import RunQueue
-from engines.predict.cost import Prices
+from engines.predict.cost import CostModel
 from engines.predict.simulate import simulate
 from engines.program.instructions import AllReduce, Phase, SumGradients
 from tests.predict.test_simulate import BACKWARD, BYTE_PER_S, FORWARD, compute, ends, toy, transfer
@@ -47,11 +47,11 @@ def test_a_rank_that_goes_on_keeps_its_core_until_its_slice_is_over():
 
 def test_threads_of_one_rank_take_several_cores():
     queue = RunQueue(TWO, {0: 2, 1: 1})
-    queue.start(0, Work(3.0), 0.0)
-    queue.start(1, Work(1.0), 0.0)
-    assert queue.next_end() == 3.0
-    assert list(queue.ended(3.0)) == [0]
-    assert queue.next_end() == 4.0
+    queue.start(0, ComputeWork(3.0), 0.0)
+    queue.start(1, ComputeWork(1.0), 0.0)
+    assert queue.find_next_end() == 3.0
+    assert list(queue.advance_to(3.0)) == [0]
+    assert queue.find_next_end() == 4.0
 
 
 def test_who_has_waited_goes_on_later_where_others_have_all_cores():
@@ -78,7 +78,7 @@ def test_a_sum_on_a_host_takes_the_cores_of_its_ranks():
     bucket = SumGradients("g", ("w",), count_bytes, group, 2)
     ranks = [toy(rank, [(bucket, BACKWARD), (bucket, Phase.UPDATE)], {}) for rank in group]
     machine = replace(TWO, latency_s=0.0, slice_s=1e4)
-    fetched_s = Prices(machine).sum(group, count_bytes).fetched_s
+    fetched_s = CostModel(machine).get_all_reduce_cost(group, count_bytes).fetched_s
     assert fetched_s == 3 * 100
     for cores in (1, 2, 4):
         assert run(replace(machine, cores=cores), *ranks).seconds == pytest.approx(4 / cores * fetched_s)
@@ -93,11 +93,11 @@ def test_who_waits_for_nothing_goes_on_at_once():
 
 def test_what_is_bound_by_memory_suffers_more_from_others_than_what_is_not():
     queue = RunQueue(TWO, {0: 1, 1: 1})
-    queue.start(0, Work(2.0, crowded=3.0), 0.0)
-    queue.start(1, Work(2.0, crowded=1.5), 0.0)
-    assert queue.next_end() == 3.0
-    assert list(queue.ended(3.0)) == [1]
-    assert queue.next_end() == 4.0  # a third is done, and the rest goes on alone
+    queue.start(0, ComputeWork(2.0, crowded=3.0), 0.0)
+    queue.start(1, ComputeWork(2.0, crowded=1.5), 0.0)
+    assert queue.find_next_end() == 3.0
+    assert list(queue.advance_to(3.0)) == [1]
+    assert queue.find_next_end() == 4.0  # a third is done, and the rest goes on alone
 
 
 def test_whoever_waits_for_several_waits_for_the_slowest():

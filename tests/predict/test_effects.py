@@ -6,61 +6,61 @@ import pytest
 
 from engines.errors import TraceError
 from engines.layer.graph import TensorSpec
-from engines.predict.effects import Local, effect_of
+from engines.predict.effects import LocalTensor, infer_effect
 from engines.spatial import kernels
-from engines.spatial.kernels import local_kernel
+from engines.spatial.kernels import register_kernel
 
 
-def image(*shape: int) -> Local:
-    return Local.of(TensorSpec(shape, "float32"), needs_gradient=True)
+def image(*shape: int) -> LocalTensor:
+    return LocalTensor.of(TensorSpec(shape, "float32"), needs_gradient=True)
 
 
 X = image(2, 4, 8, 8)
 
 
 def test_a_convolution_keeps_what_it_reads():
-    effect = effect_of("aten.conv2d.default", [X, image(6, 4, 3, 3), None, [1, 1], [1, 1], [1, 1], 1], {})
+    effect = infer_effect("aten.conv2d.default", [X, image(6, 4, 3, 3), None, [1, 1], [1, 1], [1, 1], 1], {})
     assert (effect.saves, effect.saves_made, effect.saves_bytes) == ({0, 1}, frozenset(), 0)
     assert effect.made[0].bytes == 2 * 6 * 8 * 8 * 4
 
 
 def test_a_relu_keeps_what_it_makes():
-    effect = effect_of("aten.relu.default", [X], {})
+    effect = infer_effect("aten.relu.default", [X], {})
     assert (effect.saves, effect.saves_made, effect.saves_bytes) == (frozenset(), {0}, 0)
 
 
 def test_a_sum_keeps_nothing_and_passes_its_gradient_on():
-    effect = effect_of("aten.add.Tensor", [X, X], {})
+    effect = infer_effect("aten.add.Tensor", [X, X], {})
     assert (effect.saves, effect.saves_made, effect.passes) == (frozenset(), frozenset(), {0, 1})
 
 
 def test_a_max_pool_keeps_its_places_as_int64():
-    effect = effect_of("aten.max_pool2d.default", [X, [2, 2], [2, 2]], {})
+    effect = infer_effect("aten.max_pool2d.default", [X, [2, 2], [2, 2]], {})
     assert effect.saves == {0}
     assert effect.saves_bytes == 2 * 4 * 4 * 4 * 8
 
 
 def test_a_view_lies_in_what_it_shows():
-    assert effect_of("aten.permute.default", [X, [0, 2, 3, 1]], {}).made[0].shares == 0
+    assert infer_effect("aten.permute.default", [X, [0, 2, 3, 1]], {}).made[0].shares == 0
 
 
 def test_batch_norm_over_tiles_keeps_what_it_reads():
-    assert 0 in effect_of("tile.moments", [X, 0, 4], {}).saves
+    assert 0 in infer_effect("tile.moments", [X, 0, 4], {}).saves
 
 
 def test_a_kernel_that_needs_numbers_is_run_for_real_where_that_is_cheap(monkeypatch):
     monkeypatch.setattr(kernels, "_KERNELS", dict(kernels._KERNELS))  # the table of other tests stays as it is
 
-    @local_kernel("tests.by_value")
+    @register_kernel("tests.by_value")
     def by_value(x):
         return x * float(x.sum())
 
-    assert effect_of("tests.by_value", [X], {}).made[0].local.spec.shape == (2, 4, 8, 8)
+    assert infer_effect("tests.by_value", [X], {}).made[0].local.spec.shape == (2, 4, 8, 8)
     with pytest.raises(TraceError, match=r"tests.by_value cannot be run without memory .*register_fake"):
-        effect_of("tests.by_value", [image(1, 1, 1 << 14, 1 << 13)], {})
+        infer_effect("tests.by_value", [image(1, 1, 1 << 14, 1 << 13)], {})
 
 
 def test_half_precision_keeps_half_the_bytes():
-    half = Local.of(TensorSpec((2, 4, 8, 8), "bfloat16"), needs_gradient=True)
-    sizes = [effect_of("aten.relu.default", [each], {}).made[0].bytes for each in (half, X)]
+    half = LocalTensor.of(TensorSpec((2, 4, 8, 8), "bfloat16"), needs_gradient=True)
+    sizes = [infer_effect("aten.relu.default", [each], {}).made[0].bytes for each in (half, X)]
     assert sizes == [1024, 2048]

@@ -9,13 +9,13 @@ import pytest
 from torch import nn
 
 from engines.plan import Plan
-from engines.predict.explain import explain, judge
+from engines.predict.explain import explain, explain_forecasts
 from engines.predict.forecast import forecast
-from engines.predict.kinds import KINDS, kind_of, name_of
-from engines.predict.search import plans, search
-from engines.predict.shares import SHARES, shares_of
-from engines.spoken import spoken_bytes, spoken_rate
-from engines.traces import Traces
+from engines.predict.kinds import KINDS, classify_plan, describe_plan
+from engines.predict.search import generate_plans, search
+from engines.predict.shares import SHARES, compute_time_shares
+from engines.spoken import format_bytes, format_number
+from engines.traces import TraceCache
 from tests.predict.test_simulate import FLAT
 from tests.zoo import Chain
 
@@ -23,8 +23,8 @@ SHAPE = (4, 3, 32, 32)
 
 
 @pytest.fixture(scope="module")
-def traces() -> Traces:
-    return Traces(Chain(), SHAPE, nn.CrossEntropyLoss())
+def traces() -> TraceCache:
+    return TraceCache(Chain(), SHAPE, nn.CrossEntropyLoss())
 
 
 @pytest.fixture(scope="module")
@@ -33,40 +33,40 @@ def found(traces):
 
 
 def test_every_plan_is_of_one_kind():
-    kinds = {kind_of(plan): plan for plan in plans(4, batch=4)}
+    kinds = {classify_plan(plan): plan for plan in generate_plans(4, batch=4)}
     assert set(kinds) == set(KINDS)
-    assert kind_of(Plan(split_size=2, spatial_size=2, slice_method=("2x2", "1x2"))) == "spatial"
-    assert kind_of(Plan(split_size=2, bidirectional=True)) == "hybrid"
-    assert kind_of(Plan(split_size=1, spatial_size=0, local_dp=4)) == "data"
+    assert classify_plan(Plan(split_size=2, spatial_size=2, slice_method=("2x2", "1x2"))) == "spatial"
+    assert classify_plan(Plan(split_size=2, bidirectional=True)) == "hybrid"
+    assert classify_plan(Plan(split_size=1, spatial_size=0, local_dp=4)) == "data"
 
 
 def test_each_kind_has_its_fastest_plan(found):
     explained = explain(found)
     for kind in KINDS:
-        of_kind = [each for each in found.fitting if kind_of(each.plan) == kind]
-        verdict = explained.of(kind)
-        assert verdict.looked_at == len(of_kind) + sum(kind_of(plan) == kind for plan, _ in found.refused)
+        of_kind = [each for each in found.fitting if classify_plan(each.plan) == kind]
+        verdict = explained.get_verdict(kind)
+        assert verdict.looked_at == len(of_kind) + sum(classify_plan(plan) == kind for plan, _ in found.refused)
         assert verdict.best is max(of_kind, key=lambda each: each.images_per_s)
         assert verdict.share == pytest.approx(verdict.best.images_per_s / found.fitting[0].images_per_s)
     assert explained.best.best is found.fitting[0]
     assert explained.sentences[0].startswith("The best for 4 ranks is ")
-    assert name_of(found.fitting[0].plan) in explained.sentences[0]
-    assert f"{spoken_rate(found.fitting[0].images_per_s)} images/s" in explained.sentences[0]
+    assert describe_plan(found.fitting[0].plan) in explained.sentences[0]
+    assert f"{format_number(found.fitting[0].images_per_s)} images/s" in explained.sentences[0]
     assert len(explained.sentences) == len(KINDS)
-    shares = [explained.of(kind).share for kind in KINDS]
+    shares = [explained.get_verdict(kind).share for kind in KINDS]
     assert len([sentence for sentence in explained.sentences if " of that: " in sentence]) == len(shares) - 1
 
 
 def test_what_does_not_fit_says_how_much_it_needs_of_how_much(traces):
-    lean = [replace(plan, checkpoint_activations=True) for plan in plans(4, 4)]
+    lean = [replace(plan, checkpoint_activations=True) for plan in generate_plans(4, 4)]
     everything = search(4, 4, traces.graph, FLAT, asked=lean)
-    data = next(each for each in everything.fitting if kind_of(each.plan) == "data")
+    data = next(each for each in everything.fitting if classify_plan(each.plan) == "data")
     limit = data.peak_bytes - 1
     explained = explain(search(4, 4, traces.graph, FLAT, rank_bytes=limit), limit)
-    verdict = explained.of("data")
+    verdict = explained.get_verdict("data")
     assert not verdict.fits
     assert verdict.best.plan == data.plan
-    needed = f"it needs {spoken_bytes(data.peak_bytes)} of {spoken_bytes(limit)}."  # activations again or not
+    needed = f"it needs {format_bytes(data.peak_bytes)} of {format_bytes(limit)}."  # activations again or not
     assert f"Pure data parallelism does not fit: {needed}" in explained.sentences
     assert explained.sentences.index(f"Pure data parallelism does not fit: {needed}") >= 1
     assert explained.best.fits
@@ -75,36 +75,36 @@ def test_what_does_not_fit_says_how_much_it_needs_of_how_much(traces):
 
 def test_where_nothing_fits_there_is_no_best(traces):
     plan = Plan(split_size=1, spatial_size=0)
-    explained = judge([forecast(traces.graph(plan), plan, FLAT)], rank_bytes=10)
+    explained = explain_forecasts([forecast(traces.graph(plan), plan, FLAT)], rank_bytes=10)
     assert explained.best is None
     assert explained.sentences[0].startswith("Pure data parallelism does not fit: it needs ")
 
 
 def test_a_kind_that_cannot_run_says_why():
     plan = Plan(split_size=40, spatial_size=0)
-    explained = judge([], [(plan, "The model has only 5 layers.")])
+    explained = explain_forecasts([], [(plan, "The model has only 5 layers.")])
     assert explained.words == "Layer parallelism cannot run: The model has only 5 layers."
     assert explained.ranks == 40
 
 
 def test_what_was_not_simulated_is_told_by_its_bounds(found):
     best, *others = found.fitting
-    layer = next(each for each in others if kind_of(each.plan) == "layer")
-    data = next(each for each in found.fitting if kind_of(each.plan) == "data")
+    layer = next(each for each in others if classify_plan(each.plan) == "layer")
+    data = next(each for each in found.fitting if classify_plan(each.plan) == "data")
     bounded = [SimpleNamespace(plan=each.plan, images_per_s=9.0, peak_bytes=each.peak_bytes) for each in (layer, data)]
-    explained = judge([best], (), data.peak_bytes - 1, bounded)
-    told = explained.of("layer").title
-    assert f"{told} ({name_of(layer.plan)}) is slower: at most 9.00 images/s, which is known" in explained.words
-    needs = f"it needs at least {spoken_bytes(data.peak_bytes)} of {spoken_bytes(data.peak_bytes - 1)}."
-    assert (kind_of(best.plan) == "data") or f"Pure data parallelism does not fit: {needs}" in explained.words
+    explained = explain_forecasts([best], (), data.peak_bytes - 1, bounded)
+    told = explained.get_verdict("layer").title
+    assert f"{told} ({describe_plan(layer.plan)}) is slower: at most 9.00 images/s, which is known" in explained.words
+    needs = f"it needs at least {format_bytes(data.peak_bytes)} of {format_bytes(data.peak_bytes - 1)}."
+    assert (classify_plan(best.plan) == "data") or f"Pure data parallelism does not fit: {needs}" in explained.words
 
 
 def test_the_parts_of_the_time_are_all_of_it(found):
     for each in found.fitting:
-        shares = shares_of(each.timeline)
+        shares = compute_time_shares(each.timeline)
         assert tuple(shares) == SHARES
         assert sum(shares.values()) == pytest.approx(1)
         uses = each.timeline.uses.values()
         assert shares["compute"] == pytest.approx(sum(use.work for use in uses) / len(uses))
-    one = next(each for each in found.fitting if kind_of(each.plan) == "layer")
-    assert shares_of(one.timeline)["waiting for messages"] > 0.3  # stages that wait for each other
+    one = next(each for each in found.fitting if classify_plan(each.plan) == "layer")
+    assert compute_time_shares(one.timeline)["waiting for messages"] > 0.3  # stages that wait for each other

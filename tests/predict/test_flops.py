@@ -13,18 +13,20 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 import engines.spatial.entries  # noqa: F401  (fills the operator table)
-from engines.layer.flops import FlopCount, flops
+from engines.layer.flops import FlopCount, count_flops
 from engines.layer.graph import TensorSpec
-from engines.layer.trace import trace_alone
+from engines.layer.trace import trace_inference
 from engines.predict.classes import BY_ARITHMETIC
-from engines.predict.effects import Local
-from engines.predict.segments import counted
-from engines.spatial.additions import is_own
-from engines.spatial.kernels import operator_of
-from engines.spatial.ops import rules
+from engines.predict.effects import LocalTensor
+from engines.predict.segments import build_op_tally
+from engines.spatial.additions import is_user_defined
+from engines.spatial.kernels import get_operator
+from engines.spatial.ops import get_rules
 
 OPERATORS = sorted(
-    name.removeprefix("aten.") for name, (rule, *_) in rules().items() if name.startswith("aten.") and not is_own(rule)
+    name.removeprefix("aten.")
+    for name, (rule, *_) in get_rules().items()
+    if name.startswith("aten.") and not is_user_defined(rule)
 )
 X = (1, 2, 4, 4)
 
@@ -98,7 +100,7 @@ def guess(argument: Any) -> Any:
 
 def example(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments with which an operator runs, on real tensors."""
-    needed = [each for each in operator_of(f"aten.{name}")._schema.arguments if not each.has_default_value()]
+    needed = [each for each in get_operator(f"aten.{name}")._schema.arguments if not each.has_default_value()]
     args = EXAMPLES.get(name) or tuple(guess(each) for each in needed if not each.kwarg_only)
     return args, {each.name: guess(each) for each in needed if each.kwarg_only}
 
@@ -107,7 +109,7 @@ def pytorch_counts(name: str) -> tuple[int, Any]:
     """FLOPs that PyTorch has a formula for, and what the operator makes."""
     args, kwargs = example(name)
     with FlopCounterMode(display=False) as counter:
-        made = operator_of(f"aten.{name}")(*args, **kwargs)
+        made = get_operator(f"aten.{name}")(*args, **kwargs)
     return counter.get_total_flops(), made
 
 
@@ -123,7 +125,7 @@ def node_of(name: str) -> fx.Node:
         return node
 
     args, kwargs = tree_map(enter, example(name))
-    node = graph.call_function(operator_of(f"aten.{name}"), args, kwargs)
+    node = graph.call_function(get_operator(f"aten.{name}"), args, kwargs)
     node.meta["val"] = pytorch_counts(name)[1]
     return node
 
@@ -131,7 +133,7 @@ def node_of(name: str) -> fx.Node:
 def as_locals(item: Any) -> Any:
     if not isinstance(item, Tensor):
         return item
-    return Local(TensorSpec(tuple(item.shape), str(item.dtype).removeprefix("torch.")), item.stride(), False)
+    return LocalTensor(TensorSpec(tuple(item.shape), str(item.dtype).removeprefix("torch.")), item.stride(), False)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -139,13 +141,13 @@ def test_a_traced_operator_has_the_flops_of_pytorchs_counter(name: str):
     """Where that knows none, one for each element of the result, and none for several results."""
     known, made = pytorch_counts(name)
     elements = made.numel() if isinstance(made, Tensor) else 0
-    assert flops(node_of(name)) == (known or elements)
+    assert count_flops(node_of(name)) == (known or elements)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_rank_is_priced_by_the_flops_of_pytorchs_counter(name: str):
     known, _ = pytorch_counts(name)
-    tally = counted(f"aten.{name}", *tree_map(as_locals, example(name)))
+    tally = build_op_tally(f"aten.{name}", *tree_map(as_locals, example(name)))
     assert (tally.kind in BY_ARITHMETIC) == (known > 0)
     assert known in (tally.flops, 0)
 
@@ -179,9 +181,9 @@ class Products(nn.Module):
 
 
 def test_products_and_attention_in_a_model():
-    graph = trace_alone(Products(), TensorSpec((8, 64, 64), "float32"))
+    graph = trace_inference(Products(), TensorSpec((8, 64, 64), "float32"))
     assert [node.flops for node in graph.nodes] == [2 * 8 * 64**3] * 3
-    attention = trace_alone(Attends(), TensorSpec((2, 3, 8, 8), "float32")).nodes[-1]
+    attention = trace_inference(Attends(), TensorSpec((2, 3, 8, 8), "float32")).nodes[-1]
     assert attention.flops == 2 * (2 * 2 * 3 * 3 * 64)
 
 
@@ -215,6 +217,6 @@ def test_a_formula_that_a_user_has_registered_counts():
     packet = torch.ops.flops_test.blend
     try:
         register_flop_formula(packet)(lambda shape, *, out_shape=None: 7 * math.prod(shape))
-        assert counted("flops_test.blend.default", (as_locals(values(*X)),)).flops == 7 * math.prod(X)
+        assert build_op_tally("flops_test.blend.default", (as_locals(values(*X)),)).flops == 7 * math.prod(X)
     finally:
         flop_registry.pop(packet, None)

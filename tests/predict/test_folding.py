@@ -8,8 +8,8 @@ import pytest
 
 from engines.plan import Plan
 from engines.predict.classes import CLASSES
-from engines.predict.count import tally
-from engines.predict.forecast import copies_of, forecast
+from engines.predict.count import build_tally
+from engines.predict.forecast import count_copies, forecast
 from engines.predict.machine import Link, Machine, Speed
 from engines.predict.simulate import simulate
 from engines.program.compile import Compiler, compile_plan
@@ -41,7 +41,7 @@ PLANS = {
 def everyone(graph, plan: Plan, machine: Machine):
     """All ranks compiled, counted and simulated, none for another."""
     programs = compile_plan(graph, plan)
-    return simulate(programs, [tally(program, graph) for program in programs], machine, [1] * len(programs))
+    return simulate(programs, [build_tally(program, graph) for program in programs], machine, [1] * len(programs))
 
 
 @pytest.mark.parametrize(("node_ranks", "sums"), [(2, "direct"), (4, "two_level")])
@@ -50,7 +50,7 @@ def test_a_replica_takes_as_long_as_all_ranks_do(name, node_ranks, sums, graph_o
     plan, machine = PLANS[name], replace(APART, node_ranks=node_ranks, sums=sums)
     alone, together = forecast(graph_of(plan), plan, machine), everyone(graph_of(plan), plan, machine)
     assert alone.seconds == pytest.approx(together.seconds, rel=1e-9)
-    assert len(alone.timeline.ranks) == plan.replica_ranks * copies_of(plan, machine)
+    assert len(alone.timeline.ranks) == plan.replica_ranks * count_copies(plan, machine)
     ours = [event for event in together.events if event.rank in alone.timeline.ranks]
     assert [(e.rank, e.name, e.phase, e.micro_batch, e.bytes) for e in alone.timeline.events] == [
         (e.rank, e.name, e.phase, e.micro_batch, e.bytes) for e in ours
@@ -70,8 +70,8 @@ def test_ranks_that_share_cores_are_all_simulated_from_one_replica(name, graph_o
 
 def test_one_replica_is_compiled_whatever_their_number(graph_of, monkeypatch):
     compiled = []
-    program = Compiler.program
-    monkeypatch.setattr(Compiler, "program", lambda self, rank: compiled.append(rank) or program(self, rank))
+    program = Compiler.compile_rank
+    monkeypatch.setattr(Compiler, "compile_rank", lambda self, rank: compiled.append(rank) or program(self, rank))
     plan = Plan(split_size=2, spatial_size=1, slice_method="1x2", data_parallel=4096)
     found = forecast(graph_of(plan), plan, APART)
     assert compiled == [0, 1, 2]

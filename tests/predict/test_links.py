@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from engines.layer.graph import TensorSpec
-from engines.predict.cost import Prices
+from engines.predict.cost import CostModel
 from engines.predict.machine import Link, Machine, Speed
-from engines.predict.sums import SumCost
+from engines.predict.sums import AllReduceCost
 from engines.program.instructions import AllReduce, Exchange, Phase, SumGradients
 from engines.spatial.moves import Move
 from tests.predict.test_simulate import PX, compute, ends, run, toy
@@ -94,20 +94,28 @@ def test_a_sum_that_is_waited_for_takes_its_turn_on_the_links():
 def test_the_link_of_a_node_is_shared_by_its_ranks_of_a_sum():
     big = 1 << 20
     machine = replace(NODES, latency_s=0.0, bytes_per_s=1e30, between=Link(0.0, 1.0))
-    assert Prices(machine).sum((0, 1), big).carried_s == pytest.approx(0, abs=1e-9)
-    half = Prices(machine).sum((0, 2), big)  # one of each node: half of the numbers there, their sums back
+    assert CostModel(machine).get_all_reduce_cost((0, 1), big).carried_s == pytest.approx(0, abs=1e-9)
+    half = CostModel(machine).get_all_reduce_cost(
+        (0, 2), big
+    )  # one of each node: half of the numbers there, their sums back
     assert (half.carried_s, half.crosses) == (big, True)
-    assert Prices(machine).sum((0, 1, 2, 3), big).carried_s == 2 * 2 * (2 * big / 4)  # 2 ranks, 2 others, 2 rounds
+    assert CostModel(machine).get_all_reduce_cost((0, 1, 2, 3), big).carried_s == 2 * 2 * (
+        2 * big / 4
+    )  # 2 ranks, 2 others, 2 rounds
 
 
 def test_each_message_of_a_direct_sum_costs_its_rank_something():
     machine = replace(NODES, between=None, node_ranks=None, bytes_per_s=1e30, message_s=0.25)
-    assert Prices(machine).sum(tuple(range(9)), 8) == SumCost(pytest.approx(0), 0.5 + 8 * 0.25, False)
+    assert CostModel(machine).get_all_reduce_cost(tuple(range(9)), 8) == AllReduceCost(
+        pytest.approx(0), 0.5 + 8 * 0.25, False
+    )
 
 
 def test_in_two_levels_the_latency_grows_with_the_logarithm_of_the_nodes():
     machine = replace(NODES, sums="two_level", latency_s=0.0, bytes_per_s=1e30, between=Link(1.0, 1e30))
-    found = [Prices(machine).sum(tuple(range(2 * nodes)), 8).latency_s for nodes in (1, 2, 4, 1024, 1025)]
+    found = [
+        CostModel(machine).get_all_reduce_cost(tuple(range(2 * nodes)), 8).latency_s for nodes in (1, 2, 4, 1024, 1025)
+    ]
     assert found == [0, 1, 2, 10, 11]
 
 
@@ -115,6 +123,6 @@ def test_in_two_levels_each_number_crosses_a_nodes_link_twice_at_most():
     """Reduce-scatter and all-gather (Thakur et al., 2005): 2 (n - 1) / n of the bytes, whatever is on a node."""
     big = 1 << 20
     machine = replace(NODES, sums="two_level", latency_s=0.0, bytes_per_s=1e30, between=Link(1e-9, 1.0))
-    assert Prices(machine).sum(tuple(range(16)), big).carried_s == 2 * 7 / 8 * big
+    assert CostModel(machine).get_all_reduce_cost(tuple(range(16)), big).carried_s == 2 * 7 / 8 * big
     inside = replace(machine, bytes_per_s=2.0, node_ranks=16)
-    assert Prices(inside).sum(tuple(range(16)), big).carried_s == 2 * 15 / 16 * big / 2
+    assert CostModel(inside).get_all_reduce_cost(tuple(range(16)), big).carried_s == 2 * 15 / 16 * big / 2

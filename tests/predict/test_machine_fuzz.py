@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from engines.errors import PlanError
-from engines.predict.between import between
+from engines.predict.between import interpolate
 from engines.predict.machines import MACHINES
-from mpi4dl_nb.known_machine import KnownMachine
+from mpi4dl_nb.known_machine import CalibrationCache
 from tests.fuzz.__main__ import run_elsewhere
 
 
@@ -50,7 +50,7 @@ def test_a_number_that_would_overflow_is_named_with_its_file_and_field(
     holder[int(names[-1]) if isinstance(holder, list) else names[-1]] = number
     (path := tmp_path / "machine.json").write_text(json.dumps(fields))
     with pytest.raises(PlanError) as caught:
-        KnownMachine(path).read()
+        CalibrationCache(path).read()
     assert f"The machine file {path}: This is no machine that was stored: {field} {said}" in str(caught.value)
 
 
@@ -59,15 +59,15 @@ def test_a_machine_without_a_class_is_refused_when_it_is_read(tmp_path: Path):
     del fields["speeds"]["pool"]
     (path := tmp_path / "machine.json").write_text(json.dumps(fields))
     with pytest.raises(PlanError, match=r"machine\.json: speeds\.pool is missing"):
-        KnownMachine(path).read()
+        CalibrationCache(path).read()
 
 
 def test_what_is_read_far_from_all_samples_is_a_number():
     """A slope of 27 powers of ten in an octave, and 49 octaves further on: neither none nor beyond all floats."""
     sizes, numbers = [(1.0,), (2.0,)], [1e-3, 1e24]
-    assert between(sizes, (1e15,), numbers) == pytest.approx(1e24)
-    assert 0 < between(sizes, (1e15,), numbers[::-1]) < 1e-3
+    assert interpolate(sizes, (1e15,), numbers) == pytest.approx(1e24)
+    assert 0 < interpolate(sizes, (1e15,), numbers[::-1]) < 1e-3
 
 
 def test_a_size_with_fewer_axes_than_the_samples_is_read_by_those():
-    assert between([(1.0, 1.0), (4.0, 1.0)], (4.0,), [10.0, 40.0]) == pytest.approx(40.0)
+    assert interpolate([(1.0, 1.0), (4.0, 1.0)], (4.0,), [10.0, 40.0]) == pytest.approx(40.0)

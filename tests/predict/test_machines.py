@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.predict.classes import BY_ARITHMETIC, CLASSES
-from engines.predict.cost import segment_work
+from engines.predict.cost import estimate_segment_work
 from engines.predict.devices import BUSY, LAUNCH_S, MEMORY_SHARE, PASSES
 from engines.predict.machine import Machine
-from engines.predict.machines import MACHINES, machine
+from engines.predict.machines import MACHINES, get_machine
 from engines.predict.published import RESNET_50
-from engines.predict.replay import Replay, Run
+from engines.predict.replay import PublishedReplay, StudyRun
 from engines.predict.tallies import OpTally, SegmentTally
 from engines.program.instructions import Phase
 
@@ -24,13 +24,13 @@ SIZES = st.tuples(st.floats(1, 1e4), st.floats(1, 1e4), st.floats(1, 1e8))
 
 @ALL
 def test_a_machine_has_all_that_a_forecast_asks_for_and_says_where_it_is_from(name):
-    found = machine(name)
+    found = get_machine(name)
     assert set(found.speeds) == set(CLASSES) == {*PASSES, *BY_ARITHMETIC}
     assert found.name == name
     assert any(letter.isdigit() for letter in found.source), "numbers have sources"
     assert "data sheet" in found.source or "user guide" in found.source
     assert found.memory_bytes > 10 * 10**9
-    assert found.rank_bytes(4096) == found.memory_bytes
+    assert found.get_rank_bytes(4096) == found.memory_bytes
     assert 0 < found.latency_s < 1e-4
     assert found.between.bytes_per_s / found.node_ranks <= found.bytes_per_s, "a node's ranks share what leaves it"
 
@@ -42,14 +42,14 @@ def test_a_machine_is_the_same_after_being_stored(name):
 
 def test_an_unknown_machine_is_refused_with_those_that_are_known():
     with pytest.raises(PlanError, match=r"no machine 'Sumit'.*Summit, Lassen, Pitzer.*Frontera"):
-        machine("Sumit")
+        get_machine("Sumit")
 
 
 @given(at=SIZES, more=st.floats(1, 100), axis=st.integers(0, 2), back=st.booleans())
 def test_larger_work_is_never_slower_for_each_unit_and_never_above_the_peak(at, more, axis, back):
     larger = tuple(size * more if index == axis else size for index, size in enumerate(at))
     for found in MACHINES.values():
-        small, large = (found.seconds("convolution", 1e9, size, back) for size in (at, larger))
+        small, large = (found.estimate_seconds("convolution", 1e9, size, back) for size in (at, larger))
         assert large <= small * (1 + 1e-12)
         assert large >= 1e9 / found.speeds["convolution"][0].per_s
 
@@ -58,12 +58,14 @@ def test_a_convolution_takes_its_arithmetic_and_three_matrices_through_memory():
     dot, filters, outputs = 576, 64, 3136
     flops, moved = 2 * dot * filters * outputs, 4 * (dot * outputs + dot * filters + filters * outputs)
     by_hand = flops / (BUSY * 15.7e12) + moved / (MEMORY_SHARE * 900e9)
-    assert machine("Lassen").seconds("convolution", flops, (dot, filters, outputs)) == pytest.approx(by_hand)
+    assert get_machine("Lassen").estimate_seconds("convolution", flops, (dot, filters, outputs)) == pytest.approx(
+        by_hand
+    )
 
 
 def test_a_relu_reads_and_writes_and_backward_half_as_much_again():
-    lassen, size = machine("Lassen"), 10**8
-    seconds = [lassen.seconds("pointwise", size, (size,), back) for back in (False, True)]
+    lassen, size = get_machine("Lassen"), 10**8
+    seconds = [lassen.estimate_seconds("pointwise", size, (size,), back) for back in (False, True)]
     assert seconds == pytest.approx([1e8 / 747e9, 1.5e8 / 747e9])
 
 
@@ -75,7 +77,8 @@ def test_many_small_kernels_take_what_a_host_takes_to_start_them_and_large_ones_
     ):
         segment = SegmentTally(ops, frozenset(), {}, 0, 0, {}, {}, late=False)
         found = [
-            segment_work(segment, machine("Lassen"), 1, phase).seconds for phase in (Phase.FORWARD, Phase.BACKWARD)
+            estimate_segment_work(segment, get_machine("Lassen"), 1, phase).seconds
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
         ]
         assert found == pytest.approx([forward, back], rel=1e-6)
 
@@ -83,11 +86,11 @@ def test_many_small_kernels_take_what_a_host_takes_to_start_them_and_large_ones_
 @pytest.fixture(scope="module")
 def rate():
     pytest.importorskip("monai")
-    replay = Replay()
+    replay = PublishedReplay()
 
     def images_per_s(images: int, name: str = "Lassen", **changes: float) -> float:
-        run = Run(RESNET_50, 224, images, Plan(split_size=1, spatial_size=0), name)
-        return replay.forecast(run, changes).images_per_s
+        run = StudyRun(RESNET_50, 224, images, Plan(split_size=1, spatial_size=0), name)
+        return replay.forecast_run(run, changes).images_per_s
 
     return images_per_s
 

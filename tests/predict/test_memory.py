@@ -11,7 +11,7 @@ import torch
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
 from engines.plan import Plan
-from engines.predict.memory import rank_memory
+from engines.predict.memory import predict_rank_memory
 from engines.program.compile import compile_plan
 from engines.program.instructions import SumGradients
 from engines.training import prepare, sgd
@@ -37,7 +37,7 @@ def test_the_peak_of_each_rank_is_as_measured(name):
     model, plan, optimiser, states = CASES[name]
     recipe = prepare(model(), plan, (4, 3, 64, 64), optimiser=optimiser)
     for measured in live_bytes(recipe):
-        memory = rank_memory(measured.program, recipe.graph, plan, states)
+        memory = predict_rank_memory(measured.program, recipe.graph, plan, states)
         assert memory.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1)
         assert sum(memory.at_peak.values()) == memory.peak_bytes
 
@@ -46,7 +46,7 @@ def test_what_is_held_after_each_step_is_as_measured():
     plan = Plan(split_size=2, spatial_size=1)
     recipe = prepare(resnet20_v1(), plan, (2, 3, 64, 64))
     for measured in live_bytes(recipe):
-        memory = rank_memory(measured.program, recipe.graph, plan)
+        memory = predict_rank_memory(measured.program, recipe.graph, plan)
         assert memory.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.05)
         kinds = [type(step.instruction) for step in measured.program.steps]
         for index in range(kinds.index(SumGradients) if SumGradients in kinds else len(kinds)):
@@ -57,5 +57,7 @@ def test_computing_again_keeps_less():
     plan = Plan(split_size=1, spatial_size=0)
     graph = prepare(resnet20_v1(), plan, (2, 3, 64, 64)).graph
     (program,) = compile_plan(graph, plan)
-    kept, again = (rank_memory(program, graph, each) for each in (plan, replace(plan, checkpoint_activations=True)))
+    kept, again = (
+        predict_rank_memory(program, graph, each) for each in (plan, replace(plan, checkpoint_activations=True))
+    )
     assert again.at_peak["activations"] < 0.5 * kept.at_peak["activations"]

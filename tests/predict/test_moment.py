@@ -8,9 +8,9 @@ from torch import nn
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
 from engines.plan import Plan
-from engines.predict.memory import rank_memory
-from engines.predict.moment import plan_memory
-from engines.traces import Traces
+from engines.predict.memory import predict_rank_memory
+from engines.predict.moment import predict_plan_memory
+from engines.traces import TraceCache
 
 PLANS = [
     Plan(split_size=2),
@@ -22,22 +22,22 @@ PLANS = [
 
 
 def graph(model: nn.Module, plan: Plan, shape: tuple[int, ...]):
-    return Traces(model, shape, nn.CrossEntropyLoss()).graph(plan)
+    return TraceCache(model, shape, nn.CrossEntropyLoss()).get_graph(plan)
 
 
 @pytest.fixture(scope="module")
-def traces() -> Traces:
-    return Traces(resnet20_v1(), (4, 3, 64, 64), nn.CrossEntropyLoss())
+def traces() -> TraceCache:
+    return TraceCache(resnet20_v1(), (4, 3, 64, 64), nn.CrossEntropyLoss())
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.summary)
 def test_layers_and_the_rest_are_the_peak_by_kind(plan, traces):
     traced = traces.graph(plan)
-    found = plan_memory(traced, plan, optimiser_states=2)
+    found = predict_plan_memory(traced, plan, optimiser_states=2)
     assert len(found.ranks) == plan.replica_ranks
     for program, memory in zip(found.programs, found.ranks, strict=True):
-        assert memory == rank_memory(program, traced, plan, optimiser_states=2)
-        moment, together = found.moment(program.rank), dict.fromkeys(memory.at_peak, 0)
+        assert memory == predict_rank_memory(program, traced, plan, optimiser_states=2)
+        moment, together = found.find_peak(program.rank), dict.fromkeys(memory.at_peak, 0)
         for kinds in (*moment.layers.values(), moment.rest):
             for kind, count in kinds.items():
                 together[kind] += count
@@ -51,7 +51,7 @@ def test_a_models_modules_are_named_whose_weights_and_results_they_are():
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 8, 3, padding=1), nn.ReLU())
     model.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)])
     plan = Plan(split_size=1, spatial_size=0)
-    moment = plan_memory(graph(model, plan, (2, 3, 16, 16)), plan).moment(0)
+    moment = predict_plan_memory(graph(model, plan, (2, 3, 16, 16)), plan).find_peak(0)
     assert list(moment.layers) == ["0", "2", "6"]
     pixels = 4 * 2 * 16 * 16  # bytes of a channel of two images
     assert moment.layers["0"]["activations"] == 4 * pixels  # ReLU's result; that of the convolution is let go
@@ -59,16 +59,16 @@ def test_a_models_modules_are_named_whose_weights_and_results_they_are():
     assert moment.layers["2"]["activations"] == 8 * pixels + 4 * 2 * 8  # and what the pool makes of it
     assert moment.layers["2"]["weights"] == 4 * (4 * 9 + 1) * 8
     assert moment.rest == {"inputs": 3 * pixels + 2 * 8}
-    assert moment.bytes == sum(plan_memory(graph(model, plan, (2, 3, 16, 16)), plan).ranks[0].at_peak.values())
+    assert moment.bytes == sum(predict_plan_memory(graph(model, plan, (2, 3, 16, 16)), plan).ranks[0].at_peak.values())
 
 
 def test_the_moment_is_told_in_the_users_words():
     plan = Plan(split_size=1, slice_method="1x2")
-    found = plan_memory(graph(UNet(num_classes=3), plan, (1, 3, 64, 64)), plan)
-    moment = found.moment(1)
-    words = f"instruction {moment.step + 1} of {len(found.programs[1].steps)}, {moment.place.words}"
+    found = predict_plan_memory(graph(UNet(num_classes=3), plan, (1, 3, 64, 64)), plan)
+    moment = found.find_peak(1)
+    words = f"instruction {moment.step + 1} of {len(found.programs[1].steps)}, {moment.place.text}"
     assert moment.words == words
     assert moment.place.where
-    sizes = [sum(kinds.values()) for _, kinds in moment.largest(4)]
+    sizes = [sum(kinds.values()) for _, kinds in moment.get_largest_layers(4)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] == max(sum(kinds.values()) for kinds in moment.layers.values())

@@ -15,11 +15,11 @@ from engines.comm.loopback import run_ranks
 from engines.errors import PlanError
 from engines.predict import calibrate as calibrating
 from engines.predict.machine import Machine
-from engines.predict.noise import MOST_ELSEWHERE, MOST_SPREAD, Noise, Spin, spread_of, taken_elsewhere
-from engines.predict.rehearsal import Rehearsed
+from engines.predict.noise import MOST_ELSEWHERE, MOST_SPREAD, Noise, Spin, compute_foreign_share, compute_spread
+from engines.predict.rehearsal import CalibrationTimes
 from mpi4dl_nb import Cluster
 from mpi4dl_nb import calibrating as from_notebook
-from mpi4dl_nb.known_machine import KnownMachine
+from mpi4dl_nb.known_machine import CalibrationCache
 from tests.predict.test_simulate import FLAT
 
 QUIET, BUSY, HOPELESS = Noise(0.02, 0.05), Noise(0.35, 0.3), Noise(0.8, 1.5)
@@ -43,12 +43,12 @@ def spins(shares: list[float], host: str = "here", wall_s: float = 0.2) -> list[
     ],
 )
 def test_what_ranks_are_not_given_others_have(shares: list[float], cores: int, expected: float):
-    assert taken_elsewhere(spins(shares), cores) == pytest.approx(expected)
+    assert compute_foreign_share(spins(shares), cores) == pytest.approx(expected)
 
 
 def test_the_busiest_host_counts_and_threads_of_one_process_want_one_core():
-    assert taken_elsewhere([*spins([1.0, 1.0], "one"), *spins([0.6, 0.6], "other")], 2) == pytest.approx(0.4)
-    assert taken_elsewhere([Spin("here", 7, 0.2, 0.05)] * 4, 2) == pytest.approx(0.0)
+    assert compute_foreign_share([*spins([1.0, 1.0], "one"), *spins([0.6, 0.6], "other")], 2) == pytest.approx(0.4)
+    assert compute_foreign_share([Spin("here", 7, 0.2, 0.05)] * 4, 2) == pytest.approx(0.0)
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=3, max_size=30))
@@ -63,13 +63,13 @@ def test_the_spread_is_that_of_the_middle_half(times: list[float]):
         return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
     expected = (at(0.75) - at(0.25)) / statistics.median(times)
-    assert spread_of([times]) == pytest.approx(expected)
-    assert spread_of([[1000 * each for each in times]]) == pytest.approx(expected)
+    assert compute_spread([times]) == pytest.approx(expected)
+    assert compute_spread([[1000 * each for each in times]]) == pytest.approx(expected)
 
 
 def test_one_disturbed_repetition_of_nine_is_no_noise_and_half_of_them_are():
-    assert spread_of([[1.0] * 8 + [23.0]] * 5) == 0
-    assert Noise(spread=spread_of([[1.0, 23.0] * 5] * 5)).is_useless
+    assert compute_spread([[1.0] * 8 + [23.0]] * 5) == 0
+    assert Noise(spread=compute_spread([[1.0, 23.0] * 5] * 5)).is_useless
 
 
 def test_what_is_good_and_what_is_useless():
@@ -111,8 +111,8 @@ class Alone:
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.1])
 def test_a_rank_notes_how_much_of_a_core_it_was_given(share: float, monkeypatch):
     monkeypatch.setattr(calibrating, "time", Clock(share))
-    spin, _ = calibrating._spun(Alone())
-    assert taken_elsewhere([spin], cores=1) == pytest.approx(1 - share, abs=0.01)
+    spin, _ = calibrating._measure_spin(Alone())
+    assert compute_foreign_share([spin], cores=1) == pytest.approx(1 - share, abs=0.01)
 
 
 # ---- what the notebook does with it
@@ -128,7 +128,7 @@ def measures(monkeypatch, *noises: Noise) -> list[bool]:
         return replace(FLAT, ranks=cluster.n, noise=next(left), quick=quick)
 
     monkeypatch.setattr(from_notebook, "_measured", measured)
-    monkeypatch.setattr(from_notebook, "Rehearsal", _NoRehearsal)
+    monkeypatch.setattr(from_notebook, "CalibrationRecipes", _NoRehearsal)
     return asked
 
 
@@ -140,7 +140,7 @@ class _NoRehearsal:
 @pytest.fixture
 def remembered(monkeypatch, tmp_path) -> Callable[[], Machine | None]:
     monkeypatch.setenv("MPI4DL_NB_MACHINES", str(tmp_path))
-    return lambda: KnownMachine.of(2, "loopback").read()
+    return lambda: CalibrationCache.of(2, "loopback").read()
 
 
 def test_a_good_one_is_remembered(monkeypatch, remembered):
@@ -222,7 +222,7 @@ def test_it_goes_part_by_part_and_can_be_stopped(monkeypatch, remembered):
             yield part
 
     monkeypatch.setattr(from_notebook, "Calibration", ThreeParts)
-    monkeypatch.setattr(from_notebook, "Rehearsal", _NoRehearsal)
+    monkeypatch.setattr(from_notebook, "CalibrationRecipes", _NoRehearsal)
     monkeypatch.setattr(from_notebook, "tqdm", shown)
     with Cluster(2, backend="loopback") as cluster:
         with pytest.raises(KeyboardInterrupt):
@@ -244,22 +244,22 @@ def test_as_many_parts_as_were_announced(ranks: int, quick: bool, monkeypatch):
 
         def __init__(self, *_: object, **__: object) -> None: ...
         def turn(self) -> None: ...
-        def seen(self) -> list[Rehearsed]:
-            return [Rehearsed(0.0, (), spread=0.25)]
+        def seen(self) -> list[CalibrationTimes]:
+            return [CalibrationTimes(0.0, (), spread=0.25)]
 
     for name in ("Samples", "Rehearsing"):
         monkeypatch.setattr(calibrating, name, Nothing)
-    monkeypatch.setattr(calibrating, "tallied", lambda _: [])
-    monkeypatch.setattr(calibrating, "explained", lambda machine, *_: machine)
+    monkeypatch.setattr(calibrating, "build_op_tallies", lambda _: [])
+    monkeypatch.setattr(calibrating, "fit_machine", lambda machine, *_: machine)
 
     def count(world: object) -> tuple[int, Machine]:
         calibration = calibrating.Calibration(world, rehearsal=object(), quick=quick)
         parts = 0
-        while calibration.part() is None:
+        while calibration.run_part() is None:
             parts += 1
         return parts + 1, calibration.machine
 
     for parts, machine in run_ranks(ranks, count):
-        assert parts == calibrating.Calibration.parts(ranks, quick)
+        assert parts == calibrating.Calibration.count_parts(ranks, quick)
         assert machine.quick is quick
         assert machine.noise.spread == 0.25

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from engines.offload.least import LEAST_BYTES
 from engines.plan import Plan
 from engines.predict import samples
-from engines.predict.actions import Work
-from engines.predict.classes import BY_ARITHMETIC, CLASSES, class_of, shape_of
-from engines.predict.cost import priced, segment_work
-from engines.predict.count import tally
+from engines.predict.actions import ComputeWork
+from engines.predict.classes import BY_ARITHMETIC, CLASSES, classify_kernel, get_convolution_shape
+from engines.predict.cost import build_step_actions, estimate_segment_work
+from engines.predict.count import build_tally
 from engines.predict.machine import Machine, Speed
-from engines.predict.sampled import Size, calls
-from engines.predict.samples import Samples, Timed, speeds, tallied
+from engines.predict.sampled import LayerSize, make_calls
+from engines.predict.samples import KernelTimer, KernelTimes, build_op_tallies, compute_speeds
 from engines.predict.tallies import OpTally, SegmentTally
 from engines.program.compile import compile_plan
 from engines.program.instructions import Phase
@@ -46,7 +46,7 @@ class Block(nn.Module):
 def moves_of(skips: bool) -> list[int]:
     recipe = prepare(Block(skips), Plan(split_size=1, spatial_size=0), (1, 3, 8, 8), device="cpu")
     (program,) = compile_plan(recipe.graph, recipe.plan)
-    way = tally(program, recipe.graph).ways[0]
+    way = build_tally(program, recipe.graph).ways[0]
     return sorted(size for segment in way.segments.values() for size in segment.moves)
 
 
@@ -64,7 +64,7 @@ def test_moving_gradients_takes_time_in_backward_alone():
     plain = SegmentTally((op,), frozenset(), {}, 0, 0, {}, {}, False)
     moving = replace(plain, moves=(30,))
     times = [
-        segment_work(segment, BYTE_PER_S, 1, phase).seconds
+        estimate_segment_work(segment, BYTE_PER_S, 1, phase).seconds
         for segment in (plain, moving)
         for phase in (Phase.FORWARD, Phase.BACKWARD)
     ]
@@ -82,7 +82,7 @@ def test_on_shared_cores_whoever_waits_for_a_message_fetches_it():
 def test_threads_share_a_kernel_and_wait_for_each_other():
     segment = SegmentTally((OpTally("aten.relu.default", "pointwise", 0, 8),), frozenset(), {}, 0, 0, {}, {}, False)
     slow = replace(SHARED, thread_s=0.5)
-    assert [segment_work(segment, slow, threads, Phase.FORWARD).seconds for threads in (1, 2)] == [8, 4.5]
+    assert [estimate_segment_work(segment, slow, threads, Phase.FORWARD).seconds for threads in (1, 2)] == [8, 4.5]
 
 
 @pytest.mark.parametrize(
@@ -95,11 +95,11 @@ def test_threads_share_a_kernel_and_wait_for_each_other():
     }.items(),
 )  # fmt: skip
 def test_kernels_that_run_alike_are_of_one_class(kernel, kind):
-    assert class_of(kernel) == kind
+    assert classify_kernel(kernel) == kind
 
 
 def test_a_transposed_convolution_is_the_one_that_it_turns_around():
-    assert shape_of("tile.conv_transpose", [(2, 64, 8, 8), (64, 32, 2, 2)]) == (128, 64, 2)
+    assert get_convolution_shape("tile.conv_transpose", [(2, 64, 8, 8), (64, 32, 2, 2)]) == (128, 64, 2)
 
 
 def test_gradients_apart_take_what_samples_say():
@@ -118,26 +118,26 @@ def test_gradients_apart_take_what_samples_say():
     late = SegmentTally(calls, frozenset(), {}, 0, 0, {}, {}, True)
     first = replace(late, ops=(replace(calls[0], gradients=1),))
     phases = (Phase.BACKWARD, Phase.INPUTS, Phase.WEIGHTS)
-    found = [[segment_work(each, machine, 1, phase).seconds for phase in phases] for each in (late, first)]
+    found = [[estimate_segment_work(each, machine, 1, phase).seconds for phase in phases] for each in (late, first)]
     assert found == [[18, 12, 7], [7, 0, 7]]
-    assert segment_work(replace(late, late=False), machine, 1, Phase.INPUTS).seconds == 18
-    assert segment_work(replace(late, late=False), machine, 1, Phase.WEIGHTS).seconds == 0
+    assert estimate_segment_work(replace(late, late=False), machine, 1, Phase.INPUTS).seconds == 18
+    assert estimate_segment_work(replace(late, late=False), machine, 1, Phase.WEIGHTS).seconds == 0
 
 
-def timed(sizes: tuple[Size, ...], late: float = 0.0) -> list[tuple[OpTally, Timed]]:
-    kernels = calls(sizes)
-    found = Samples(kernels, late, apart=True)
-    found.turn()
-    return list(zip(tallied(kernels), found.timed, strict=True))
+def timed(sizes: tuple[LayerSize, ...], late: float = 0.0) -> list[tuple[OpTally, KernelTimes]]:
+    kernels = make_calls(sizes)
+    found = KernelTimer(kernels, late, apart=True)
+    found.run_round()
+    return list(zip(build_op_tallies(kernels), found.timed, strict=True))
 
 
 def test_the_largest_convolutions_of_several_images_are_left_out_where_that_is_asked_for():
-    images = [{len(x) for _, (x, *_) in calls((), most)} for most in (math.inf, 1e8, 0)]
+    images = [{len(x) for _, (x, *_) in make_calls((), most)} for most in (math.inf, 1e8, 0)]
     assert images == [{1, 2, 4}, {1, 4}, {1}]
 
 
 def test_samples_are_of_all_classes_whichever_comes_first():
-    sizes = (Size(4, 8), Size(8, 4))
+    sizes = (LayerSize(4, 8), LayerSize(8, 4))
     first, later = (timed(sizes, place) for place in (0.0, 0.75))
     assert [op for op, _ in first] == [op for op, _ in later]
     assert {op.kind for op, _ in first} == set(CLASSES)
@@ -149,22 +149,22 @@ def test_others_see_a_rank_that_samples_go_on_with_each_kernel(monkeypatch):
     """A whole turn takes seconds where cores are shared; `hang_after_s` may be one."""
     board = Mock()
     monkeypatch.setattr(samples, "here", lambda: board)
-    found = timed((Size(4, 8),))
+    found = timed((LayerSize(4, 8),))
     kernels = sum(len(each.forward + each.backward + each.inputs + each.weights) for _, each in found)
     assert board.at.call_count == kernels > 0
 
 
 def test_a_sample_is_as_crowded_as_all_ranks_found_it():
-    def taken(seconds: float) -> Timed:
-        return Timed([seconds] * 3, [seconds] * 3)
+    def taken(seconds: float) -> KernelTimes:
+        return KernelTimes([seconds] * 3, [seconds] * 3)
 
     crowded = [[taken(1.2)], [taken(1.5)], [taken(2.0)]]
     op = OpTally("aten.relu.default", "pointwise", 0, 100)
-    found = speeds([op], [taken(1.0)], [taken(0.75)], crowded, call_s=0.5, back_call_s=0.0, cores=2)
+    found = compute_speeds([op], [taken(1.0)], [taken(0.75)], crowded, call_s=0.5, back_call_s=0.0, cores=2)
     assert found == {"pointwise": (Speed((100.0,), 200.0, 100.0, crowded=1.5, spread=2 / 3),)}  # 0.25 + 0.75 of 0.5 + 1
-    assert Machine("two", "an example", found, cores=2).spread("pointwise", (50,)) == pytest.approx(2 / 3)
-    assert Machine("two", "an example", found, cores=2).crowded("pointwise", (50,)) == 1.5
-    assert Machine("its own", "an example", found).crowded("pointwise", (50,)) == 1
+    assert Machine("two", "an example", found, cores=2).estimate_spread("pointwise", (50,)) == pytest.approx(2 / 3)
+    assert Machine("two", "an example", found, cores=2).estimate_crowding("pointwise", (50,)) == 1.5
+    assert Machine("its own", "an example", found).estimate_crowding("pointwise", (50,)) == 1
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_what_is_away_is_carried_and_comes_back_where_it_cannot_be_read(host_per
     segment = replace(counted.ways[0].segments["a"], fresh={"kept": LEAST_BYTES, "small": LEAST_BYTES - 1})
     counted.ways[0].segments["a"] = segment
     machine = replace(BYTE_PER_S, copy_per_s=LEAST_BYTES / 4, host_per_s=host_per_s)
-    steps = priced(program, counted, machine, 1, again=False, away=True)
+    steps = build_step_actions(program, counted, machine, 1, again=False, away=True)
     assert [sum(action.seconds for action in step) for step in steps] == takes_s
 
 
@@ -194,8 +194,8 @@ def test_a_message_that_leaves_one_way_is_not_packed():
 
 
 def _work_s(program, counted, machine: Machine) -> float:
-    (actions,) = priced(program, counted, machine, 1, again=False)
-    return sum(action.seconds for action in actions if isinstance(action, Work))
+    (actions,) = build_step_actions(program, counted, machine, 1, again=False)
+    return sum(action.seconds for action in actions if isinstance(action, ComputeWork))
 
 
 @pytest.mark.parametrize(("copies", "cache_bytes", "more_s"), [(0, 9, 0), (1, 9, 0.5), (3, 9, 1.5), (3, 1, 0.75)])
@@ -205,5 +205,5 @@ def test_who_has_waited_finds_its_caches_cold_as_far_as_they_reach(copies, cache
     works = [(transfer(1), FORWARD), (compute("a"), FORWARD), (compute("b"), FORWARD)]
     program, counted = toy(1, works, {"a": 2, "b": 2})
     machine = replace(BYTE_PER_S, copy_per_s=4.0, cold_copies=copies)
-    _, first, second = priced(program, counted, machine, 1, again=False)
+    _, first, second = build_step_actions(program, counted, machine, 1, again=False)
     assert [sum(action.seconds for action in step) for step in (first, second)] == [2 + more_s, 2]

@@ -9,12 +9,12 @@ import pytest
 
 from engines.predict.machines import MACHINES
 from engines.predict.published import PUBLISHED
-from engines.predict.replay import MEASURES, Found, Outcome, Replay
-from engines.published_command import published_command, table
+from engines.predict.replay import MEASURES, PublishedReplay, ReplayOutcome, RunResult
+from engines.published_command import format_outcomes, run_published
 
 ROWS = {row.name: row for row in PUBLISHED}
-HALF_AS_FAST = Found(images_per_s=50.0, ranks=2, peak_bytes=3 << 30, work=0.5, messages=0.1, waiting=0.4)
-FAST = Found(images_per_s=100.0, ranks=8, peak_bytes=5 << 30, work=0.5, messages=0.1, waiting=0.4)
+HALF_AS_FAST = RunResult(images_per_s=50.0, ranks=2, peak_bytes=3 << 30, work=0.5, messages=0.1, waiting=0.4)
+FAST = RunResult(images_per_s=100.0, ranks=8, peak_bytes=5 << 30, work=0.5, messages=0.1, waiting=0.4)
 
 
 def test_every_claim_has_a_row():
@@ -51,30 +51,30 @@ def test_measures_by_hand():
     assert found == {"times as fast": 2.0, "% of linear": 50.0, "s per epoch": 12_811.67, "images/s": 100.0}
 
 
-def outcome(simulated: float, memory_bytes: int = 16 << 30) -> Outcome:
-    return Outcome(replace(ROWS["hy-fi/layers"], why=""), simulated, FAST, HALF_AS_FAST, memory_bytes, ())
+def outcome(simulated: float, memory_bytes: int = 16 << 30) -> ReplayOutcome:
+    return ReplayOutcome(replace(ROWS["hy-fi/layers"], why=""), simulated, FAST, HALF_AS_FAST, memory_bytes, ())
 
 
 def test_ratio_and_agreement_by_hand():
     assert outcome(2.67 * 1.5).ratio == pytest.approx(1.5)
     assert [outcome(2.67 * ratio).agrees for ratio in (0.79, 0.81, 1.19, 1.21)] == [False, True, True, False]
-    assert "not known" in table([outcome(1.0)])
-    assert "not known" not in table([outcome(2.67)])
+    assert "not known" in format_outcomes([outcome(1.0)])
+    assert "not known" not in format_outcomes([outcome(2.67)])
 
 
 def test_a_row_that_does_not_fit_says_so():
     assert outcome(2.67).line["fits"]
     assert not outcome(2.67, memory_bytes=4 << 30).line["fits"]
-    assert "does not fit the 4 GiB" in table([outcome(2.67, memory_bytes=4 << 30)])
+    assert "does not fit the 4 GiB" in format_outcomes([outcome(2.67, memory_bytes=4 << 30)])
 
 
 def test_the_command_prints_what_the_simulator_says(capsys):
     pytest.importorskip("monai")
-    assert published_command(["--only", "resnet-50/summit"]) == 0
+    assert run_published(["--only", "resnet-50/summit"]) == 0
     first, *shown = capsys.readouterr().out.splitlines()
     line = json.loads(first)
     row = ROWS["resnet-50/summit"]
-    found = Replay().forecast(row.run)
+    found = PublishedReplay().forecast_run(row.run)
     assert line["images_per_s"][0] == round(found.images_per_s, 3)
     assert line["simulated"] == round(1_281_167 / found.images_per_s, 3)
     assert line["ratio"] == pytest.approx(line["simulated"] / 3, abs=1e-3)
@@ -88,11 +88,14 @@ def test_data_parallel_replicas_wait_for_each_other_little(capsys):
     """1536 times one GPU, less what the sums of gradients cost."""
     pytest.importorskip("monai")
     run = ROWS["resnet-50/summit"].run
-    replay = Replay()
-    all_of_them, one = replay.forecast(run), replay.forecast(replace(run, plan=replace(run.plan, data_parallel=1)))
+    replay = PublishedReplay()
+    all_of_them, one = (
+        replay.forecast_run(run),
+        replay.forecast_run(replace(run, plan=replace(run.plan, data_parallel=1))),
+    )
     assert 0.9 * 1536 * one.images_per_s < all_of_them.images_per_s <= 1536 * one.images_per_s
 
 
 def test_an_unknown_row_is_refused_with_those_there_are(capsys):
-    assert published_command(["--only", "alexnet"]) == 2
+    assert run_published(["--only", "alexnet"]) == 2
     assert "hy-fi/layers" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from engines.comm.loopback import run_ranks
 from engines.predict.calibrate import calibrate
 from engines.predict.classes import CLASSES
 from engines.predict.machine import Machine
-from engines.predict.rehearsal import Programs, Rehearsal, Rehearsed, explained
+from engines.predict.rehearsal import CalibrationRecipes, CalibrationTimes, RunComparison, fit_machine
 from tests.predict.test_simulate import FLAT
 
 RANKS = 4
@@ -42,25 +42,27 @@ REAL = replace(
 
 @pytest.fixture(scope="module")
 def rehearsal():
-    return Rehearsal.of(RANKS)
+    return CalibrationRecipes.of(RANKS)
 
 
-def played(machine: Machine, *act) -> Rehearsed:
+def played(machine: Machine, *act) -> CalibrationTimes:
     """As ranks of such a machine would measure themselves."""
-    programs = Programs(*act)
-    return Rehearsed(programs.seconds(machine), tuple(map(tuple, programs.work_s(machine))), machine.jitter)
+    programs = RunComparison(*act)
+    return CalibrationTimes(
+        programs.simulate_seconds(machine), tuple(map(tuple, programs.estimate_work_s(machine))), machine.jitter
+    )
 
 
 def test_what_ranks_would_measure_leads_back_to_their_machine(rehearsal):
     seen = [played(REAL, *act) for act in rehearsal.acts]
     blank = replace(FLAT, cores=2, slice_s=REAL.slice_s, copy_per_s=REAL.copy_per_s)
-    found = explained(blank, rehearsal, seen)
+    found = fit_machine(blank, rehearsal, seen)
     for name in FOUND:
         assert getattr(found, name) == pytest.approx(getattr(REAL, name), rel=0.1), name
 
 
 def test_ranks_measure_themselves_and_agree():
-    few = Rehearsal.of(2)
+    few = CalibrationRecipes.of(2)
     machines = run_ranks(2, lambda world: calibrate(world, rehearsal=few, quick=True))
     assert machines[0] == machines[1] == Machine.from_json(machines[0].to_json())
     machine = machines[0]

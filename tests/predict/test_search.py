@@ -11,20 +11,20 @@ from engines.errors import PlanError
 from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.predict.forecast import forecast
-from engines.predict.search import plans, search
-from engines.traces import Traces
+from engines.predict.search import generate_plans, search
+from engines.traces import TraceCache
 from tests.predict.test_simulate import FLAT
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 5, 6])
 def test_every_plan_uses_all_ranks_and_comes_once(ranks):
-    found = list(plans(ranks, batch=4))
+    found = list(generate_plans(ranks, batch=4))
     assert {plan.ranks for plan in found} == {ranks}
     assert len(set(found)) == len(found)
 
 
 def test_all_kinds_of_parallelism_are_looked_at():
-    found = list(plans(4, batch=4))
+    found = list(generate_plans(4, batch=4))
     assert {plan.schedule for plan in found} == {"fill_drain", "1f1b", "zero_bubble", "interleaved", "gems"}
     assert {plan.data_parallel for plan in found} == {1, 2, 4}
     assert {plan.spatial_size for plan in found} == {0, 1}
@@ -33,7 +33,7 @@ def test_all_kinds_of_parallelism_are_looked_at():
 
 
 def test_micro_batches_divide_the_batch():
-    assert {plan.parts for plan in plans(3, batch=6)} == {1, 2}
+    assert {plan.parts for plan in generate_plans(3, batch=6)} == {1, 2}
 
 
 def test_the_fastest_comes_first_and_refusals_have_reasons(graph_of):
@@ -47,7 +47,7 @@ def test_the_fastest_comes_first_and_refusals_have_reasons(graph_of):
 
 
 def test_what_does_not_fit_is_set_apart(graph_of):
-    lean = [replace(plan, checkpoint_activations=True) for plan in plans(2, 2)]
+    lean = [replace(plan, checkpoint_activations=True) for plan in generate_plans(2, 2)]
     sizes = sorted(each.peak_bytes for each in search(2, 2, graph_of, FLAT, asked=lean).fitting)
     found = search(2, 2, graph_of, FLAT, rank_bytes=sizes[2])
     assert max(each.peak_bytes for each in found.fitting) <= sizes[2] < found.too_large[-1].peak_bytes
@@ -57,7 +57,7 @@ def test_what_does_not_fit_is_set_apart(graph_of):
 
 @pytest.mark.parametrize("best", [None, 1])
 def test_what_does_not_fit_is_taken_with_activations_computed_again(best):
-    graph_of = Traces(resnet20_v1(), (4, 3, 64, 64), nn.CrossEntropyLoss()).graph
+    graph_of = TraceCache(resnet20_v1(), (4, 3, 64, 64), nn.CrossEntropyLoss()).get_graph
     plan = Plan(split_size=2, spatial_size=0, parts=4)
     lean = replace(plan, checkpoint_activations=True)
     limit, least = (forecast(graph_of(each), each, FLAT).peak_bytes for each in (plan, lean))
@@ -74,7 +74,9 @@ def test_images_beyond_the_neutral_batch_do_not_count(graph_of):
     assert many.images_per_s > few.images_per_s
     neutral = few.images
     by_time = search(4, 2, graph_of, FLAT, asked=asked, neutral_batch=neutral).fitting
-    assert [each.pace(neutral) for each in by_time] == sorted((neutral / e.seconds for e in (many, few)), reverse=True)
+    assert [each.compute_throughput(neutral) for each in by_time] == sorted(
+        (neutral / e.seconds for e in (many, few)), reverse=True
+    )
     assert by_time[0].seconds == min(many.seconds, few.seconds)
     bounded = search(4, 2, graph_of, FLAT, asked=asked, best=1, neutral_batch=neutral)
     assert bounded.fitting[0].plan == by_time[0].plan

@@ -15,13 +15,13 @@ from engines.layer.graph import TensorSpec
 from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.predict.classes import CLASSES
-from engines.predict.count import tally
+from engines.predict.count import build_tally
 from engines.predict.machine import Machine, Speed
 from engines.predict.simulate import simulate
-from engines.predict.tallies import OpTally, RankTally, SegmentTally, WayTally
+from engines.predict.tallies import DirectionTally, OpTally, RankTally, SegmentTally
 from engines.program.compile import compile_plan
 from engines.program.instructions import AllReduce, Compute, Exchange, Phase
-from engines.program.program import Program, Step, Way
+from engines.program.program import DirectionProgram, Program, Step
 from engines.spatial.moves import Move
 from engines.spatial.tiles import Tile
 from engines.training import prepare
@@ -47,10 +47,10 @@ def toy(rank: int, steps: list, seconds: dict[str, int]) -> tuple[Program, RankT
     """A rank whose segments take so many seconds forward, and twice that back."""
     walked = tuple(Step(item, phase) for item, phase in steps)
     items = tuple(dict.fromkeys(item for item, _ in steps))
-    way = Way({0: items}, {}, None, None, False, frozenset())
+    way = DirectionProgram({0: items}, {}, None, None, False, frozenset())
     ops = {name: OpTally("aten.relu.default", "pointwise", 0, count, gradients=1) for name, count in seconds.items()}
     segments = {name: SegmentTally((op,), frozenset(), {}, 0, 0, {}, {}, False) for name, op in ops.items()}
-    tallies = RankTally({0: WayTally({}, {}, {}, frozenset(), segments, {})}, {}, {})
+    tallies = RankTally({0: DirectionTally({}, {}, {}, frozenset(), segments, {})}, {}, {})
     return Program(rank, walked, {0: way}, {0: 0}, 1, (), ()), tallies
 
 
@@ -163,7 +163,7 @@ def compiled():
     for plan in PLANS:
         graph = prepare(resnet20_v1(), plan, (2, 3, 32, 32)).graph
         programs = compile_plan(graph, plan)
-        found.append((programs, [tally(program, graph) for program in programs]))
+        found.append((programs, [build_tally(program, graph) for program in programs]))
     return found
 
 
@@ -189,5 +189,5 @@ def test_no_rank_is_done_before_its_own_work_and_each_step_happens_once(compiled
         assert [event.name for event in mine] == [step.instruction.name for step in program.steps]
         assert all(a.end_s <= b.start_s + 1e-12 for a, b in pairwise(mine))
     shared = simulate(programs, tallies, replace(FLAT, cores=1), [1] * len(programs))
-    work = sum(timeline.share(program.rank, "compute") for program in programs) * timeline.seconds
+    work = sum(timeline.compute_share(program.rank, "compute") for program in programs) * timeline.seconds
     assert shared.seconds >= work * (1 - 1e-9)

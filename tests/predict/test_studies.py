@@ -9,14 +9,14 @@ import pytest
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.predict import limits
-from engines.predict.capabilities import capabilities, spread
+from engines.predict.capabilities import capabilities, select_plans
 from engines.predict.forecast import forecast
-from engines.predict.kinds import KINDS, kind_of
+from engines.predict.kinds import KINDS, classify_plan
 from engines.predict.limits import largest_image
-from engines.predict.moment import plan_memory
+from engines.predict.moment import predict_plan_memory
 from engines.predict.scaling import scaling
-from engines.predict.search import plans
-from engines.predict.shares import shares_of
+from engines.predict.search import generate_plans
+from engines.predict.shares import compute_time_shares
 from engines.predict.sizes import Sizes
 from tests.predict.test_simulate import FLAT
 from tests.zoo import Chain
@@ -28,28 +28,30 @@ ONE = Plan(split_size=1, spatial_size=0)
 
 
 def test_plans_are_spread_over_all_that_there_are_of_each_kind():
-    chosen = list(spread(8, batch=4, each=3))
-    assert {kind_of(plan) for plan in chosen} == set(KINDS)
-    assert max(sum(kind_of(plan) == kind for plan in chosen) for kind in KINDS) == 3
-    assert set(chosen) <= set(plans(8, batch=4))
+    chosen = list(select_plans(8, batch=4, each=3))
+    assert {classify_plan(plan) for plan in chosen} == set(KINDS)
+    assert max(sum(classify_plan(plan) == kind for plan in chosen) for kind in KINDS) == 3
+    assert set(chosen) <= set(generate_plans(8, batch=4))
     assert len(set(chosen)) == len(chosen)
-    assert len({plan.replica_ranks for plan in chosen if kind_of(plan) == "spatial"}) > 1
+    assert len({plan.replica_ranks for plan in chosen if classify_plan(plan) == "spatial"}) > 1
 
 
 def test_small_images_are_for_replicas_and_large_ones_for_tiles():
     seen = []
-    chosen, told = list(spread(4, batch=1, each=3)), lambda done, of: seen.append((done, of))
+    chosen, told = list(select_plans(4, batch=1, each=3)), lambda done, of: seen.append((done, of))
     found = capabilities(MODEL, SMALL, 4, (32, 64, 128, 512), batch=1, asked=chosen, seen=told)
     assert (found.model, found.rank_bytes, tuple(found.by_size)) == ("a chain", ROOM, (32, 64, 128, 512))
     assert seen[-1][0] == seen[-1][1] == len(seen)
-    small, large = found.verdict("data", 32), found.verdict("data", 512)
+    small, large = found.get_verdict("data", 32), found.get_verdict("data", 512)
     plan = Plan(split_size=1, spatial_size=0, data_parallel=4)
     for verdict, size in ((small, 32), (large, 512)):
         assert verdict.best == forecast(MODEL.graph(plan, (1, 3, size, size)), plan, SMALL)
         assert verdict.fits == (verdict.best.peak_bytes <= ROOM)
     assert small.fits
     assert not large.fits
-    sizes_that_fit = {kind: [s for s in found.by_size if found.verdict(kind, s).fits] for kind in ("data", "spatial")}
+    sizes_that_fit = {
+        kind: [s for s in found.by_size if found.get_verdict(kind, s).fits] for kind in ("data", "spatial")
+    }
     assert max(sizes_that_fit["data"]) < max(sizes_that_fit["spatial"])
     assert found.kinds == tuple(kind for kind in KINDS if kind != "pipeline")  # one image is one micro-batch
 
@@ -65,7 +67,7 @@ def test_capabilities_need_plans_and_sizes():
 def test_the_largest_image_fits_and_the_next_does_not(plan):
     found = largest_image(MODEL, plan, SMALL, batch=2, step_px=16)
     held = {
-        side: plan_memory(MODEL.graph(plan, (2, 3, side, side)), plan).peak_bytes
+        side: predict_plan_memory(MODEL.graph(plan, (2, 3, side, side)), plan).peak_bytes
         for side in (found.size_px, found.size_px + 16)
     }
     assert found.bytes == held[found.size_px] <= ROOM < held[found.size_px + 16] == found.next_bytes
@@ -98,9 +100,11 @@ def test_strong_scaling_shares_the_images_of_a_step():
         assert point.image_shape == (8 // ranks, 3, 32, 32)
         assert point.forecast == forecast(MODEL.graph(plan, point.image_shape), plan, SMALL)
         assert point.forecast.images == 8
-        assert study.efficiency(point) == pytest.approx(point.images_per_s / ranks / study.points[0].images_per_s)
-        assert point.shares == shares_of(point.forecast.timeline)
-    assert study.efficiency(study.points[0]) == 1 > study.efficiency(study.points[-1])
+        assert study.compute_efficiency(point) == pytest.approx(
+            point.images_per_s / ranks / study.points[0].images_per_s
+        )
+        assert point.shares == compute_time_shares(point.forecast.timeline)
+    assert study.compute_efficiency(study.points[0]) == 1 > study.compute_efficiency(study.points[-1])
     assert not study.images_grow
 
 
@@ -117,7 +121,7 @@ def test_weak_scaling_gives_every_rank_as_much():
     assert tiles.images_grow
     first, last = tiles.points[0], tiles.points[-1]
     ratio = last.images_per_s * 16 / first.images_per_s  # of pixels
-    assert tiles.efficiency(last) == pytest.approx(ratio / 16)
+    assert tiles.compute_efficiency(last) == pytest.approx(ratio / 16)
 
 
 def test_studies_that_make_no_sense_are_refused():

@@ -192,9 +192,9 @@ class _Watched:
         with self.rank.unwatched():
             self.pending.wait()
 
-    def done(self) -> bool:
+    def is_completed(self) -> bool:
         with self.rank.unwatched():
-            return self.pending.done()
+            return self.pending.is_completed()
 
 
 _here = threading.local()
@@ -269,6 +269,6 @@ def use_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_beside", lambda device: rank().beside)
     monkeypatch.setattr(Tensor, "record_stream", _record)
     for module in (carry, parcels, update):
-        monkeypatch.setattr(module, "place_for", lambda device, world: HOST_MEMORY)
+        monkeypatch.setattr(module, "choose_message_device", lambda device, world: HOST_MEMORY)
     for module in (carry, update):
-        monkeypatch.setattr(module, "memory_for", _host_memory)
+        monkeypatch.setattr(module, "make_message_allocator", _host_memory)

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from engines.bench.compiled import bench_compiled
-from engines.bench.verify import batches, verify
+from engines.bench.verify import make_batches, verify
 from engines.comm.world import World
 from engines.errors import PlanError, RankError
 from engines.plan import Plan
-from engines.streaming.relay import Relay
+from engines.streaming.relay import RankScheduler
 from engines.training import RankTraining, Recipe, prepare
 from tests.zoo import Chain, Segmenter, Skips
 
@@ -52,7 +52,7 @@ def recipe_of(model: nn.Module, plan: Plan) -> Recipe:
 
 def run_ranks(size: int, work: Callable[[World], Any]) -> list[Any]:
     """In turn, in one thread: torch does not compile in several at once, which ranks are not in but here."""
-    relay = Relay(size)
+    relay = RankScheduler(size)
     return relay.run([partial(work, world) for world in relay.worlds])
 
 
@@ -116,7 +116,7 @@ def test_what_cannot_be_compiled_is_named(backward: bool, monkeypatch: pytest.Mo
 
     def work(world):
         training = RankTraining(world, recipe)
-        training.step(training.cut(batches(recipe, 0, steps=1)[0]))
+        training.step(training.cut(make_batches(recipe, 0, steps=1)[0]))
 
     told = r"segment \S+ cannot be compiled: TorchDynamoException: not that one. Set compile_segments=False."
     with pytest.raises(RankError, match=told):

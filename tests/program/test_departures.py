@@ -8,23 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.bench.verify import batches, verify
+from engines.bench.verify import make_batches, verify
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.world import Pending
 from engines.errors import RankError
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
 from engines.plan import Plan
-from engines.program.carry import Carrier
-from engines.program.instructions import Compute, Half
-from engines.program.outbox import Outbox
-from engines.program.parcels import Parcel
+from engines.program.carry import ExchangeRunner
+from engines.program.instructions import Compute, ExchangeHalf
+from engines.program.outbox import SendQueue
+from engines.program.parcels import MessageBuffer
 from engines.program.program import Step
-from engines.program.update import GradientSum
+from engines.program.update import GradientBucket
 from engines.program.worker import Worker
 from engines.streaming.training import StreamedTraining
 from engines.training import RankTraining, prepare
-from engines.walk import RankWalk
+from engines.walk import RankStepper
 
 CASES = {
     "tiles": (resnet20_v1, Plan(split_size=1, slice_method="2x2", overlap_halos=True, precision="float64")),
@@ -61,45 +61,45 @@ class Started:
 
     def wait(self) -> None: ...
 
-    def done(self) -> bool:
+    def is_completed(self) -> bool:
         return True
 
 
-def handed_over(outbox: Outbox, device: Device, seen: list[str], name: str) -> Pending:
+def handed_over(outbox: SendQueue, device: Device, seen: list[str], name: str) -> Pending:
     device.told.append(lambda: seen.append(f"{name} packed"))
-    return outbox.depart(device, lambda: Started(seen, f"{name} left"))
+    return outbox.start_after(device, lambda: Started(seen, f"{name} left"))
 
 
 def test_messages_leave_when_the_device_has_packed_them():
-    outbox, device, seen = Outbox(), Device(), []
+    outbox, device, seen = SendQueue(), Device(), []
     pending = handed_over(outbox, device, seen, "a")
-    outbox.look()
+    outbox.poll()
     assert not seen
-    assert not pending.done()
+    assert not pending.is_completed()
     device.synchronize()
-    outbox.look()
+    outbox.poll()
     assert seen == ["a packed", "a left"]
-    assert pending.done()
+    assert pending.is_completed()
 
 
 def test_messages_leave_in_the_order_in_which_they_were_handed_over():
-    outbox, seen = Outbox(), []
+    outbox, seen = SendQueue(), []
     handed_over(outbox, Device(), seen, "a")
     handed_over(outbox, Device(), seen, "b").wait()
     assert seen == ["a packed", "a left", "b packed", "b left"]
 
 
 def test_whoever_leaves_waits_for_the_device():
-    outbox, device, seen = Outbox(), Device(), []
+    outbox, device, seen = SendQueue(), Device(), []
     outbox.add(handed_over(outbox, device, seen, "a"))
     outbox.wait()
     assert seen == ["a packed", "a left"]
 
 
 def test_what_was_given_up_does_not_leave():
-    outbox, device, seen = Outbox(), Device(), []
+    outbox, device, seen = SendQueue(), Device(), []
     pending = handed_over(outbox, device, seen, "a")
-    outbox.forget()
+    outbox.discard()
     with pytest.raises(RankError, match="given up"):
         pending.wait()
     assert not seen
@@ -109,19 +109,19 @@ def test_what_was_given_up_does_not_leave():
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Pixels and gradients reach their messages late; the names of what was computed before one had left."""
     computed: list[str] = []
-    pack, do = GradientSum.pack, Worker._do
+    pack, do = GradientBucket.pack, Worker._run_step
 
     def fill(into: Tensor, content: Tensor) -> Callable[[], object]:
         into.fill_(torch.nan)
         return lambda: into.copy_(content)
 
-    def fill_messages(self: Carrier, parcels: Sequence[Parcel], contents: Sequence[Tensor]) -> Device:
+    def fill_messages(self: ExchangeRunner, parcels: Sequence[MessageBuffer], contents: Sequence[Tensor]) -> Device:
         device = Device()  # which reads when it is waited for: whatever was written there meanwhile
         pairs = zip(parcels, contents, strict=True)
         device.told += [fill(parcel.pixels, pixels.detach()) for parcel, pixels in pairs if not _is(parcel, pixels)]
         return device
 
-    def pack_gradients(self: GradientSum) -> Device:
+    def pack_gradients(self: GradientBucket) -> Device:
         pack(self)
         device = Device()
         device.told.append(fill(self.flat, self.flat.clone()))
@@ -132,13 +132,13 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             computed.append(step.instruction.name)
         return do(self, step)
 
-    monkeypatch.setattr(Carrier, "_fill", fill_messages)
-    monkeypatch.setattr(GradientSum, "pack", pack_gradients)
+    monkeypatch.setattr(ExchangeRunner, "_fill", fill_messages)
+    monkeypatch.setattr(GradientBucket, "pack", pack_gradients)
     monkeypatch.setattr(Worker, "_do", watched)
     return computed
 
 
-def _is(parcel: Parcel, pixels: Tensor) -> bool:
+def _is(parcel: MessageBuffer, pixels: Tensor) -> bool:
     """Whether a message is its pixels, which others read as well."""
     return parcel.pixels.untyped_storage().data_ptr() == pixels.untyped_storage().data_ptr()
 
@@ -160,13 +160,13 @@ def test_who_stops_between_two_instructions_has_sent_what_others_wait_for(comput
     """A step that is walked: one rank is held up after a message's pixels were packed, the others go on."""
     make, plan = CASES["tiles"]
     recipe = prepare(make(num_classes=3), plan, (4, 3, 32, 32), device="cpu")
-    batch = batches(recipe, 0, steps=1)[0]
+    batch = make_batches(recipe, 0, steps=1)[0]
 
     def work(world: LoopbackWorld) -> bool:
         training = RankTraining(world, recipe)
-        walk = RankWalk(training, training.cut(batch), 4, "0")
+        walk = RankStepper(training, training.cut(batch), 4, "0")
         steps = training.worker.program.steps
-        halves = [index for index, step in enumerate(steps) if isinstance(step.instruction, Half)]
+        halves = [index for index, step in enumerate(steps) if isinstance(step.instruction, ExchangeHalf)]
         walk.advance(1 + halves[0 if world.rank == 0 else 1])
         walk.advance(len(steps))
         return training.worker.done
@@ -178,7 +178,7 @@ def test_tiles_in_turn_send_their_gradients_home(computed: list[str], tmp_path):
     plan = Plan(split_size=2, spatial_size=1, slice_method="1x2", precision="float64")
     recipe = prepare(resnet20_v1(), plan, (2, 3, 32, 32), device="cpu")
     training = StreamedTraining(recipe, tmp_path)
-    losses = training.step(training.cut(batches(recipe, 0, steps=1)[0]))
+    losses = training.step(training.cut(make_batches(recipe, 0, steps=1)[0]))
     assert all(torch.isfinite(grad).all() for grad in training.gradients.values())
     assert len(losses) == 1
     training.close()

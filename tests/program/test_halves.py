@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engines.bench.verify import verify
-from engines.comm.link import LinkedWorld
+from engines.comm.link import ThrottledWorld
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.models.unet import UNet
 from engines.plan import Plan
-from engines.program.carry import carriers
+from engines.program.carry import make_exchange_runners
 from engines.program.compile import compile_plan
-from engines.program.halves import in_halves
-from engines.program.instructions import Compute, Exchange, Half, Phase
-from engines.program.outbox import Outbox
+from engines.program.halves import make_async_runners
+from engines.program.instructions import Compute, Exchange, ExchangeHalf, Phase
+from engines.program.outbox import SendQueue
 from engines.program.program import Program
-from engines.program.traffic import traffic
+from engines.program.traffic import count_traffic
 from engines.spatial.tiles import Grid
 from engines.training import RankTraining, prepare
 from tests.exact import assert_exact, tiled, whole_numbers, with_whole_weights
@@ -44,14 +44,14 @@ def program_of(model: nn.Module, plan: Plan, rank: int = 0) -> Program:
 
 def picture(program: Program, phase: Phase) -> list[str]:
     """The instructions of one way: halves by what they do, segments by whether they are an interior."""
-    names = {Half: lambda item: "begins" if item.begins else "ends", Exchange: lambda _: "halo"}
+    names = {ExchangeHalf: lambda item: "begins" if item.begins else "ends", Exchange: lambda _: "halo"}
     names[Compute] = lambda item: "interior" if item.interior else "segment"
     items = (step.instruction for step in program.steps if step.phase is phase)
     return [names[type(item)](item) for item in items if type(item) in names]
 
 
-def halves_of(program: Program) -> list[Half]:
-    return [item for item in program.forward if isinstance(item, Half)]
+def halves_of(program: Program) -> list[ExchangeHalf]:
+    return [item for item in program.forward if isinstance(item, ExchangeHalf)]
 
 
 # ---- the order of work
@@ -65,7 +65,7 @@ def test_backward_is_the_mirror_and_begins_where_forward_ends():
     assert picture(program, Phase.FORWARD)[:8] == there * 2
     assert picture(program, Phase.BACKWARD)[-6:] == ["segment", "begins", "interior", "ends", "segment", "interior"]
     back = [step.instruction for step in program.steps if step.phase is Phase.BACKWARD]
-    names = [item.name for item in back if isinstance(item, Half)]
+    names = [item.name for item in back if isinstance(item, ExchangeHalf)]
     assert names == [half.name for half in halves_of(program)[2:]]
     assert names[0].startswith("stage0.relu.window")
     assert names[0].endswith(" begins")
@@ -109,7 +109,7 @@ def test_no_message_more(model: nn.Module, grid: str):
     programs = zip(compile_plan(option.graph, option.plan), compile_plan(plain.graph, plain.plan), strict=True)
     for one, other in programs:
         assert halves_of(one)
-        assert traffic(one) == traffic(other)
+        assert count_traffic(one) == count_traffic(other)
 
 
 # ---- exactness, to the bit
@@ -185,7 +185,7 @@ def test_an_interior_is_completed_in_its_memory_or_begun_again(again: bool):
         training.start(training.cut({"images": torch.randn(1, 3, 16, 20).double(), "labels": torch.tensor([1])}))
         while training.program.steps[training.worker.position].phase is Phase.FORWARD:
             training.worker.step()
-        live = training.worker.live
+        live = training.worker.live_values
         begun = [name for name in live if name.endswith(".begun")]
         return [_address(live[name]) == _address(live[name.removesuffix(".interior.begun")]) for name in begun]
 
@@ -216,7 +216,7 @@ def test_a_step_given_up_between_halves_leaves_nothing_behind():
         training, fresh = RankTraining(world, recipe), RankTraining(world, recipe)
         given_up = training.cut({"images": 7 * images, "labels": labels})
         training.start(given_up)
-        while not isinstance(training.worker.step().instruction, Half):
+        while not isinstance(training.worker.step().instruction, ExchangeHalf):
             pass
         world.abort()
         world.recover()
@@ -237,20 +237,20 @@ def test_a_halo_passes_while_the_rank_computes():
 
     def seconds(world: LoopbackWorld) -> tuple[float, bool]:
         (half, _) = halves_of(compile_plan(recipe.graph, plan)[world.rank])
-        assert half.exchange.bytes_of(half.exchange.receives) / BYTES_PER_S == pytest.approx(0.1, rel=0.01)
-        link, cpu = LinkedWorld(world, BYTES_PER_S), torch.device("cpu")
+        assert half.exchange.compute_bytes(half.exchange.receives) / BYTES_PER_S == pytest.approx(0.1, rel=0.01)
+        link, cpu = ThrottledWorld(world, BYTES_PER_S), torch.device("cpu")
         name = half.exchange.name
-        carrier = carriers([half.exchange], link, cpu, Outbox())[name]
-        source = torch.randn(half.exchange.shape_of(half.exchange.own)).double()
-        window, _ = carrier.there(source)
-        halves = in_halves([half], link, cpu, Outbox())[name]
+        carrier = make_exchange_runners([half.exchange], link, cpu, SendQueue())[name]
+        source = torch.randn(half.exchange.compute_shape(half.exchange.own)).double()
+        window, _ = carrier.forward(source)
+        halves = make_async_runners([half], link, cpu, SendQueue())[name]
         world.barrier()
-        begun, _ = halves.begin(source)
+        begun, _ = halves.start_forward(source)
         time.sleep(0.2)  # computing
         start_s = time.perf_counter()
-        strips = halves.end(begun)
+        strips = halves.wait_forward(begun)
         waited_s = time.perf_counter() - start_s
-        within = [tile.within(half.exchange.window) for _, tile in half.strips]
+        within = [tile.to_slices(half.exchange.window) for _, tile in half.strips]
         same = all(torch.equal(strip, window[..., *where]) for strip, where in zip(strips, within, strict=True))
         return waited_s, same
 

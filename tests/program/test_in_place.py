@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from engines.bench.live import LiveBytes
-from engines.bench.verify import batches
+from engines.bench.verify import make_batches
 from engines.comm.loopback import run_ranks
 from engines.layer.graph import Ref, TensorSpec
 from engines.plan import Plan
-from engines.predict.effects import Local, effect_of
+from engines.predict.effects import LocalTensor, infer_effect
 from engines.program import segment
 from engines.program.compile import compile_plan
-from engines.program.in_place import FORGETFUL, in_place
+from engines.program.in_place import FORGETFUL, find_in_place
 from engines.program.instructions import Compute, LocalOp
 from engines.spatial import kernels
 from engines.training import RankTraining, Recipe, prepare
@@ -47,7 +47,7 @@ FIRST = LocalOp("y0", "getitem", (Ref("y"), 0))
     ],
 )
 def test_a_relu_writes_over_what_nobody_asks_for_again(ops: list[LocalOp], outputs: tuple[str, ...], found: set[str]):
-    assert in_place(Compute("some", tuple(ops), ("x",), outputs, True)) == found
+    assert find_in_place(Compute("some", tuple(ops), ("x",), outputs, True)) == found
 
 
 class Net(nn.Module):
@@ -78,7 +78,7 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_the_same_bits(name: str, monkeypatch):
     trained, _ = _trained(PLANS[name])
-    monkeypatch.setattr(segment, "in_place", lambda _: frozenset())
+    monkeypatch.setattr(segment, "find_in_place", lambda _: frozenset())
     for ours, theirs in zip(trained, _trained(PLANS[name])[0], strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
@@ -86,7 +86,7 @@ def test_the_same_bits(name: str, monkeypatch):
 
 def test_no_more_memory(monkeypatch):
     _, (held,) = _trained(PLANS["whole"])  # messages would count from when they come
-    monkeypatch.setattr(segment, "in_place", lambda _: frozenset())
+    monkeypatch.setattr(segment, "find_in_place", lambda _: frozenset())
     assert held <= _trained(PLANS["whole"])[1][0]
 
 
@@ -97,7 +97,7 @@ def _trained(plan: Plan) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
     def train(world):
         training = RankTraining(world, recipe)
         with LiveBytes() as live:
-            for batch in batches(recipe, 0, steps=2):
+            for batch in make_batches(recipe, 0, steps=2):
                 training.step(training.cut(batch))
         return {name: tensor.detach().clone() for name, tensor in training.held.items()}, live.peak
 
@@ -114,13 +114,16 @@ def test_no_kernel_keeps_what_is_written_over():
     recipe = _recipe(PLANS["whole"])
     (program,) = compile_plan(recipe.graph, recipe.plan)
     called = {op.kernel for item in program.forward if isinstance(item, Compute) for op in item.ops}
-    assert len([name for item in program.forward if isinstance(item, Compute) for name in in_place(item)]) == 4
+    assert len([name for item in program.forward if isinstance(item, Compute) for name in find_in_place(item)]) == 4
     image, weight = (
-        Local.of(TensorSpec((2, 8, 6, 6), "float32"), True),
-        Local.of(TensorSpec((8, 8, 3, 3), "float32"), True),
+        LocalTensor.of(TensorSpec((2, 8, 6, 6), "float32"), True),
+        LocalTensor.of(TensorSpec((8, 8, 3, 3), "float32"), True),
     )
-    kept = Local.of(TensorSpec((8,), "float32"), False)
-    vector, moments = Local.of(TensorSpec((8,), "float32"), True), Local.of(TensorSpec((1, 2, 8), "float64"), True)
+    kept = LocalTensor.of(TensorSpec((8,), "float32"), False)
+    vector, moments = (
+        LocalTensor.of(TensorSpec((8,), "float32"), True),
+        LocalTensor.of(TensorSpec((1, 2, 8), "float64"), True),
+    )
     asked = {
         "aten.conv2d.default": (image, weight, None, [1, 1], [1, 1]),
         "tile.conv_transpose": (image, weight, None, [2, 2], [1, 1], 1, (0, 0, 0, 0)),
@@ -132,7 +135,7 @@ def test_no_kernel_keeps_what_is_written_over():
     assert asked.keys() == set(FORGETFUL)
     assert called & asked.keys() >= {"aten.conv2d.default", "tile.whole_batch_norm", "aten.add.Tensor"}
     for kernel, arguments in asked.items():
-        effect = effect_of(kernel, arguments, {})
+        effect = infer_effect(kernel, arguments, {})
         assert not effect.saves_made, kernel
         assert effect.made[0].shares is None, kernel
 
@@ -140,4 +143,4 @@ def test_no_kernel_keeps_what_is_written_over():
 def test_a_kernel_of_ones_own_is_called(monkeypatch):
     ops = made_by("aten.conv2d.default", "x", "w"), active("y")
     monkeypatch.setitem(kernels._KERNELS, "aten.relu.default", torch.relu)
-    assert not in_place(Compute("some", ops, ("x",), ("z",), True))
+    assert not find_in_place(Compute("some", ops, ("x",), ("z",), True))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.bench.verify import batches
+from engines.bench.verify import make_batches
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.world import Message, Pending
 from engines.models import resnet20_v1
@@ -47,7 +47,7 @@ class Travel:
         self.places = ()
         assert all(letter.read.wait(timeout=20) for letter in self.sent)
 
-    def done(self) -> bool:
+    def is_completed(self) -> bool:
         ready = all(self.world._mail.has(place) for place, _ in self.places)
         if ready and all(letter.read.is_set() for letter in self.sent):
             self.wait()
@@ -65,7 +65,7 @@ class LateWorld(LoopbackWorld):
         letters = [Letter(message.tensor) for message in sends]
         for message, letter in zip(sends, letters, strict=True):
             self._mail.post((self.rank, message.peer, message.tag), letter)
-        places = [(self._mail.ask((m.peer, self.rank, m.tag)), m.tensor) for m in receives]
+        places = [(self._mail.reserve((m.peer, self.rank, m.tag)), m.tensor) for m in receives]
         return Travel(self, places, letters)
 
 
@@ -103,13 +103,13 @@ CASES = {
 
 
 def trained(recipe: Recipe, late: bool) -> list[dict[str, dict[str, Tensor]]]:
-    whole = batches(recipe, 0, steps=2)
+    whole = make_batches(recipe, 0, steps=2)
 
     def work(world: LoopbackWorld) -> dict[str, dict[str, Tensor]]:
         training = RankTraining(LateWorld(world) if late else world, recipe)
         for batch in whole:
             training.step(training.cut(batch))
-        return training.tensors()
+        return training.copy_tensors()
 
     return run_ranks(recipe.plan.ranks, work)
 

@@ -12,8 +12,8 @@ from engines.layer.graph import ModelGraph
 from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.instructions import Exchange, Phase, Update
-from engines.program.order import Order, Places
-from engines.program.places import UNITS, Place, block_end, places
+from engines.program.order import DependencyOrder, StepCounts
+from engines.program.places import UNITS, StepLabel, find_block_end, label_steps
 from engines.program.program import Program
 from engines.training import prepare
 
@@ -41,19 +41,19 @@ def net() -> nn.Module:
 
 
 @cache
-def compiled(plan: Plan) -> tuple[ModelGraph, tuple[Program, ...], Order]:
+def compiled(plan: Plan) -> tuple[ModelGraph, tuple[Program, ...], DependencyOrder]:
     graph = prepare(net(), plan, (4 * plan.parts, 3, 8, 12)).graph
     compiler = Compiler(graph, plan)
-    programs = tuple(compiler.program(rank) for rank in range(plan.ranks))
-    return graph, programs, Order(programs)
+    programs = tuple(compiler.compile_rank(rank) for rank in range(plan.ranks))
+    return graph, programs, DependencyOrder(programs)
 
 
-def described(plan: Plan) -> list[tuple[Place, ...]]:
+def described(plan: Plan) -> list[tuple[StepLabel, ...]]:
     graph, programs, _ = compiled(plan)
-    return [places(graph, program) for program in programs]
+    return [label_steps(graph, program) for program in programs]
 
 
-def is_open(order: Order, at: Places) -> bool:
+def is_open(order: DependencyOrder, at: StepCounts) -> bool:
     """Whether some rank has ended an instruction for which another one had to begin what it has not begun."""
     return any(
         at[peer] <= needed
@@ -63,11 +63,13 @@ def is_open(order: Order, at: Places) -> bool:
     )
 
 
-def walked(order: Order, found: Sequence[tuple[Place, ...]], unit: str) -> Iterator[Places]:
-    at: Places = (0,) * len(order.ends)
+def walked(order: DependencyOrder, found: Sequence[tuple[StepLabel, ...]], unit: str) -> Iterator[StepCounts]:
+    at: StepCounts = (0,) * len(order.ends)
     while at != order.ends:
         before = at
-        at = order.within(at, [block_end(each, place, unit) for each, place in zip(found, at, strict=True)])
+        at = order.advance_within(
+            at, [find_block_end(each, place, unit) for each, place in zip(found, at, strict=True)]
+        )
         assert at != before, f"no rank can go on from {at}"
         yield at
 
@@ -82,9 +84,9 @@ def test_every_unit_leads_to_the_end_and_never_leaves_a_rank_waiting(plan: Plan,
 @every_plan
 def test_one_instruction_of_the_next_rank_takes_along_only_those_that_it_meets(plan: Plan):
     order = compiled(plan)[2]
-    at: Places = (0,) * plan.ranks
-    while (rank := order.next(at)) is not None:
-        new = order.closed(at, {rank: at[rank] + 1})
+    at: StepCounts = (0,) * plan.ranks
+    while (rank := order.choose_next_rank(at)) is not None:
+        new = order.compute_closure(at, {rank: at[rank] + 1})
         assert max(b - a for a, b in zip(at, new, strict=True)) == 1
         assert new[rank] == at[rank] + 1
         assert not is_open(order, new)
@@ -98,7 +100,7 @@ def test_a_rank_alone_goes_to_its_end_with_the_least_of_others(plan: Plan):
     order = compiled(plan)[2]
     rank = plan.ranks - 1
     half = order.ends[rank] // 2
-    new = order.closed((0,) * plan.ranks, {rank: half})
+    new = order.compute_closure((0,) * plan.ranks, {rank: half})
     assert new[rank] == half
     assert not is_open(order, new)
     for other in range(plan.ranks):
@@ -111,9 +113,9 @@ def test_a_rank_alone_goes_to_its_end_with_the_least_of_others(plan: Plan):
 def test_weights_move_on_all_ranks_at_once(plan: Plan):
     _, programs, order = compiled(plan)
     assert all(isinstance(program.steps[-1].instruction, Update) for program in programs)
-    almost = order.closed((0,) * plan.ranks, {rank: end - 1 for rank, end in enumerate(order.ends)})
+    almost = order.compute_closure((0,) * plan.ranks, {rank: end - 1 for rank, end in enumerate(order.ends)})
     assert almost == tuple(end - 1 for end in order.ends)
-    assert order.closed(almost, {0: order.ends[0]}) == order.ends
+    assert order.compute_closure(almost, {0: order.ends[0]}) == order.ends
 
 
 def test_who_only_sends_waits_for_nobody_and_who_receives_waits_for_the_senders():
@@ -127,8 +129,8 @@ def test_who_only_sends_waits_for_nobody_and_who_receives_waits_for_the_senders(
 
     assert order.needs[0][joint(0)] == ()
     assert order.needs[4][joint(4)] == tuple((rank, joint(rank)) for rank in range(4))
-    assert order.waits((0,) * 5, 4) == (0, 1, 2, 3)
-    alone = order.closed((0,) * 5, {0: joint(0) + 1})
+    assert order.find_blocking_ranks((0,) * 5, 4) == (0, 1, 2, 3)
+    alone = order.compute_closure((0,) * 5, {0: joint(0) + 1})
     assert alone[4] == 0
 
 
@@ -138,7 +140,7 @@ def test_a_block_is_a_layer_a_pass_or_a_phase():
         for unit, key in (("layer", lambda p: (p.layer, p.work, p.way)), ("micro-batch", lambda p: (p.work, p.way))):
             ends = []
             while not ends or ends[-1] < len(found):
-                ends.append(block_end(found, ends[-1] if ends else 0, unit))
+                ends.append(find_block_end(found, ends[-1] if ends else 0, unit))
             for start, stop in zip([0, *ends], ends, strict=False):
                 assert len({key(place) for place in found[start:stop]}) == 1
                 assert stop == len(found) or key(found[stop]) != key(found[start])
@@ -146,11 +148,11 @@ def test_a_block_is_a_layer_a_pass_or_a_phase():
 
 def test_places_are_named_by_the_users_modules():
     graph, programs, _ = compiled(PLANS["tiles and a joint"])
-    found = places(graph, programs[0])
+    found = label_steps(graph, programs[0])
     halo = next(place for place in found if place.kind == "halo")
     after = next(place for place in found[found.index(halo) :] if place.kind == "compute")
     assert halo.layer == after.layer
     assert halo.module.startswith("0")
-    assert (found[-1].way, found[-1].work, found[-1].layer) == ("update", None, "")
-    assert {place.way for place in found} == {"forward", "backward", "update"}
+    assert (found[-1].phase_name, found[-1].work, found[-1].layer) == ("update", None, "")
+    assert {place.phase_name for place in found} == {"forward", "backward", "update"}
     assert all(place.work.stage == 0 for place in found if place.step.phase is not Phase.UPDATE)

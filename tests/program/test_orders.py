@@ -13,7 +13,7 @@ from engines.errors import PlanError
 from engines.plan import Plan
 from engines.program import compile as compiling
 from engines.program.compile import compile_plan
-from engines.program.gradients import buckets
+from engines.program.gradients import make_buckets
 from engines.program.instructions import Compute, Phase, SumGradients
 from engines.training import RankTraining, Recipe, prepare
 from tests.zoo import Chain
@@ -37,7 +37,7 @@ def held(recipe: Recipe) -> list[list[Counter[int]]]:
                 Counter(
                     training.program.directions[number]
                     for number, lane in training.worker.lanes.items()
-                    if lane.waits_for_backward
+                    if lane.has_pending_backward
                 )
             )
             training.worker.step()
@@ -99,8 +99,10 @@ def test_sums_begin_before_backward_is_over():
     recipe = recipe_of(split_size=1, data_parallel=2)
     small = recipe.graph.weight_bytes // 3
     (program, _) = compile_plan(recipe.graph, recipe.plan)
-    assert next(s.weights[0] for s in program.of_kind(SumGradients)) == "model.17.bias", "the last layer's come first"
-    found = buckets(recipe.graph, dict.fromkeys(recipe.graph.weights, (0, 1)), tag=8, bucket_bytes=small)
+    assert next(s.weights[0] for s in program.select_instructions(SumGradients)) == "model.17.bias", (
+        "the last layer's come first"
+    )
+    found = make_buckets(recipe.graph, dict.fromkeys(recipe.graph.weights, (0, 1)), tag=8, bucket_bytes=small)
     assert len(found) >= 3
     assert sorted(name for each in found for name in each.weights) == sorted(recipe.graph.trainable)
     assert [each.tag for each in found] == [8 + 2 * index for index in range(len(found))]

@@ -10,7 +10,7 @@ from torch import nn
 
 from engines.errors import PlanError
 from engines.layer.graph import TensorSpec
-from engines.layer.trace import trace_alone
+from engines.layer.trace import trace_inference
 from engines.models import resnet20_v1
 from engines.program import receptive
 from engines.program.receptive import ReceptiveFields
@@ -57,7 +57,7 @@ def positive(net: nn.Module) -> nn.Module:
 
 
 def fields_of(net: nn.Module, shape: tuple[int, ...] = SHAPE) -> ReceptiveFields:
-    return ReceptiveFields(trace_alone(net, TensorSpec(shape, "float64")))
+    return ReceptiveFields(trace_inference(net, TensorSpec(shape, "float64")))
 
 
 @pytest.mark.parametrize("name", [*NETS, "block"])
@@ -65,17 +65,17 @@ def test_it_is_where_autograd_finds_a_gradient(name):
     net = positive(Block() if name == "block" else nn.Sequential(*NETS[name]))
     fields = fields_of(net)
     node = fields.graph.prediction
-    rows, cols = fields.size_px(node)
+    rows, cols = fields.get_size_px(node)
     for pixel in {(0, 0), (rows // 2, cols // 2), (rows // 3, cols - 1), (rows - 1, 1)}:
-        assert fields.of(node, *pixel).image == seen_by_autograd(net, SHAPE, pixel)
+        assert fields.compute_field(node, *pixel).image == seen_by_autograd(net, SHAPE, pixel)
 
 
 def test_of_a_max_pool_the_largest_pixel_counts_and_all_are_looked_at():
     net = positive(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.MaxPool2d(4)))
     fields = fields_of(net)
-    field = fields.of(fields.graph.prediction, 3, 3)
+    field = fields.compute_field(fields.graph.prediction, 3, 3)
     assert field.image == Tile(Span(11, 17), Span(11, 17))
-    assert seen_by_autograd(net, SHAPE, (3, 3)).lies_in(field.image)
+    assert seen_by_autograd(net, SHAPE, (3, 3)).is_inside(field.image)
     assert field.fields["conv2d"] == Tile(Span(12, 16), Span(12, 16))
 
 
@@ -83,8 +83,8 @@ def test_a_slide_of_100000_px_has_one_too():
     """Of ResNet-20, whose last convolution sees a few hundred pixels at most, whatever the image."""
     fields = fields_of(resnet20_v1(), (1, 3, 100_000, 100_000))
     last = [node.name for node in fields.graph.nodes if node.operator == "aten.conv2d.default"][-1]
-    rows, cols = fields.size_px(last)
-    image = fields.of(last, rows // 2, cols // 2).image
+    rows, cols = fields.get_size_px(last)
+    image = fields.compute_field(last, rows // 2, cols // 2).image
     assert (rows, cols) == (25_000, 25_000)
     assert 50 < image.shape[0] < 300
     assert image.shape[0] == image.shape[1]
@@ -112,7 +112,7 @@ def test_what_has_none_is_refused(asked, reason):
             return self.conv(x).mean((2, 3))
 
     with pytest.raises(PlanError, match=reason):
-        fields_of(Net()).of(*asked)
+        fields_of(Net()).compute_field(*asked)
 
 
 def test_the_example_runs():

@@ -9,11 +9,11 @@ from torch.nn import functional
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.plan import Plan
-from engines.program.carry import Carrier, carriers
+from engines.program.carry import ExchangeRunner, make_exchange_runners
 from engines.program.compile import Compiler
 from engines.program.instructions import Compute, Exchange
-from engines.program.outbox import Outbox
-from engines.program.room import _INTO, find_rooms, roomy
+from engines.program.outbox import SendQueue
+from engines.program.room import _INTO, find_out_kernel, find_output_allocators
 from engines.training import prepare
 from tests.exact import assert_exact, tiled, whole_numbers, with_whole_weights
 
@@ -33,13 +33,13 @@ class Net(nn.Module):
         return self.third(x) + x[:, :2]
 
 
-def ready(world: LoopbackWorld, net: nn.Module, recipe) -> tuple[list[Carrier], list[str]]:
-    program = Compiler(recipe.graph, recipe.plan).program(world.rank)
+def ready(world: LoopbackWorld, net: nn.Module, recipe) -> tuple[list[ExchangeRunner], list[str]]:
+    program = Compiler(recipe.graph, recipe.plan).compile_rank(world.rank)
     exchanges = [item for item in program.forward if isinstance(item, Exchange)]
-    found = carriers(exchanges, world, torch.device("cpu"), Outbox())
-    rooms = find_rooms(program.way(0), found)
+    found = make_exchange_runners(exchanges, world, torch.device("cpu"), SendQueue())
+    rooms = find_output_allocators(program.get_direction_program(0), found)
     segments = [item for item in program.forward if isinstance(item, Compute)]
-    used = [op.out for item in segments for op in item.ops if roomy(item, op, rooms)]
+    used = [op.out for item in segments for op in item.ops if find_out_kernel(item, op, rooms)]
     return [found[item.name] for item in exchanges], used
 
 
@@ -54,12 +54,12 @@ def test_only_a_value_that_the_exchange_alone_reads_gets_room():
 
 
 def test_the_window_is_the_memory_around_the_value():
-    def work(found: list[Carrier], _: list[str]) -> bool:
+    def work(found: list[ExchangeRunner], _: list[str]) -> bool:
         carrier = found[1]
-        value = carrier.room().fill_(3.0)
+        value = carrier.allocate_source().fill_(3.0)
         before = value._version
-        window, _sent = carrier.there(value)
-        plain, _sent = carrier.there(value.clone())
+        window, _sent = carrier.forward(value)
+        plain, _sent = carrier.forward(value.clone())
         same_memory = window.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
         return same_memory and torch.equal(window, plain) and value._version == before
 
@@ -69,11 +69,11 @@ def test_the_window_is_the_memory_around_the_value():
 def test_a_room_serves_its_own_value_once():
     """Another value, and the same one a second time, get windows of their own."""
 
-    def work(found: list[Carrier], _: list[str]) -> bool:
+    def work(found: list[ExchangeRunner], _: list[str]) -> bool:
         carrier = found[1]
-        value = carrier.room().fill_(3.0)
+        value = carrier.allocate_source().fill_(3.0)
         other = torch.full_like(value, 5.0)
-        windows = [carrier.there(tensor)[0] for tensor in (other, value, value)]
+        windows = [carrier.forward(tensor)[0] for tensor in (other, value, value)]
         addresses = {window.untyped_storage().data_ptr() for window in windows}
         return len(addresses) == 3 and value.untyped_storage().data_ptr() not in addresses and bool((value == 3).all())
 

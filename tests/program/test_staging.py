@@ -11,11 +11,11 @@ import torch
 from engines.comm import gpu_aware
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.world import Message, Pending
-from engines.program.carry import carriers
+from engines.program.carry import make_exchange_runners
 from engines.program.instructions import Exchange
-from engines.program.outbox import Outbox
-from engines.program.staging import in_a_row, is_kept, lends_all, staged
-from engines.spatial.moves import Move, moves
+from engines.program.outbox import SendQueue
+from engines.program.staging import count_staged_bytes, is_all_sent, is_persistent, is_tile_contiguous
+from engines.spatial.moves import Move, compute_moves
 from engines.spatial.tiles import Grid, Tile
 
 SIDE_PX = 8
@@ -39,7 +39,7 @@ class Watched(LoopbackWorld):
 def handed_on(rank: int, grid: Grid, images: int = 1) -> Exchange:
     """Rank 0 has the whole value; the ranks behind it want its tiles."""
     wanted = dict(enumerate(grid.cut(SIDE_PX, SIDE_PX), start=1))
-    travelling = moves({0: WHOLE}, wanted)
+    travelling = compute_moves({0: WHOLE}, wanted)
     return Exchange(
         name="x", purpose="stage", source="x", target="y", axes=(-2, -1), shape=(images, 3, SIDE_PX, SIDE_PX),
         dtype="float32", own=WHOLE if rank == 0 else None, window=wanted.get(rank), fill=0.0,
@@ -56,13 +56,13 @@ def handed_on(rank: int, grid: Grid, images: int = 1) -> Exchange:
 def test_pixels_in_a_row_travel_between_the_tensors_themselves(grid: Grid, images: int, bare: bool):
     def work(world: LoopbackWorld) -> None:
         step, watched, row = handed_on(world.rank, grid, images), Watched(world), SIDE_PX * 3 * 4
-        carrier = carriers([step], watched, torch.device("cpu"), Outbox())["x"]
+        carrier = make_exchange_runners([step], watched, torch.device("cpu"), SendQueue())["x"]
         source = None
         if world.rank == 0:
             source = torch.randn(images, 3, SIDE_PX, SIDE_PX).to(memory_format=torch.channels_last).requires_grad_()
-        window, _ = carrier.there(source)
+        window, _ = carrier.forward(source)
         grad = None if window is None else window.clone()
-        carrier.back(grad, source, alone=True)
+        carrier.backward(grad, source, alone=True)
         if world.rank:
             assert (watched.received, watched.sent) == ([window.data_ptr()], [grad.data_ptr()])  # it holds no more
             return
@@ -71,7 +71,7 @@ def test_pixels_in_a_row_travel_between_the_tensors_themselves(grid: Grid, image
         assert (watched.sent == [source.data_ptr() + top for top in tops]) == bare
         assert (watched.received == [source.grad.data_ptr() + top for top in tops]) == bare
         assert source._version == 0  # autograd saw no change of what was sent
-        told = staged(step, forward=True), staged(step, forward=False)
+        told = count_staged_bytes(step, forward=True), count_staged_bytes(step, forward=False)
         assert told == (((0, 0), (0, 0)) if bare else ((source.nbytes, 0), (0, source.nbytes)))
 
     run_ranks(1 + grid.tiles, work)
@@ -82,10 +82,10 @@ def test_what_is_in_a_row_is_so_in_memory():
     step = handed_on(0, Grid(1, 1), images=2)
     tiles = [tile for rows in (1, 2, 4) for cols in (1, 2, 4) for tile in Grid(rows, cols).cut(SIDE_PX, SIDE_PX)]
     for frame in (WHOLE, tiles[-1]):
-        held = torch.empty(step.shape_of(frame)).to(memory_format=torch.channels_last)
+        held = torch.empty(step.compute_shape(frame)).to(memory_format=torch.channels_last)
         for tile in (tile & frame for tile in tiles if tile & frame):
-            pixels = held[:, :, *tile.within(frame)].permute(0, 2, 3, 1)
-            assert in_a_row(step, tile, frame) == pixels.is_contiguous()
+            pixels = held[:, :, *tile.to_slices(frame)].permute(0, 2, 3, 1)
+            assert is_tile_contiguous(step, tile, frame) == pixels.is_contiguous()
 
 
 def test_what_goes_to_two_ranks_is_not_lent_all():
@@ -94,9 +94,9 @@ def test_what_goes_to_two_ranks_is_not_lent_all():
     twice = Exchange(
         **{name: getattr(step, name) for name in step.__slots__} | {"sends": (*step.sends, Move(0, 2, WHOLE))}
     )
-    assert lends_all(step)
-    assert not lends_all(twice)
-    assert not is_kept(step)
+    assert is_all_sent(step)
+    assert not is_all_sent(twice)
+    assert not is_persistent(step)
 
 
 class Library:
@@ -127,14 +127,14 @@ def told(failed: int, supported: int) -> object:
     ids=["silent", "Open MPI with", "Open MPI without", "MPICH with", "MPICH without", "MPICH fails"],
 )
 def test_an_mpi_is_believed_to_take_gpu_memory_where_it_says_so(monkeypatch, library: Library, aware: bool):
-    monkeypatch.setattr(gpu_aware, "_libraries", lambda: [library])
-    gpu_aware.takes_gpu_memory.cache_clear()
+    monkeypatch.setattr(gpu_aware, "_find_mpi_libraries", lambda: [library])
+    gpu_aware.is_cuda_aware.cache_clear()
     try:
-        assert gpu_aware.takes_gpu_memory() is aware
+        assert gpu_aware.is_cuda_aware() is aware
     finally:
-        gpu_aware.takes_gpu_memory.cache_clear()
+        gpu_aware.is_cuda_aware.cache_clear()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system tells no file of a library")
 def test_the_mpi_of_this_machine_can_be_asked():
-    assert gpu_aware._libraries()
+    assert gpu_aware._find_mpi_libraries()

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from engines.bench.verify import batches, rank_record, verdict
+from engines.bench.verify import compare_records, make_batches, record_rank_run
 from engines.comm import streams
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
-from engines.oracle import Record
+from engines.oracle import TrainingRecord
 from engines.plan import Plan
 from engines.program import carry, halves, update
 from engines.training import RankTraining, prepare
@@ -50,15 +50,15 @@ def exact(name: str) -> bool:
     make, plan = CASES[name]
     model = make(num_classes=3)
     recipe = prepare(model, plan, (4, 3, 16, 16), device="cpu")
-    whole = batches(recipe, 0)
+    whole = make_batches(recipe, 0)
 
-    def work(world: LoopbackWorld) -> Record:
+    def work(world: LoopbackWorld) -> TrainingRecord:
         with watched(world) as one:
             training = RankTraining(one, recipe)
-            return rank_record(training, map(training.cut, whole))
+            return record_rank_run(training, map(training.cut, whole))
 
     records = run_ranks(plan.ranks, work)
-    return verdict(recipe, model, torch.nn.CrossEntropyLoss(), whole, records)["ok"]
+    return compare_records(recipe, model, torch.nn.CrossEntropyLoss(), whole, records)["ok"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -75,7 +75,7 @@ def test_what_leaves_too_early_is_found(monkeypatch: pytest.MonkeyPatch):
         with streams.torch.cuda.stream(rank().beside[0]):
             yield
 
-    monkeypatch.setattr(carry, "leaving", early)
+    monkeypatch.setattr(carry, "use_send_stream", early)
     with pytest.raises(RaceError, match="in leaving, which has not waited for computing"):
         exact("tiles")
 
@@ -96,7 +96,7 @@ def test_what_is_used_before_it_has_arrived_is_found(module, name: str, monkeypa
 @pytest.mark.parametrize(("module", "name"), [(carry, "tiles"), (update, "both ways, replicas")])
 def test_a_message_that_leaves_before_it_is_packed_is_found(module, name: str, monkeypatch: pytest.MonkeyPatch):
     use_streams(monkeypatch)
-    monkeypatch.setattr(module, "marked", lambda device, memory: streams._PASSED)
+    monkeypatch.setattr(module, "record_event", lambda device, memory: streams._PASSED)
     with pytest.raises(RaceError, match="a message in host, which has not waited for leaving"):
         exact(name)
 

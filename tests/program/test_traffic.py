@@ -14,7 +14,7 @@ from engines.comm.world import Message, Pending
 from engines.models.unet import UNet
 from engines.plan import Plan
 from engines.program.compile import compile_plan
-from engines.program.traffic import traffic
+from engines.program.traffic import count_traffic
 from engines.training import RankTraining, prepare
 
 PLANS = [
@@ -59,7 +59,7 @@ def test_every_message_and_byte_is_told_beforehand(plan: Plan):
 
     counted = run_ranks(plan.ranks, sent)
     for program, seen in zip(compile_plan(recipe.graph, plan), counted, strict=True):
-        told = list(traffic(program).values())
+        told = list(count_traffic(program).values())
         assert sum(part.messages for part in told) == seen["messages"]
         for found in (seen["bytes"], seen["timed"]):
             assert sum(part.bytes for part in told) == pytest.approx(found, rel=1e-3)
@@ -78,7 +78,7 @@ def test_no_rank_of_a_spatial_stage_holds_a_whole_image(halos: dict[str, object]
         training.start(training.cut(batch))
         while not training.worker.done:
             training.worker.step()
-            for name, tensor in training.worker.live.items():
+            for name, tensor in training.worker.live_values.items():
                 spec = specs.get(name.split(".")[0])
                 if spec and len(spec.shape) == 4 and tensor.dim() == 4:
                     shares.append(tensor.shape[-2] * tensor.shape[-1] / (spec.shape[-2] * spec.shape[-1]))

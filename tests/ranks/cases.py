@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from engines.bench.verify import verify
-from engines.comm.total import Total, all_reduce
+from engines.comm.total import AllReduceRequest, all_reduce
 from engines.comm.world import Message, World
 from engines.errors import RankError
 from engines.models import amoebanetd, resnet20_v1, resnet_v2
@@ -119,7 +119,7 @@ def a_sum_is_begun_again_and_again_in_the_same_memory(world: World) -> None:
     """Short, long and very long, all under way at once; also after a failure, when the messages are made anew."""
     sizes, group = (5, 50_001, 4_300_003), (0, 1, 2, 3)
     tensors = [torch.empty(size, dtype=torch.float64) for size in sizes]
-    sums = [Total(world, tensor, group, tag=2 * index, again=True) for index, tensor in enumerate(tensors)]
+    sums = [AllReduceRequest(world, tensor, group, tag=2 * index, again=True) for index, tensor in enumerate(tensors)]
     for time_ in range(4):
         if time_ == 2:
             fail_and_recover(world)
@@ -128,7 +128,7 @@ def a_sum_is_begun_again_and_again_in_the_same_memory(world: World) -> None:
             total.begin()
         for tensor, total in zip(tensors, sums, strict=True):
             total.wait()
-            assert total.done()
+            assert total.is_completed()
             assert torch.equal(tensor, 4 * torch.arange(tensor.numel()) + 6.0 * time_)
 
 

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engines.bench.verify import batches, verify
+from engines.bench.verify import make_batches, verify
 from engines.comm import mpi
 from engines.comm.mpi import MpiWorld
-from engines.comm.nccl import Collectives, InOrder, NcclSum
+from engines.comm.nccl import Collectives, NcclAllReduce, OrderedStarter
 from engines.comm.store import PATIENCE
 from engines.errors import RankError, ReleasedError
 from engines.models import resnet20_v1
@@ -57,26 +57,26 @@ def gradients_are_added_by_it(world: MpiWorld) -> None:
     """And by nothing else, from the first step on."""
     torch.manual_seed(0)
     training = RankTraining(world, prepare(resnet20_v1(), PLANS["replicas"], (4, 3, 32, 32), device="cpu"))
-    (batch,) = batches(training.recipe, seed=1, steps=1)
+    (batch,) = make_batches(training.recipe, seed=1, steps=1)
     training.step(training.cut(batch))
     sums = training.worker._sums.values()
     assert sums
-    assert all(isinstance(each.total, NcclSum) for each in sums)
+    assert all(isinstance(each.total, NcclAllReduce) for each in sums)
     assert sum(each.total.sent_bytes for each in sums) == 2 * 3 * sum(each.flat.nbytes for each in sums) // 4
 
 
 def begun_in_any_order(world: MpiWorld) -> None:
     """Two sums of one group, begun this way round by some ranks and that way by others."""
     found = world.collectives(HOST)
-    group, order = found.group(range(4), HOST), InOrder(2)
+    group, order = found.connect_group(range(4), HOST), OrderedStarter(2)
     tensors = [torch.full((5,), float(world.rank + number)) for number in range(2)]
-    sums = [NcclSum(tensor, group, number, order, found.check) for number, tensor in enumerate(tensors)]
+    sums = [NcclAllReduce(tensor, group, number, order, found.check) for number, tensor in enumerate(tensors)]
     for _ in range(3):
         for each in sums if world.rank % 2 else reversed(sums):
             each.begin()
         for each in sums:
             each.wait()
-            assert each.done()
+            assert each.is_completed()
         world.barrier()
     assert [t.tolist() for t in tensors] == [[16.0 * 6] * 5, [16.0 * 10] * 5]
 
@@ -84,7 +84,7 @@ def begun_in_any_order(world: MpiWorld) -> None:
 def after_a_failure_it_is_connected_anew(world: MpiWorld) -> None:
     torch.manual_seed(0)
     training = RankTraining(world, prepare(resnet20_v1(), PLANS["replicas"], (4, 3, 32, 32), device="cpu"))
-    (batch,) = batches(training.recipe, seed=1, steps=1)
+    (batch,) = make_batches(training.recipe, seed=1, steps=1)
     training.step(training.cut(batch))
     before = training.worker._sums
     world.gather(None)  # rank 0 goes on when the others have ended this step
@@ -94,11 +94,11 @@ def after_a_failure_it_is_connected_anew(world: MpiWorld) -> None:
         with pytest.raises(RankError, match="released"):
             training.step(training.cut(batch))
     world.recover()
-    training.give_up()
+    training.abort_step()
     world.barrier()
     training.step(training.cut(batch))
     assert training.worker._sums is not before
-    assert all(isinstance(each.total, NcclSum) for each in training.worker._sums.values())
+    assert all(isinstance(each.total, NcclAllReduce) for each in training.worker._sums.values())
     grads = torch.cat([weight.grad.flatten() for weight in training.weights.values()])
     assert len({grads.numpy().tobytes() for grads in world.all_gather(grads)}) == 1
 
@@ -109,7 +109,7 @@ def what_cannot_be_connected_is_said(world: MpiWorld) -> None:
         raise RuntimeError("no such network")
 
     with pytest.raises(RankError, match=r"ranks 0, 1, 2, 3: no such network.*MPI4DL_NB_NCCL=0"):
-        Collectives(world, world.check, refused).group(range(4), HOST)
+        Collectives(world, world.check, refused).connect_group(range(4), HOST)
 
 
 class _NeverDone:
@@ -122,7 +122,7 @@ class _NeverDone:
 def others_die(world: MpiWorld) -> NoReturn:
     """A rank dies while the others wait for a sum and for nothing of MPI's: they notice."""
     found = world.collectives(HOST)
-    waiting = NcclSum(torch.zeros(1), found.group(range(4), HOST), 0, InOrder(1), found.check)
+    waiting = NcclAllReduce(torch.zeros(1), found.connect_group(range(4), HOST), 0, OrderedStarter(1), found.check)
     waiting.work = _NeverDone()
     with pytest.raises(ReleasedError):
         _wait_but_for_rank_2(world, waiting)
@@ -133,7 +133,7 @@ def others_die(world: MpiWorld) -> NoReturn:
     os._exit(0)  # after a death MPI.Finalize may wait for ever
 
 
-def _wait_but_for_rank_2(world: MpiWorld, waiting: NcclSum) -> None:
+def _wait_but_for_rank_2(world: MpiWorld, waiting: NcclAllReduce) -> None:
     """Some may still be in the rest, where all are connected, when rank 2 dies."""
     world.barrier()
     if world.rank == 2:
@@ -150,5 +150,5 @@ CASES |= {case.__name__: case for case in OTHERS}
 
 
 if __name__ == "__main__":
-    mpi.collectives = gloo
+    mpi.make_collectives = gloo
     others_die(MpiWorld()) if "die" in sys.argv else main(CASES)

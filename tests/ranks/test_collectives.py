@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engines.comm import nccl
-from engines.comm.device import gpu_of
-from engines.comm.nccl import InOrder, collectives
+from engines.comm.device import get_gpu_id
+from engines.comm.nccl import OrderedStarter, make_collectives
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -55,8 +55,8 @@ class Told:
     ids=["one each", "two on one GPU", "one without", "here is none"],
 )  # fmt: skip
 def test_it_is_used_where_each_rank_has_a_gpu_of_its_own(monkeypatch, own: str, others: list[str], used: bool):
-    monkeypatch.setattr(nccl, "_own_gpu", lambda device: own)
-    assert (collectives(Told(*others), torch.device("cuda"), lambda: None) is not None) == used
+    monkeypatch.setattr(nccl, "_get_nccl_gpu", lambda device: own)
+    assert (make_collectives(Told(*others), torch.device("cuda"), lambda: None) is not None) == used
 
 
 @pytest.mark.parametrize(
@@ -66,19 +66,19 @@ def test_it_is_used_where_each_rank_has_a_gpu_of_its_own(monkeypatch, own: str, 
 )
 def test_a_gpu_counts_where_nccl_is_here_and_allowed(monkeypatch, available: bool, switch: str, found: str):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: available)
-    monkeypatch.setattr(nccl, "gpu_of", lambda device: "here GPU-7")
+    monkeypatch.setattr(nccl, "get_gpu_id", lambda device: "here GPU-7")
     monkeypatch.setenv("MPI4DL_NB_NCCL", switch)
-    assert nccl._own_gpu(torch.device("cuda")) == found
+    assert nccl._get_nccl_gpu(torch.device("cuda")) == found
 
 
 def test_a_host_without_a_gpu_has_none():
-    assert gpu_of(torch.device("cpu")) == ""
+    assert get_gpu_id(torch.device("cpu")) == ""
 
 
 @pytest.mark.parametrize("begun", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_sums_start_in_one_order_again_and_again(begun: tuple[int, ...]):
     started: list[int] = []
-    order = InOrder(3)
+    order = OrderedStarter(3)
     for _ in range(2):
         for number in begun:
             order.begin(number, lambda number=number: started.append(number))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.comm.container import cores, memory_bytes
+from engines.comm.container import count_cores, get_memory_bytes
 
 
 @pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
@@ -12,10 +12,10 @@ def test_a_container_has_the_memory_of_its_group(name: str, tmp_path):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("123456\n")
-    assert memory_bytes(tmp_path, tmp_path / "own") == 123456
+    assert get_memory_bytes(tmp_path, tmp_path / "own") == 123456
     path.write_text("max\n")
-    assert memory_bytes(tmp_path) > 1 << 30
-    assert memory_bytes(tmp_path / "nowhere") == memory_bytes(tmp_path)
+    assert get_memory_bytes(tmp_path) > 1 << 30
+    assert get_memory_bytes(tmp_path / "nowhere") == get_memory_bytes(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_container_has_the_cores_of_its_quota(files: dict[str, str], expected:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
-    assert cores(tmp_path, tmp_path / "own") == (expected or 4)
+    assert count_cores(tmp_path, tmp_path / "own") == (expected or 4)
 
 
 @pytest.mark.parametrize(
@@ -53,4 +53,4 @@ def test_the_group_may_lie_in_others(told: str, files: dict[str, str], expected:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
-    assert memory_bytes(tmp_path, tmp_path / "own") == expected
+    assert get_memory_bytes(tmp_path, tmp_path / "own") == expected

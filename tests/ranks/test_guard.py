@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from engines.guard import MARK
-from engines.whereabouts import Board, Whereabouts, working
-from mpi4dl_nb.hang import hang_of
-from mpi4dl_nb.launch.reports import Ended, Reports, Still
+from engines.whereabouts import RankStatus, StatusBoard, report_working
+from mpi4dl_nb.hang import find_hang
+from mpi4dl_nb.launch.reports import GuardReports, RankExit, StalledRank
 
 SAYS = "from engines.whereabouts import Board; Board.inherited().at(b'forward pass', 3)"
 
@@ -111,31 +111,31 @@ def line(rank: int, event: str, **facts: object) -> str:
 PLACE = {"text": "stage 1", "step": 2, "waits": True, "for_s": 3.0}
 
 
-def reports_of(text: str) -> Reports:
-    reports = Reports()
+def reports_of(text: str) -> GuardReports:
+    reports = GuardReports()
     take(reports, text)
     return reports
 
 
-def take(reports: Reports, text: str) -> None:
+def take(reports: GuardReports, text: str) -> None:
     for each in text.encode().split(b"\n"):
-        reports.take(each)
+        reports.parse_line(each)
 
 
 def test_reports_are_found_among_what_else_is_written():
     reports = reports_of("noise" + line(0, "still", state="S", **PLACE))
-    assert 3 <= reports.still()[0].for_s < 4
+    assert 3 <= reports.find_stalled_ranks()[0].for_s < 4
     take(reports, line(0, "moves") + line(1, "ended", code=-15, **PLACE) + f"\n{MARK}not json\n" + MARK)
-    assert reports.still() == {}
+    assert reports.find_stalled_ranks() == {}
     assert str(reports.ended[1]) == "its process was killed by SIGTERM in stage 1, step 2"
 
 
-def ask_for(reports: Reports, seconds: float, monkeypatch, is_cut_off: bool = False) -> dict[int, Still]:
+def ask_for(reports: GuardReports, seconds: float, monkeypatch, is_cut_off: bool = False) -> dict[int, StalledRank]:
     """What is known after so many seconds in which somebody asked again and again."""
     begin_s = time.monotonic()
     for tick in range(1, round(seconds * 2) + 1):
         monkeypatch.setattr(time, "monotonic", lambda: begin_s + tick / 2)  # noqa: B023 (asked within the turn)
-        found = reports.still(is_cut_off)
+        found = reports.find_stalled_ranks(is_cut_off)
     return found
 
 
@@ -144,15 +144,15 @@ def test_a_guard_that_is_not_heard_any_more_watches_no_more(monkeypatch):
     idle, waits = {**PLACE, "text": ""}, line(1, "still", state="S", **PLACE)
     end = line(3, "moves") + line(3, "ended", code=0, **PLACE)
     reports = reports_of(line(0, "moves") + waits + line(2, "still", state="S", **idle) + end)
-    assert sorted(reports.still()) == [1, 2]
+    assert sorted(reports.find_stalled_ranks()) == [1, 2]
     found = ask_for(reports, 3.5, monkeypatch)
     assert {rank: (still.silent, still.idle) for rank, still in found.items()} == {
         0: (True, False), 1: (True, False), 2: (False, True),
     }  # fmt: skip
-    hang = hang_of((0, 1, 2), found, after_s=3, began_s=time.monotonic() - 20)
+    hang = find_hang((0, 1, 2), found, after_s=3, began_s=time.monotonic() - 20)
     assert hang.words.startswith("Rank 0 does not go on: nothing has been heard of it for 3.5 s.")
     take(reports, line(0, "watches") + line(1, "watches"))
-    assert {rank: still.silent for rank, still in reports.still().items()} == {1: False, 2: False}
+    assert {rank: still.silent for rank, still in reports.find_stalled_ranks().items()} == {1: False, 2: False}
 
 
 def test_ranks_whose_answers_cannot_arrive_are_idle_whatever_they_do(monkeypatch):
@@ -163,20 +163,20 @@ def test_ranks_whose_answers_cannot_arrive_are_idle_whatever_they_do(monkeypatch
     assert found[0].for_s == pytest.approx(2)  # since it was first seen
     assert found[1].at.text == "stage 1"  # it had stood still before
     take(reports, line(0, "watches") + line(1, "moves"))
-    assert reports.still() == {}
-    assert reports.still(is_cut_off=True)[1].for_s == 0
+    assert reports.find_stalled_ranks() == {}
+    assert reports.find_stalled_ranks(is_cut_off=True)[1].for_s == 0
     now_s = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 600)
-    assert [each.for_s for each in reports.still(is_cut_off=True).values()] == [0, 0]
+    assert [each.for_s for each in reports.find_stalled_ranks(is_cut_off=True).values()] == [0, 0]
 
 
 def test_a_time_in_which_nobody_asked_is_no_silence(monkeypatch):
     """The notebook was stopped by a signal, and goes on: what came meanwhile is not read yet."""
     reports = reports_of(line(0, "moves") + line(1, "still", state="S", **PLACE))
-    before_s = reports.still()[1].for_s
+    before_s = reports.find_stalled_ranks()[1].for_s
     now_s = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 60)
-    found = reports.still()
+    found = reports.find_stalled_ranks()
     assert list(found) == [1]
     assert found[1].for_s == pytest.approx(before_s, abs=1)
 
@@ -187,7 +187,7 @@ def test_what_came_after_nobody_had_asked_for_long_is_no_older_than_that(monkeyp
     now_s = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 600)
     take(reports, line(0, "watches") + line(1, "still", state="S", **PLACE))
-    assert reports.still()[1].for_s == pytest.approx(0, abs=0.1)
+    assert reports.find_stalled_ranks()[1].for_s == pytest.approx(0, abs=0.1)
     found = ask_for(reports, 3.5, monkeypatch)
     assert found[0].for_s == pytest.approx(3.5)
     assert found[1].for_s == pytest.approx(3.5)
@@ -196,12 +196,12 @@ def test_what_came_after_nobody_had_asked_for_long_is_no_older_than_that(monkeyp
 @pytest.mark.parametrize(
     ("ended", "words"),
     [
-        (Ended(None), "its process has ended"),
-        (Ended(0), "its process has left with exit code 0"),
-        (Ended(-35), "its process was killed by signal 35"),
+        (RankExit(None), "its process has ended"),
+        (RankExit(0), "its process has left with exit code 0"),
+        (RankExit(-35), "its process was killed by signal 35"),
     ],
 )
-def test_an_end_in_words(ended: Ended, words: str):
+def test_an_end_in_words(ended: RankExit, words: str):
     assert str(ended) == words
 
 
@@ -228,18 +228,18 @@ def test_who_hangs(ranks: dict[int, tuple[float, bool, str]], who: int | None):
     """`ranks` have stood still for so long, and wait or do not; or they do nothing, although they have work."""
     now_s = time.monotonic()
     found = {
-        rank: Still(Whereabouts("" if why == IDLE else "work", now_s - ago_s, 1, waits), why)
+        rank: StalledRank(RankStatus("" if why == IDLE else "work", now_s - ago_s, 1, waits), why)
         for rank, (ago_s, waits, why) in ranks.items()
     }
-    hang = hang_of((0, 1), found, after_s=5, began_s=now_s - 20)
+    hang = find_hang((0, 1), found, after_s=5, began_s=now_s - 20)
     assert (hang.rank if hang else None) == who
-    assert hang_of((0, 1), found, after_s=5, began_s=now_s - 1) is None
+    assert find_hang((0, 1), found, after_s=5, began_s=now_s - 1) is None
 
 
 def test_a_board_holds_what_fits_on_it():
-    board = Board()
-    with working(board, "x" * 2000):
+    board = StatusBoard()
+    with report_working(board, "x" * 2000):
         assert len(board.read().text) < 512
-        board.waits(True)
+        board.report_waiting(True)
         assert board.read().waits
     assert board.read() is None

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from engines.comm import sealed
-from engines.comm.sealed import seal, unseal
+from engines.comm.sealed import pack_value, unpack_value
 from engines.errors import ReleasedError
 
 PLAIN = (None, True, 0, -(2**70), 0.1, float("inf"), "", "Rank 2: für „alle“ \ud800")
@@ -15,7 +15,7 @@ PLAIN = (None, True, 0, -(2**70), 0.1, float("inf"), "", "Rank 2: für „alle�
 
 @pytest.mark.parametrize("value", [*PLAIN, b"", list(range(10_000)), {"rank": 1}, (1, None)], ids=repr)
 def test_what_is_sealed_comes_back(value: object):
-    found = unseal(seal(value))
+    found = unpack_value(pack_value(value))
     assert found == value
     assert type(found) is type(value)
 
@@ -23,10 +23,10 @@ def test_what_is_sealed_comes_back(value: object):
 def test_what_ranks_agree_on_is_not_pickled(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sealed, "pickle", None)
     for value in PLAIN:
-        assert unseal(seal(value)) == value
+        assert unpack_value(pack_value(value)) == value
 
 
-WHOLE = seal(["a", "value"])
+WHOLE = pack_value(["a", "value"])
 
 
 @pytest.mark.parametrize(
@@ -37,4 +37,4 @@ WHOLE = seal(["a", "value"])
 def test_other_bytes_are_not_unpickled(found: bytes, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sealed.pickle, "loads", lambda *_: pytest.fail("it was unpickled"))
     with pytest.raises(ReleasedError, match="did not come whole"):
-        unseal(found)
+        unpack_value(found)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from engines.bench.verify import verify
-from engines.comm.subworld import SubWorld
+from engines.comm.subworld import SubGroup
 from engines.comm.world import World
 from engines.errors import RankError
-from engines.oracle import one_process, plain
+from engines.oracle import to_plain_names, train_reference
 from engines.plan import Plan
 from engines.replica.asynchrony import Asynchrony
 from engines.replica.replay import replay
-from engines.replica.study import Study
+from engines.replica.study import ReplicaStudy
 from engines.replica.training import train_replicas
 from engines.training import Recipe, prepare
 from tests.zoo import Chain, Skips
@@ -61,26 +61,26 @@ def distance(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
     return float((sum(d for d, _ in squares) / sum(t for _, t in squares)) ** 0.5)
 
 
-def trained(world: World, kind: type[nn.Module], plan: Plan, **chosen: object) -> Study:
+def trained(world: World, kind: type[nn.Module], plan: Plan, **chosen: object) -> ReplicaStudy:
     return train_replicas(world, given(world, kind, plan), Asynchrony(**chosen), feed)
 
 
-def assert_replayed(world: World, kind: type[nn.Module], plan: Plan, study: Study) -> None:
+def assert_replayed(world: World, kind: type[nn.Module], plan: Plan, study: ReplicaStudy) -> None:
     """One process that does the same again has the same weights."""
     if world.rank == 0:
         again = replay(study, made(kind), LOSS, recipe_of(kind, plan), feed)
         assert len(again) == len(study.weights)
         for mine, theirs in zip(study.weights, again, strict=True):
-            assert distance(plain(mine), theirs) <= 1e-10
+            assert distance(to_plain_names(mine), theirs) <= 1e-10
 
 
-def assert_like_one_process(world: World, kind: type[nn.Module], study: Study) -> None:
+def assert_like_one_process(world: World, kind: type[nn.Module], study: ReplicaStudy) -> None:
     """The plain model, trained on the same batches in the order of the study."""
     if world.rank == 0:
         order = [deed.subject for deed in study.deeds]
-        oracle = one_process(made(kind), LOSS, SGD, map(feed, order), torch.float64, seed=5)
+        oracle = train_reference(made(kind), LOSS, SGD, map(feed, order), torch.float64, seed=5)
         for mine in study.weights:
-            assert distance(plain(mine), oracle.weights) <= 1e-10
+            assert distance(to_plain_names(mine), oracle.weights) <= 1e-10
         wanted = [losses[0] for losses in oracle.losses]
         found = {turn.batch: turn.loss for turn in study.turns}
         torch.testing.assert_close([found[batch] for batch in order], wanted, rtol=1e-10, atol=0)
@@ -161,7 +161,7 @@ def schedulers_and_bounded_gradients_done_again(world: World) -> None:
         study = train_replicas(world, recipe, Asynchrony(replicas=3, steps=4, **chosen), feed)
         if world.rank == 0:
             for mine, theirs in zip(study.weights, replay(study, made(Chain), LOSS, recipe, feed), strict=True):
-                assert distance(plain(mine), theirs) <= 1e-10
+                assert distance(to_plain_names(mine), theirs) <= 1e-10
 
 
 def synchronous_replicas(world: World) -> None:
@@ -171,14 +171,14 @@ def synchronous_replicas(world: World) -> None:
     if world.rank == 0:
         steps = [[feed(3 * step + replica) for replica in range(3)] for step in range(3)]
         whole = [{name: torch.cat([part[name] for part in parts]) for name in parts[0]} for parts in steps]
-        oracle = one_process(made(Skips), LOSS, SGD, whole, torch.float64, seed=5, micro_batches=6)
-        assert distance(plain(study.weights[0]), oracle.weights) <= 1e-10
+        oracle = train_reference(made(Skips), LOSS, SGD, whole, torch.float64, seed=5, micro_batches=6)
+        assert distance(to_plain_names(study.weights[0]), oracle.weights) <= 1e-10
 
 
 def sub_worlds_at_once(world: World) -> None:
     """Three ranks and four of them verify plans of their own, whatever their numbers are outside."""
     ranks = (5, 1, 3) if world.rank in (1, 3, 5) else (0, 2, 4, 6)
-    sub = SubWorld(world, ranks)
+    sub = SubGroup(world, ranks)
     assert sub.all_gather((world.rank, "x" * world.rank)) == [(rank, "x" * rank) for rank in ranks]
     plan = replace(TILED, num_spatial_parts=len(ranks))
     assert verify(sub, given(sub, Skips, plan), made(Skips), LOSS, seed=0)["ok"]

@@ -11,12 +11,12 @@ import pytest
 from torch import Tensor
 
 from engines.comm.loopback import run_ranks
-from engines.comm.subworld import SubWorld
+from engines.comm.subworld import SubGroup
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.replica.asynchrony import Asynchrony
 from engines.replica.replay import replay
-from engines.replica.study import Study
+from engines.replica.study import ReplicaStudy
 from engines.replica.training import train_replicas
 from tests.replica.replica_cases import ALONE, CASES, LOSS, RANKS, STAGES, Chain, feed, made, recipe_of
 
@@ -45,7 +45,7 @@ def test_nobody_waits_for_a_replica_that_stands_still(mode: str) -> None:
     asynchrony = Asynchrony(mode=mode, replicas=3, steps=4)
     enough, taken = threading.Event(), []
 
-    def work(world) -> Study:
+    def work(world) -> ReplicaStudy:
         def held_up(number: int) -> Mapping[str, Tensor]:
             if world.rank == 0:
                 assert enough.wait(timeout=60)
@@ -98,7 +98,7 @@ def test_a_server_does_not_scale_losses() -> None:
 
 def test_a_sub_world_is_made_by_its_own_ranks() -> None:
     with pytest.raises(PlanError, match=r"Rank 0 is none of the ranks \(1, 2\)"):
-        run_ranks(1, lambda world: SubWorld(world, (1, 2)))
+        run_ranks(1, lambda world: SubGroup(world, (1, 2)))
 
 
 def test_a_synchronous_study_is_not_replayed() -> None:
@@ -112,6 +112,6 @@ def test_a_study_that_is_not_whole_is_not_replayed() -> None:
     recipe, asynchrony = recipe_of(Chain, ALONE), Asynchrony(mode="peers", replicas=2, steps=3)
     study = run_ranks(2, lambda world: train_replicas(world, recipe, asynchrony, feed))[0]
     kept = tuple(deed for deed in study.deeds if deed.kind != "offer")
-    broken = Study(asynchrony, 2, study.turns, study.staleness, kept, study.weights)
+    broken = ReplicaStudy(asynchrony, 2, study.turns, study.staleness, kept, study.weights)
     with pytest.raises(PlanError, match="wait for each other"):
         replay(broken, made(Chain), LOSS, recipe, feed)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.replica.staleness import Ledger
+from engines.replica.staleness import VersionTracker
 
 
 @given(replicas=st.integers(1, 6), bound=st.integers(0, 7), data=st.data())
 def test_the_bound_holds_and_somebody_may_always_go_on(replicas: int, bound: int, data: st.DataObject) -> None:
-    ledger, waiting, arrived = Ledger(bound), set(range(replicas)), set()
+    ledger, waiting, arrived = VersionTracker(bound), set(range(replicas)), set()
     for _ in range(40):
         readers = ledger.readers.keys()
-        doings = [("read", r) for r in waiting if ledger.may_read]
+        doings = [("read", r) for r in waiting if ledger.can_read]
         doings += [("arrive", r) for r in readers - arrived]
-        doings += [("apply", r) for r in arrived if ledger.may_apply(r)]
+        doings += [("apply", r) for r in arrived if ledger.can_apply(r)]
         assert doings, "all wait"
         kind, replica = data.draw(st.sampled_from(sorted(doings)))
         if kind == "read":
@@ -31,13 +31,13 @@ def test_the_bound_holds_and_somebody_may_always_go_on(replicas: int, bound: int
 
 @given(st.lists(st.integers(0, 4), max_size=30))
 def test_without_a_bound_nobody_waits(order: list[int]) -> None:
-    ledger = Ledger()
+    ledger = VersionTracker()
     for replica in range(5):
         ledger.read(replica)
     reads = dict.fromkeys(range(5), 0)
     for version, replica in enumerate(order):
-        assert ledger.may_apply(replica)
-        assert ledger.may_read
+        assert ledger.can_apply(replica)
+        assert ledger.can_read
         assert ledger.apply(replica) == version - reads[replica]
         ledger.read(replica)
         reads[replica] = version + 1

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from engines.spatial.tiles import Grid
-from engines.spatial.windows import SlidingWindow, halo_widths
+from engines.spatial.windows import SlidingWindow, compute_halo_widths
 from tests.exact import assert_exact, tiled
 
 Pair = tuple[int, int]
@@ -46,11 +46,11 @@ class Geometry:
     def has_tile_thinner_than_its_halo(self) -> bool:
         """Then a halo comes from beyond the neighbour."""
         return any(
-            0 < len(own) < max(halo_widths(own, rule(out), image))
+            0 < len(own) < max(compute_halo_widths(own, rule(out), image))
             for image, out_px, parts, rule in zip(
                 self.image_px, self.out_px, (self.grid.rows, self.grid.cols), self.rules, strict=True
             )
-            for own, out in zip(Grid.spans(image, parts), Grid.spans(out_px, parts), strict=True)
+            for own, out in zip(Grid.split_axis(image, parts), Grid.split_axis(out_px, parts), strict=True)
         )
 
 

@@ -13,8 +13,8 @@ from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.instructions import Exchange
 from engines.program.program import Program
-from engines.spatial.fusion import Read, widened
-from engines.spatial.grouping import HaloCost, Work, cheapest
+from engines.spatial.fusion import WindowRead, extend_tiles
+from engines.spatial.grouping import HaloCost, ValueCost, group_cheapest
 from engines.spatial.tiles import Grid, Span, Tile
 from engines.spatial.windows import Shift, SlidingWindow
 from engines.training import prepare
@@ -31,21 +31,21 @@ def rows(tiles: Mapping[int, Tile]) -> list[tuple[int, int]]:
     return [(tile.rows.start, tile.rows.stop) for tile in tiles.values()]
 
 
-def chain(*names: str) -> list[Read]:
+def chain(*names: str) -> list[WindowRead]:
     """Each reads the one before it by a window of three rows."""
-    return [Read(node, value, SAME, Shift(0), 0.0) for value, node in itertools.pairwise(names)]
+    return [WindowRead(node, value, SAME, Shift(0), 0.0) for value, node in itertools.pairwise(names)]
 
 
 def test_each_layer_of_a_group_computes_a_row_more_than_the_next():
-    wide = widened(chain("x", "a", "b", "c"), {"a": 1, "b": 1, "c": 1}, strips)
+    wide = extend_tiles(chain("x", "a", "b", "c"), {"a": 1, "b": 1, "c": 1}, strips)
     assert rows(wide.held["b"]) == [(0, 9), (7, 16)]
     assert rows(wide.held["a"]) == [(0, 10), (6, 16)]
     assert "c" not in wide.held
-    assert wide.fetch("a", "x") is None  # one reader asks for just what it wants
+    assert wide.get_fetched("a", "x") is None  # one reader asks for just what it wants
 
 
 def test_groups_end_with_own_tiles():
-    wide = widened(chain("x", "a", "b", "c"), {"a": 1, "b": 1, "c": 2}, strips)
+    wide = extend_tiles(chain("x", "a", "b", "c"), {"a": 1, "b": 1, "c": 2}, strips)
     assert rows(wide.held["a"]) == [(0, 9), (7, 16)]
     assert wide.held.keys() == {"a"}
 
@@ -54,18 +54,18 @@ def test_a_branch_and_its_shortcut_fetch_once():
     """The shortcut adds x itself to the branch's end, which is wanted wider than a tile."""
     reads = [
         *chain("x", "a", "b"),
-        Read("sum", "b", Shift(0), Shift(0), 0.0),
-        Read("sum", "x", Shift(0), Shift(0), 0.0),
+        WindowRead("sum", "b", Shift(0), Shift(0), 0.0),
+        WindowRead("sum", "x", Shift(0), Shift(0), 0.0),
     ]
-    wide = widened([*reads, *chain("sum", "end")], dict.fromkeys(("a", "b", "sum", "end"), 1), strips)
+    wide = extend_tiles([*reads, *chain("sum", "end")], dict.fromkeys(("a", "b", "sum", "end"), 1), strips)
     assert rows(wide.held["sum"]) == rows(wide.held["b"]) == [(0, 9), (7, 16)]
-    assert rows(wide.fetch("a", "x")) == rows(wide.fetch("sum", "x")) == [(0, 11), (5, 16)]
+    assert rows(wide.get_fetched("a", "x")) == rows(wide.get_fetched("sum", "x")) == [(0, 11), (5, 16)]
 
 
 def test_readers_that_fill_the_outside_differently_share_what_lies_inside():
-    reads = [Read("a", "x", SAME, Shift(0), 0.0), Read("b", "x", SAME, Shift(0), float("-inf"))]
-    wide = widened(reads, {"a": 1, "b": 1}, strips)
-    assert wide.fetch("a", "x") == {0: Tile(Span(0, 9), Span(0, 1)), 1: Tile(Span(7, 16), Span(0, 1))}
+    reads = [WindowRead("a", "x", SAME, Shift(0), 0.0), WindowRead("b", "x", SAME, Shift(0), float("-inf"))]
+    wide = extend_tiles(reads, {"a": 1, "b": 1}, strips)
+    assert wide.get_fetched("a", "x") == {0: Tile(Span(0, 9), Span(0, 1)), 1: Tile(Span(7, 16), Span(0, 1))}
 
 
 def exchanges(model: nn.Module, **halos: object) -> list[Program]:
@@ -83,10 +83,10 @@ def test_one_exchange_for_each_group_of_blocks(fused: int, expected: int):
         assert sum(isinstance(step, Exchange) for step in other.forward) == expected
 
 
-def rising(count: int) -> tuple[list[list[str]], list[Read], dict[str, Work]]:
+def rising(count: int) -> tuple[list[list[str]], list[WindowRead], dict[str, ValueCost]]:
     """Layers of one operator each, which read each other by three rows."""
     names = [f"v{number}" for number in range(count + 1)]
-    return [[name] for name in names[1:]], chain(*names), {name: Work(flops=160, pixel_bytes=4) for name in names}
+    return [[name] for name in names[1:]], chain(*names), {name: ValueCost(flops=160, pixel_bytes=4) for name in names}
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def rising(count: int) -> tuple[list[list[str]], list[Read], dict[str, Work]]:
 )
 def test_groups_are_as_long_as_is_cheapest(cost: HaloCost, expected: tuple[int, ...]):
     layers, reads, work = rising(6)
-    assert cheapest(layers, reads, strips, work, cost) == expected
+    assert group_cheapest(layers, reads, strips, work, cost) == expected
 
 
 @pytest.mark.parametrize("exchange_s", [0.0, 1.0, 5.0, 20.0, 80.0])
@@ -114,7 +114,9 @@ def test_no_other_grouping_is_cheaper(exchange_s: float):
         ends = list(itertools.accumulate(sizes))
         parts = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         return sum(
-            cost.of(widened([reads[n] for n in part], {f"v{n + 1}": 0 for n in part}, strips), strips, work)
+            cost.estimate_seconds(
+                extend_tiles([reads[n] for n in part], {f"v{n + 1}": 0 for n in part}, strips), strips, work
+            )
             for part in parts
         )
 
@@ -123,7 +125,7 @@ def test_no_other_grouping_is_cheaper(exchange_s: float):
         tuple(len(list(run)) for _, run in itertools.groupby(itertools.accumulate((0, *map(int, cut))))) for cut in cuts
     ]
     assert len(set(ways)) == 32
-    assert price(cheapest(layers, reads, strips, work, cost)) == min(map(price, ways))
+    assert price(group_cheapest(layers, reads, strips, work, cost)) == min(map(price, ways))
 
 
 def test_auto_is_a_plan_like_any_other():

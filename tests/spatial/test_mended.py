@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 from torch.profiler import profile
 
-from engines.spatial.kernels import kernel
+from engines.spatial.kernels import get_kernel
 
 
 @pytest.mark.parametrize("stride", [(1, 1), (2, 2), (1, 3)])
@@ -23,7 +23,7 @@ def test_a_pointwise_convolution(stride: tuple[int, int], channels: int, groups:
         found, wanted = (
             _gradients(convolve, x, weight)
             for convolve in (
-                lambda x, w: kernel("aten.conv2d.default")(x, w, None, list(stride), [0, 0], [1, 1], groups),
+                lambda x, w: get_kernel("aten.conv2d.default")(x, w, None, list(stride), [0, 0], [1, 1], groups),
                 lambda x, w: functional.conv2d(x.contiguous(), w.contiguous(), None, stride, groups=groups),
             )
         )
@@ -48,7 +48,7 @@ def test_one_thread_leaves_a_large_pointwise_convolution_to_onednn(side_px: int,
     try:
         x, weight = torch.randn(1, 16, side_px, side_px), torch.randn(8, 16, 1, 1)
         with profile(acc_events=True) as seen:
-            found = _gradients(kernel("aten.conv2d.default"), x, weight)
+            found = _gradients(get_kernel("aten.conv2d.default"), x, weight)
         wanted = _gradients(functional.conv2d, x.double(), weight.double())
     finally:
         torch.set_num_threads(before)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.program.carry import carriers
+from engines.program.carry import make_exchange_runners
 from engines.program.instructions import Exchange
-from engines.program.outbox import Outbox
-from engines.spatial.moves import Move, moves
+from engines.program.outbox import SendQueue
+from engines.spatial.moves import Move, compute_moves
 from engines.spatial.tiles import Grid, Span, Tile
 from tests.exact import whole_numbers
 
@@ -47,7 +47,7 @@ def pixels(tile: Tile) -> set[tuple[int, int]]:
 def is_wider_than_a_neighbour(case: Case) -> bool:
     """Whether somebody's pixels come from three owners along one axis."""
     _, owned, wanted = case
-    got = moves(owned, wanted)
+    got = compute_moves(owned, wanted)
     return any(len({m.tile.cols for m in got if m.target == rank}) > 2 for rank in wanted)
 
 
@@ -56,7 +56,9 @@ def test_every_wanted_pixel_arrives_once_from_its_owner(case: Case):
     (height_px, width_px), owned, wanted = case
     owner = {pixel: rank for rank, tile in owned.items() for pixel in pixels(tile)}
     assert owner.keys() == pixels(Tile.whole(height_px, width_px))
-    painted = [(move.target, pixel, move.source) for move in moves(owned, wanted) for pixel in pixels(move.tile)]
+    painted = [
+        (move.target, pixel, move.source) for move in compute_moves(owned, wanted) for pixel in pixels(move.tile)
+    ]
     expected = [
         (target, pixel, owner[pixel]) for target, want in wanted.items() for pixel in pixels(want) if pixel in owner
     ]
@@ -66,7 +68,7 @@ def test_every_wanted_pixel_arrives_once_from_its_owner(case: Case):
 @given(case=cases())
 def test_no_move_is_empty_and_own_pixels_are_among_them(case: Case):
     _, owned, wanted = case
-    found = moves(owned, wanted)
+    found = compute_moves(owned, wanted)
     assert all(move.tile for move in found)
     assert {(m.source, m.tile) for m in found if m.source == m.target} == {
         (rank, tile) for rank, want in wanted.items() if rank in owned and (tile := owned[rank] & want)
@@ -79,7 +81,7 @@ def test_the_search_space_holds_halos_wider_than_a_neighbour():
 
 def test_the_gather_of_four_tiles_is_four_moves():
     owned = dict(enumerate(Grid(2, 2).cut(4, 6)))
-    assert moves(owned, {9: Tile.whole(4, 6)}) == tuple(Move(rank, 9, owned[rank]) for rank in range(4))
+    assert compute_moves(owned, {9: Tile.whole(4, 6)}) == tuple(Move(rank, 9, owned[rank]) for rank in range(4))
 
 
 # ---- the linear map: F fills each rank's window, F* sends gradients home
@@ -88,7 +90,7 @@ def test_the_gather_of_four_tiles_is_four_moves():
 def exchange(rank: int, case: Case, fill: float) -> Exchange:
     """What the rank does of F; what it keeps is not sent."""
     (height_px, width_px), owned, wanted = case
-    travelling = [move for move in moves(owned, wanted) if move.source != move.target]
+    travelling = [move for move in compute_moves(owned, wanted) if move.source != move.target]
     return Exchange(
         name="x", purpose="test", source="x", target="y", axes=(-2, -1), shape=(2, 1, height_px, width_px),
         dtype="float64", own=owned.get(rank), window=wanted.get(rank), fill=fill,
@@ -111,11 +113,11 @@ def there_and_back(world: LoopbackWorld, case: Case, fill: float) -> tuple[Tenso
     """x, Fx, y and F*y of one rank; None where the rank has none."""
     step, cpu = exchange(world.rank, case, fill), torch.device("cpu")
     x = None if step.own is None else whole_numbers(2, 1, *step.own.shape, seed=world.rank)
-    carrier = carriers([step], world, cpu, Outbox())["x"]
-    fx, _ = carrier.there(x)
+    carrier = make_exchange_runners([step], world, cpu, SendQueue())["x"]
+    fx, _ = carrier.forward(x)
     y = None if fx is None else whole_numbers(*fx.shape, seed=100 + world.rank)
     source = None if x is None else x.clone().requires_grad_()
-    carrier.back(None if y is None else y.clone(), source, alone=True)
+    carrier.backward(None if y is None else y.clone(), source, alone=True)
     return x, fx, y, None if source is None else source.grad
 
 
@@ -147,14 +149,14 @@ def test_a_window_holds_the_whole_images_pixels_and_the_fill(case: Case, fill: f
     whole = torch.zeros(2, 1, height_px, width_px).double()
     home = torch.zeros_like(whole)
     for rank, tile in owned.items():
-        whole[..., *tile.within(Tile.whole(0, 0))] = runs[rank][0]
+        whole[..., *tile.to_slices(Tile.whole(0, 0))] = runs[rank][0]
     margin = 16
     padded = torch.nn.functional.pad(whole, (margin,) * 4, value=fill)
     landed = torch.zeros_like(padded)
     for rank, tile in wanted.items():
-        inside = tile.within(Tile(Span(-margin, 0), Span(-margin, 0)))
+        inside = tile.to_slices(Tile(Span(-margin, 0), Span(-margin, 0)))
         assert torch.equal(runs[rank][1], padded[..., *inside])
         landed[..., *inside] += runs[rank][2]
     home = landed[..., margin : margin + height_px, margin : margin + width_px]
     for rank, tile in owned.items():
-        assert torch.equal(runs[rank][3], home[..., *tile.within(Tile.whole(0, 0))])
+        assert torch.equal(runs[rank][3], home[..., *tile.to_slices(Tile.whole(0, 0))])

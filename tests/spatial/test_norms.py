@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.plan import Plan
-from engines.spatial.kernels import kernel
+from engines.spatial.kernels import get_kernel
 from engines.spatial.tiles import Grid
 from tests.exact import assert_exact, close, whole_numbers, with_whole_weights
 from tests.spatial.drawn import Pair, check, images_on_grids, seeds, trials
@@ -141,9 +141,9 @@ class BackwardArguments(TorchDispatchMode):
 def test_batch_norm_backward_passes_what_cuda_kernels_require():
     """CUDA's channels_last kernels fail on an internal check where the saved statistics are None."""
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last).requires_grad_()
-    moments = kernel("tile.moments")(x, 0, 1)
+    moments = get_kernel("tile.moments")(x, 0, 1)
     with BackwardArguments() as seen:
-        kernel("tile.batch_norm")(x, moments, torch.ones(3), torch.zeros(3), [40], 1e-5).square().sum().backward()
+        get_kernel("tile.batch_norm")(x, moments, torch.ones(3), torch.zeros(3), [40], 1e-5).square().sum().backward()
     assert len(seen.calls) == 1
     save_mean, save_invstd = seen.calls[0][5:7]
     assert save_mean.numel() == save_invstd.numel() == 0  # empty, as the forward pass in evaluation mode leaves them

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from engines.errors import TraceError
 from engines.plan import Plan
 from engines.spatial import kernels, ops
-from engines.spatial.additions import Additions, is_own
-from engines.spatial.kernels import kernel, local_kernel
-from engines.spatial.ops import entry
+from engines.spatial.additions import UserOps, is_user_defined
+from engines.spatial.kernels import get_kernel, register_kernel
+from engines.spatial.ops import register_rule
 from engines.spatial.windows import SlidingWindow
 from mpi4dl_nb import Cluster, Training
 from tests.exact import assert_exact, close, tiled, whole_numbers, with_whole_weights
@@ -43,11 +43,11 @@ def blur() -> torch.library.CustomOpDef:
 def add_blur() -> None:
     """As a cell would."""
 
-    @local_kernel("cell.blur.default")
+    @register_kernel("cell.blur.default")
     def blurred(window: Tensor, padding: int = 1) -> Tensor:
         return torch.nn.functional.avg_pool2d(window, 3, 1, padding)
 
-    @entry("cell.blur.default", images=("x",))
+    @register_rule("cell.blur.default", images=("x",))
     def blur_on_tiles(b, node):
         rule = SlidingWindow(kernel=3, padding=1)
         window = b.window(node.arguments["x"], node.spec.shape[-2:], rule, rule)
@@ -64,7 +64,9 @@ class Blurred(nn.Module):
 
 
 def test_without_an_entry_it_is_refused():
-    with pytest.raises(TraceError, match=r'(?s)^cell.blur.default .* write an entry.*@entry\("cell.blur.default"\)'):
+    with pytest.raises(
+        TraceError, match=r'(?s)^cell.blur.default .* write a rule.*@register_rule\("cell.blur.default"\)'
+    ):
         assert_exact(Blurred().double(), whole_numbers(*SHAPE), tiled("2x2"))
 
 
@@ -75,9 +77,9 @@ def test_with_one_it_is_exact(grid: str):
 
 
 def test_the_table_knows_what_is_its_own():
-    assert Additions.now() == Additions()
+    assert UserOps.snapshot() == UserOps()
     add_blur()
-    found = Additions.now()
+    found = UserOps.snapshot()
     assert [name for name, *_ in found.rules] == [name for name, _ in found.kernels] == ["cell.blur.default"]
 
 
@@ -86,8 +88,8 @@ def test_a_function_with_a_gradient_of_its_own_is_whose_its_class_is():
 
     class Mine(torch.autograd.Function): ...
 
-    assert is_own(Mine.apply)
-    assert not is_own(kernel("tile.moments"))
+    assert is_user_defined(Mine.apply)
+    assert not is_user_defined(get_kernel("tile.moments"))
 
 
 @pytest.mark.parametrize("backend", ["loopback", "mpi"])
@@ -102,11 +104,11 @@ def test_ranks_get_them_by_value(backend: str):
     blur.register_autograd(lambda ctx, grad: nn.functional.avg_pool2d(grad, 3, 1, 1))
     name = f"cell.blur_{backend}.default"
 
-    @local_kernel(name)
+    @register_kernel(name)
     def blurred(window, padding=1):
         return torch.nn.functional.avg_pool2d(window, 3, 1, padding)
 
-    @entry(name)
+    @register_rule(name)
     def blur_on_tiles(b, node):
         rule = SlidingWindow(kernel=3, padding=1)
         window = b.window(node.arguments["x"], node.spec.shape[-2:], rule, rule)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.plan import Plan
 from engines.spatial import draws
-from engines.spatial.draws import step_seed, uniform
+from engines.spatial.draws import compute_step_seed, sample_uniform
 from engines.spatial.tiles import Grid
 from mpi4dl_nb import Cluster, Training
 from tests.exact import assert_exact, close, finish, ready, tiled, whole_numbers, with_whole_weights
@@ -116,7 +116,7 @@ def test_another_step_draws_another_mask():
     def two_masks(world: LoopbackWorld) -> list[Tensor]:
         worker, made = finish(start(world)), []
         for _ in range(2):
-            made.append(worker.peek(worker.program.way(0).prediction).clone())
+            made.append(worker.peek(worker.program.get_direction_program(0).prediction).clone())
             worker.restart({0: {"images": ones, "labels": ones}})
             finish(worker)
         return made
@@ -128,7 +128,7 @@ def test_another_step_draws_another_mask():
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**64 - 1), step=st.integers(0, 2**31))
 def test_seeds_of_steps_are_words(seed: int, step: int):
-    assert 0 <= step_seed(seed, step) < 2**64 != step_seed(seed, step + 1)
+    assert 0 <= compute_step_seed(seed, step) < 2**64 != compute_step_seed(seed, step + 1)
 
 
 def test_numbers_are_those_of_splitmix():
@@ -136,28 +136,28 @@ def test_numbers_are_those_of_splitmix():
     state, mixed = 1234567, []
     for _ in range(3):
         state = (state + draws._GOLDEN) % 2**64
-        mixed.append(draws._mixed(state))
+        mixed.append(draws._mix(state))
     assert mixed == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
 @pytest.mark.parametrize("part", [(0, 64, 0, 64), (3, 40, 7, 64)])
 def test_a_part_is_cut_out_of_the_whole(part: tuple[int, int, int, int]):
     r0, r1, c0, c1 = part
-    whole = uniform(5, 2, [(3, 0, 3), (64, 0, 64), (64, 0, 64)], CPU)
-    assert torch.equal(uniform(5, 2, [(3, 0, 3), (64, r0, r1), (64, c0, c1)], CPU), whole[:, r0:r1, c0:c1])
+    whole = sample_uniform(5, 2, [(3, 0, 3), (64, 0, 64), (64, 0, 64)], CPU)
+    assert torch.equal(sample_uniform(5, 2, [(3, 0, 3), (64, r0, r1), (64, c0, c1)], CPU), whole[:, r0:r1, c0:c1])
 
 
 def test_numbers_are_uniform_and_do_not_follow_from_their_neighbours():
     """Mean and variance within five deviations of what they estimate; so are products of neighbours of all kinds."""
     n = 2**20
-    u = uniform(1, 0, [(1024, 0, 1024), (1024, 0, 1024)], CPU)
+    u = sample_uniform(1, 0, [(1024, 0, 1024), (1024, 0, 1024)], CPU)
     assert 0 <= u.min() < u.max() < 1
     centred = (u - 0.5) * 12**0.5
     assert abs(centred.mean()) < 5 / n**0.5
     assert abs(centred.square().mean() - 1) < 5 / n**0.5
     others = [centred.roll(1, 0), centred.roll(1, 1), centred.roll((1, 1), (0, 1)),
-              (uniform(1, 1, [(1024, 0, 1024)] * 2, CPU) - 0.5) * 12**0.5,
-              (uniform(2, 0, [(1024, 0, 1024)] * 2, CPU) - 0.5) * 12**0.5]  # fmt: skip
+              (sample_uniform(1, 1, [(1024, 0, 1024)] * 2, CPU) - 0.5) * 12**0.5,
+              (sample_uniform(2, 0, [(1024, 0, 1024)] * 2, CPU) - 0.5) * 12**0.5]  # fmt: skip
     assert all(abs((centred * other).mean()) < 5 / n**0.5 for other in others)
     counts = torch.histc(u, 64, 0, 1)
     assert ((counts - n / 64).square() / (n / 64)).sum() < 130  # chi squared, 63 degrees of freedom

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from engines.errors import TraceError
-from engines.spatial.entries.sampling import taps
+from engines.spatial.entries.sampling import find_taps
 from engines.spatial.tiles import Grid
 from tests.exact import close, whole_numbers, with_whole_weights
 from tests.spatial.drawn import Pair, check, images_on_grids, seeds, trials
@@ -135,7 +135,7 @@ def test_taps_are_found_for_any_size():
     values = torch.rand(1, 1000).double()
     for size in (7, 999, 1000, 2300):
         resample = lambda x, size=size: F.interpolate(x[None], size=size, mode="linear")[0]  # noqa: E731
-        found = taps(1000, resample, 2 * math.ceil(max(1, 1000 / size)))
+        found = find_taps(1000, resample, 2 * math.ceil(max(1, 1000 / size)))
         sums = (values[0][torch.tensor(found.inputs)] * torch.tensor(found.weights, dtype=torch.float64)).sum(1)
         assert torch.allclose(sums, resample(values)[0], rtol=0, atol=1e-14)
         assert len(found.weights[0]) <= 2

@@ -39,7 +39,7 @@ def test_within_finds_the_pixels_again(outer: Tile, inner: Tile):
     inner = outer & inner
     if not inner:
         return
-    rows, cols = inner.within(outer)
+    rows, cols = inner.to_slices(outer)
     table = [[(row, col) for col in range(outer.cols.start, outer.cols.stop)]
              for row in range(outer.rows.start, outer.rows.stop)]  # fmt: skip
     found = [line[cols] for line in table[rows]]
@@ -68,7 +68,7 @@ def test_tiles_are_numbered_row_by_row(rows: int, cols: int):
 @given(size_px=st.integers(1, 200), parts=st.integers(1, 8), times=st.integers(1, 5))
 def test_layers_of_all_sizes_are_cut_at_the_same_fractions(size_px: int, parts: int, times: int):
     """The cuts of an image with `times` as many pixels are less than one small pixel away."""
-    small, large = Grid.spans(size_px, parts), Grid.spans(size_px * times, parts)
+    small, large = Grid.split_axis(size_px, parts), Grid.split_axis(size_px * times, parts)
     assert all(0 <= big.start - times * one.start < times for one, big in zip(small, large, strict=True))
 
 

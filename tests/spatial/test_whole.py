@@ -234,7 +234,7 @@ def compiled(function: object, shape: tuple[int, ...], grid: str = "2x2") -> Com
 
 def test_a_value_is_gathered_once_however_many_read_it():
     model = nn.Sequential(nn.Conv2d(2, 2, 1), Reader())
-    program = compiled(model, (1, 2, 8, 6)).program(3)
+    program = compiled(model, (1, 2, 8, 6)).compile_rank(3)
     (exchange,) = [item for item in program.forward if isinstance(item, Exchange)]
     assert exchange.window.shape == (8, 6)
     assert len(exchange.receives) == len(exchange.sends) == 3
@@ -265,4 +265,4 @@ def test_average_pools_and_sums_of_large_images_are_not():
         def forward(self, x: Tensor) -> Tensor:
             return F.adaptive_avg_pool2d(x, (1, 2)).sum() + x.amax(2).sum() + x.mean(3).sum() + x.flip(2).sum()
 
-    assert compiled(nn.Sequential(Averages()), (1, 2, 2 * WHOLE_PX // 128, 128)).program(0).steps
+    assert compiled(nn.Sequential(Averages()), (1, 2, 2 * WHOLE_PX // 128, 128)).compile_rank(0).steps

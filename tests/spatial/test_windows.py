@@ -6,7 +6,15 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from engines.spatial.tiles import Span, Tile
-from engines.spatial.windows import Reach, Shift, SlidingWindow, TransposedWindow, halo_widths, interior, window
+from engines.spatial.windows import (
+    MonotoneWindow,
+    Shift,
+    SlidingWindow,
+    TransposedWindow,
+    compute_halo_widths,
+    compute_interior,
+    compute_window,
+)
 
 settings = {
     "kernel": st.integers(1, 6), "stride": st.integers(1, 5), "padding": st.integers(0, 6),
@@ -70,7 +78,7 @@ def test_an_interior_reads_only_what_is_held(rule: SlidingWindow, out: Span, ima
     held, image = held & Span(0, image_px), Span(0, image_px)
     inside = {o for o in indices(out) if not (s := rule(Span(o, o + 1)) & image) or s & held == s}
     strictly = {o for o in inside if (s := rule(Span(o, o + 1))) & held == s}
-    found = interior(out, rule, held, image_px)
+    found = compute_interior(out, rule, held, image_px)
     reads = rule(found) if found else image
     assert set(indices(found)) <= inside
     if max(0, -reads.start) != max(0, reads.stop - image_px):
@@ -89,7 +97,7 @@ def test_reach_is_what_adaptive_cells_read(size_px: int, count: int, data: st.Da
     start = data.draw(st.integers(0, count - 1))
     out = Span(start, data.draw(st.integers(start + 1, count)))
     cells = [range(i * size_px // count, -(-(i + 1) * size_px // count)) for i in range(count)]
-    found = Reach(lambda i: cells[i][0], lambda i: cells[i][-1])(out)
+    found = MonotoneWindow(lambda i: cells[i][0], lambda i: cells[i][-1])(out)
     assert set(indices(found)) == {pixel for i in indices(out) for pixel in cells[i]}
 
 
@@ -100,7 +108,7 @@ def test_reach_is_what_adaptive_cells_read(size_px: int, count: int, data: st.Da
     b=outputs,
 )
 def test_a_window_has_a_rule_for_each_axis(rows: SlidingWindow, cols: TransposedWindow, a: Span, b: Span):
-    assert window(Tile(a, b), rows, cols) == Tile(rows(a), cols(b))
+    assert compute_window(Tile(a, b), rows, cols) == Tile(rows(a), cols(b))
 
 
 @given(image_px=st.integers(1, 20), own=outputs, reads=st.builds(
@@ -110,4 +118,4 @@ def test_halo_widths_count_the_borrowed_pixels(image_px: int, own: Span, reads: 
     assume(own.stop <= image_px and own & reads)
     borrowed = set(indices(reads)) & set(range(image_px)) - set(indices(own))
     before = {pixel for pixel in borrowed if pixel < own.start}
-    assert halo_widths(own, reads, image_px) == (len(before), len(borrowed - before))
+    assert compute_halo_widths(own, reads, image_px) == (len(before), len(borrowed - before))

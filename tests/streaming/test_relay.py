@@ -9,14 +9,14 @@ import torch
 
 from engines.comm.world import Message
 from engines.errors import RankError
-from engines.streaming.relay import Relay
+from engines.streaming.relay import RankScheduler
 
 
 @pytest.fixture
 def relay():
-    made = Relay(3)
+    made = RankScheduler(3)
     for rank in range(3):
-        made.enter(rank, lambda: None, lambda rank=rank: (10 * rank,))
+        made.register(rank, lambda: None, lambda rank=rank: (10 * rank,))
     return made
 
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from engines.images.synthetic import SyntheticImages
 from engines.models.unet import UNet
-from engines.oracle import OneProcess
+from engines.oracle import ReferenceTraining
 from engines.plan import Plan
 from engines.spatial.tiles import Tile
-from engines.streaming.images import tile_by_tile
+from engines.streaming.images import make_tile_loader
 from engines.streaming.training import StreamedTraining
 from engines.training import prepare
 
@@ -37,8 +37,8 @@ def test_a_segmentation_reads_each_tile_once_and_is_that_of_one_process(tmp_path
     model, images = UNet(num_classes=3), Watched()
     recipe = prepare(model, PLAN, (2, 3, *SIZE), device="cpu")
     training = StreamedTraining(recipe, tmp_path)
-    one = OneProcess(model, nn.CrossEntropyLoss(), recipe.optimiser, torch.float64)
-    feed = tile_by_tile(training, images)
+    one = ReferenceTraining(model, nn.CrossEntropyLoss(), recipe.optimiser, torch.float64)
+    feed = make_tile_loader(training, images)
     whole = Tile.whole(*SIZE)
     for numbers in pairwise(range(4)):
         losses = training.step(feed(numbers))

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from engines.bench.verify import batches
+from engines.bench.verify import make_batches
 from engines.errors import LossError, PlanError, RankError
-from engines.layer.graph import plain_name
+from engines.layer.graph import to_user_name
 from engines.offload import shelf
-from engines.oracle import OneProcess
+from engines.oracle import ReferenceTraining
 from engines.plan import Plan
 from engines.streaming.training import StreamedTraining
 from engines.training import prepare
@@ -65,14 +65,14 @@ def make(tmp_path):
         torch.manual_seed(0)
         model = Net()
         recipe = prepare(model, plan, SHAPE, device="cpu", **rules)
-        one = OneProcess(
+        one = ReferenceTraining(
             model, nn.CrossEntropyLoss(), recipe.optimiser, torch.float64, recipe.draws, plan.micro_batches,
             recipe.rules,
         )  # fmt: skip
         made.append(StreamedTraining(recipe, tmp_path, threads=1))
         for shelf_ in made[0]._shelves:
             shelf_.reads_files = reads_files
-        return made[0], batches(recipe, 0, steps=steps), one
+        return made[0], make_batches(recipe, 0, steps=steps), one
 
     yield training
     for each in made:
@@ -85,10 +85,10 @@ def far(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def state(training: StreamedTraining) -> dict[str, torch.Tensor]:
     named = {**training.weights, **training.buffers}
-    return {plain_name(name): tensor.detach().clone() for name, tensor in named.items()}
+    return {to_user_name(name): tensor.detach().clone() for name, tensor in named.items()}
 
 
-def assert_alike(training: StreamedTraining, one: OneProcess) -> None:
+def assert_alike(training: StreamedTraining, one: ReferenceTraining) -> None:
     theirs = {**one.weights, **one.buffers}
     for key, ours in state(training).items():
         assert far(ours.double(), theirs[key].detach().double()) <= 1e-10, key

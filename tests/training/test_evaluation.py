@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.evaluation import HeldOut, RankEvaluation, evaluate_on_ranks
+from engines.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks
 from engines.images.synthetic import SyntheticImages
-from engines.metrics import Scores, count
+from engines.metrics import Scores, count_predictions
 from engines.plan import Plan
 from engines.spatial.tiles import Tile
 from engines.training import RankTraining, prepare
@@ -58,7 +58,7 @@ def judged(plan: Plan, images: SyntheticImages) -> tuple[list[Scores], nn.Module
     recipe = prepare(model, Plan(**{**plan.__dict__, "precision": "float64"}), shape)
     specs = recipe.step_specs
     batch = {"images": torch.randn(specs["images"].shape).double(), "labels": torch.zeros(specs["labels"].shape).long()}
-    held_out = HeldOut(model, loss, recipe, images)
+    held_out = HeldOutSet(model, loss, recipe, images)
 
     def work(world: LoopbackWorld) -> tuple[Scores, dict[str, Tensor]]:
         training = RankTraining(world, recipe)
@@ -85,7 +85,7 @@ def test_ranks_judge_as_one_process(plan: Plan):
         answers = model(whole)
     for scores in found:
         assert scores.loss == pytest.approx(nn.functional.cross_entropy(answers, labels).item(), rel=1e-12)
-        assert scores.counts == count(answers, labels)
+        assert scores.counts == count_predictions(answers, labels)
 
 
 def test_ranks_read_their_own_pixels():

@@ -22,7 +22,7 @@ from torch.optim import lr_scheduler
 
 from engines.errors import PlanError
 from engines.optimiser_trial import count_states
-from engines.optimisers import specs_of
+from engines.optimisers import collect_parameter_specs
 from engines.plan import Plan
 from engines.training import prepare
 from mpi4dl_nb import Cluster, Training
@@ -272,7 +272,7 @@ def test_torchs_muon_moves_the_matrix_that_it_is_given():
      (partial(torch.optim.Adam, amsgrad=True), 3), (orthogonal, 1), (muon_of_matrices, 1)],
 )  # fmt: skip
 def test_states_are_counted_on_the_models_shapes(optimiser: Callable[..., Any], states: int):
-    assert count_states(optimiser, specs_of(net(), None, torch.float32)) == states
+    assert count_states(optimiser, collect_parameter_specs(net(), None, torch.float32)) == states
 
 
 # ---- refused before a rank starts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engines.comm.device import choose_device, ranks_here, threads_of
+from engines.comm.device import choose_device, choose_thread_count, count_local_ranks
 from engines.plan import Plan
 
 PLAN = Plan(split_size=1, num_spatial_parts=4)
@@ -36,5 +36,5 @@ def test_ranks_without_an_mpi_take_gpus_in_turn(monkeypatch, four_gpus):
 def test_threads_are_shared_with_the_ranks_of_the_same_host(monkeypatch, told, here):
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", told)
     monkeypatch.setattr("engines.comm.device.cores", lambda: 8)
-    assert ranks_here(4) == here
-    assert threads_of(PLAN, 0) == 8 // here
+    assert count_local_ranks(4) == here
+    assert choose_thread_count(PLAN, 0) == 8 // here

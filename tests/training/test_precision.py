@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.bench.verify import batches, rank_record, verify
+from engines.bench.verify import make_batches, record_rank_run, verify
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.layer.graph import ModelGraph, TensorSpec
-from engines.layer.stages import layers
+from engines.layer.stages import find_layers
 from engines.layer.trace import trace
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
-from engines.oracle import OneProcess
+from engines.oracle import ReferenceTraining
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.instructions import AllReduce, Exchange
@@ -131,7 +131,7 @@ def test_stages_are_those_of_float32(name: str):
         trace(model, nn.CrossEntropyLoss(), TensorSpec((2, 3, 32, 32), "float32"), labels, precision)
         for precision in ("", "bfloat16")
     ]
-    plain, half = (layers(graph) for graph in graphs)
+    plain, half = (find_layers(graph) for graph in graphs)
     assert [layer.flops for layer in plain] == [layer.flops for layer in half]
     assert graphs[0].trainable == graphs[1].trainable
 
@@ -163,10 +163,10 @@ def test_a_graph_with_casts_computes_without_autocast_what_the_model_does_with_i
         training = RankTraining(world, recipe)
         batch = {"images": images, "labels": torch.zeros(2, 4, 6, 5)}
         training.step(training.cut(batch))
-        return training.tensors()["gradients"], training.worker.loss or 0.0
+        return training.copy_tensors()["gradients"], training.worker.loss or 0.0
 
     (gradients, loss), = run_ranks(1, run)  # fmt: skip
-    alone = OneProcess(model, functional.mse_loss, torch.optim.SGD, torch.bfloat16)
+    alone = ReferenceTraining(model, functional.mse_loss, torch.optim.SGD, torch.bfloat16)
     theirs = alone.step({"images": images, "labels": torch.zeros(2, 4, 6, 5)})
     assert loss == pytest.approx(theirs, rel=1e-2)
     for name, gradient in alone.gradients.items():
@@ -191,12 +191,12 @@ def test_halos_travel_in_half_precision_and_moments_do_not():
 def test_masters_stay_float32():
     torch.manual_seed(0)
     recipe = recipe_of(resnet20_v1(), "float16", split_size=2, slice_method="2x2")
-    whole = batches(recipe, seed=0, steps=1)
+    whole = make_batches(recipe, seed=0, steps=1)
 
     def train(world: LoopbackWorld) -> set[torch.dtype]:
         training = RankTraining(world, recipe)
-        rank_record(training, map(training.cut, whole))
-        held = training.tensors()
+        record_rank_run(training, map(training.cut, whole))
+        held = training.copy_tensors()
         state = training.worker.descent.optimiser.state.values()
         kept = [t for entry in state for t in entry.values() if isinstance(t, Tensor)]
         every = [*held["weights"].values(), *held["gradients"].values(), *held["buffers"].values(), *kept]
@@ -238,7 +238,7 @@ def test_no_rank_updates_where_one_gradient_is_not_finite():
     told = run_ranks(5, train)
     assert all(rank == told[0] for rank in told[1:]), "all ranks, or none"
     assert (told[0][0], told[0][-1][1]) == ((SCALE / 2, False), True), "the first step is skipped, the last one is not"
-    alone = OneProcess(model, nn.CrossEntropyLoss(), recipe.optimiser, torch.float16)
+    alone = ReferenceTraining(model, nn.CrossEntropyLoss(), recipe.optimiser, torch.float16)
     scales = [(alone.step(batch), alone.scaler.get_scale())[1] for _ in range(8)]
     assert [scale for scale, _ in told[0]] == scales
 
@@ -246,7 +246,7 @@ def test_no_rank_updates_where_one_gradient_is_not_finite():
 def test_the_scale_grows_after_many_good_steps(monkeypatch):
     monkeypatch.setattr("engines.program.update.GOOD_STEPS", 2)
     recipe = recipe_of(nn.Conv2d(3, 2, 1), "float16", (2, 3, 4, 4), split_size=1, slice_method="1x2")
-    whole = batches(recipe, seed=0, steps=1)[0]
+    whole = make_batches(recipe, seed=0, steps=1)[0]
 
     def train(world: LoopbackWorld) -> list[float]:
         training = RankTraining(world, recipe)

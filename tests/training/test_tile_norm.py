@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.bench.verify import batches, rank_record
+from engines.bench.verify import make_batches, record_rank_run
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.models import resnet20_v1
-from engines.oracle import Comparison, Record, compare, one_process
+from engines.oracle import Comparison, TrainingRecord, compare, train_reference
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.instructions import AllReduce
@@ -58,10 +58,10 @@ def by_tiles(model: nn.Module, grid: Grid) -> nn.Module:
     return twin
 
 
-def on_ranks(recipe: Recipe, whole: list[dict[str, Tensor]]) -> list[Record]:
-    def train(world: LoopbackWorld) -> Record:
+def on_ranks(recipe: Recipe, whole: list[dict[str, Tensor]]) -> list[TrainingRecord]:
+    def train(world: LoopbackWorld) -> TrainingRecord:
         training = RankTraining(world, recipe)
-        return rank_record(training, map(training.cut, whole))
+        return record_rank_run(training, map(training.cut, whole))
 
     return run_ranks(recipe.plan.ranks, train)
 
@@ -71,12 +71,12 @@ def compared(plan: Plan, make=resnet20_v1, shape=(2, 3, 22, 18)) -> tuple[Compar
     torch.manual_seed(0)
     model, loss = make(), nn.CrossEntropyLoss()
     recipe = prepare(model, plan, shape, device="cpu")
-    whole = batches(recipe, seed=0)
+    whole = make_batches(recipe, seed=0)
     records = on_ranks(recipe, whole)
     oracles = (by_tiles(model, plan.grids[0]), model)
     count = plan.micro_batches
     tiled, plain = (
-        compare(one_process(oracle, loss, recipe.optimiser, whole, torch.float64, micro_batches=count), records)
+        compare(train_reference(oracle, loss, recipe.optimiser, whole, torch.float64, micro_batches=count), records)
         for oracle in oracles
     )
     return tiled, plain
@@ -112,10 +112,10 @@ def test_behind_the_joint_there_is_one_tile():
     torch.manual_seed(0)
     model, loss = Two(), nn.CrossEntropyLoss()
     recipe = prepare(model, plan, (2, 3, 8, 6), device="cpu")
-    whole = batches(recipe, seed=0)
+    whole = make_batches(recipe, seed=0)
     oracle = copy.deepcopy(model)
     oracle.one = TileNorm(oracle.one, plan.grids[0])
-    record = one_process(oracle, loss, recipe.optimiser, whole, torch.float64)
+    record = train_reference(oracle, loss, recipe.optimiser, whole, torch.float64)
     assert compare(record, on_ranks(recipe, whole)).worst <= 1e-10
 
 
@@ -132,6 +132,6 @@ def test_no_message_is_sent_for_it_going_forward():
 def test_copies_of_the_running_statistics_stay_the_same(replicas: int):
     plan = Plan(split_size=1, slice_method="2x1", data_parallel=replicas, **APART)
     recipe = prepare(resnet20_v1(), plan, (2, 3, 16, 16), device="cpu")
-    records = on_ranks(recipe, batches(recipe, seed=0))
+    records = on_ranks(recipe, make_batches(recipe, seed=0))
     for record in records[1:]:
         assert all(torch.equal(record.buffers[name], buffer) for name, buffer in records[0].buffers.items())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engines.bench.verify import batches, rank_record, verify
+from engines.bench.verify import make_batches, record_rank_run, verify
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.oracle import OneProcess
+from engines.oracle import ReferenceTraining
 from engines.plan import Plan
 from engines.training import RankTraining
 from tests.checkpoint.trainings import PLANS, Weighted, net, recipe_of
@@ -22,14 +22,14 @@ def test_a_loss_is_trained_as_in_one_process(name: str):
 
 def test_the_gradients_of_the_loss_are_told_under_names_that_no_module_has():
     recipe = recipe_of(Plan(split_size=2, spatial_size=0, precision="float64"), "sgd", "none", loss=Weighted())
-    (whole,) = batches(recipe, seed=0, steps=1)
+    (whole,) = make_batches(recipe, seed=0, steps=1)
 
     def work(world: LoopbackWorld):
         training = RankTraining(world, recipe)
-        return rank_record(training, [training.cut(whole)])
+        return record_rank_run(training, [training.cut(whole)])
 
     _, last = run_ranks(2, work)
-    alone = OneProcess(net(), Weighted(), recipe.optimiser, torch.float64, recipe.draws)
+    alone = ReferenceTraining(net(), Weighted(), recipe.optimiser, torch.float64, recipe.draws)
     alone.step(whole)
     mine, theirs = last.gradients[0]["loss: temperature"], alone.gradients["loss: temperature"]
     torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=0)

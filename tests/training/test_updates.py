@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from engines.bench.verify import batches, rank_record, verify
+from engines.bench.verify import make_batches, record_rank_run, verify
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import PlanError
 from engines.models import resnet20_v1
-from engines.oracle import compare, one_process
+from engines.oracle import compare, train_reference
 from engines.plan import Plan
 from engines.program.compile import compile_plan
-from engines.program.instructions import Agree
+from engines.program.instructions import FiniteCheckAllReduce
 from engines.training import Optimiser, RankTraining, Recipe, Scheduler, prepare, sgd
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="2x2", precision="float64")
@@ -32,15 +32,15 @@ def recipe_of(plan: Plan = PLAN, model: nn.Module | None = None, **rules) -> Rec
 def held(recipe: Recipe, steps: int = 3) -> float:
     """The worst error of steps on ranks against the same in one process, in float64."""
     torch.manual_seed(0)
-    model, loss, whole = resnet20_v1(), nn.CrossEntropyLoss(), batches(recipe, seed=0, steps=steps)
+    model, loss, whole = resnet20_v1(), nn.CrossEntropyLoss(), make_batches(recipe, seed=0, steps=steps)
 
     def train(world: LoopbackWorld):
         training = RankTraining(world, recipe)
-        return rank_record(training, map(training.cut, whole))
+        return record_rank_run(training, map(training.cut, whole))
 
     records = run_ranks(recipe.plan.ranks, train)
     count = recipe.plan.micro_batches
-    oracle = one_process(
+    oracle = train_reference(
         model, loss, recipe.optimiser, whole, torch.float64, micro_batches=count, rules=recipe.rules
     )  # fmt: skip
     return compare(oracle, records).worst
@@ -77,13 +77,13 @@ def test_schedulers_step_once_after_each_update(name: str):
 
 def compare_rates(recipe: Recipe) -> bool:
     """Whether every rank has the same rate after two steps, another one than at first."""
-    whole = batches(recipe, seed=0, steps=2)
+    whole = make_batches(recipe, seed=0, steps=2)
 
     def rates(world: LoopbackWorld) -> tuple[float, float]:
         training = RankTraining(world, recipe)
         (group,) = training.worker.descent.optimiser.param_groups
         before = group["lr"]
-        rank_record(training, map(training.cut, whole))
+        record_rank_run(training, map(training.cut, whole))
         return before, group["lr"]
 
     found = set(run_ranks(recipe.plan.ranks, rates))
@@ -114,8 +114,10 @@ def test_clipping_changes_what_is_learnt():
     torch.manual_seed(0)
     model, loss = resnet20_v1(), nn.CrossEntropyLoss()
     recipe = recipe_of(clip_norm=0.5)
-    whole = batches(recipe, seed=0, steps=2)
-    free, bound = (one_process(model, loss, sgd, whole, torch.float64, rules=rules) for rules in (None, recipe.rules))
+    whole = make_batches(recipe, seed=0, steps=2)
+    free, bound = (
+        train_reference(model, loss, sgd, whole, torch.float64, rules=rules) for rules in (None, recipe.rules)
+    )
     assert compare(free, [bound]).grad_rel > 0.1
     norms = [sum(g.square().sum() for g in step.values()) ** 0.5 for step in bound.gradients]
     assert max(norms) <= 0.5
@@ -139,7 +141,7 @@ def test_each_weight_is_counted_by_one_rank(plan: Plan):
         item.counted
         for program in compile_plan(recipe.graph, plan)
         for step in program.steps
-        if isinstance(item := step.instruction, Agree)
+        if isinstance(item := step.instruction, FiniteCheckAllReduce)
     ]
     assert len(found) == plan.ranks
     assert sorted(name for counted in found for name in counted) == sorted(recipe.graph.trainable)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.bench.rounding import Rounding
+from engines.bench.rounding import RoundingCheck
 from engines.bench.ulps import DOUBLE
-from engines.bench.verify import batches, comparable, rank_record, verdict, verify
+from engines.bench.verify import compare_records, make_batches, record_rank_run, verify, with_small_loss_scale
 from engines.comm.loopback import run_ranks
-from engines.oracle import Record
+from engines.oracle import TrainingRecord
 from engines.plan import Plan
-from engines.program.update import GradientSum
+from engines.program.update import GradientBucket
 from engines.training import RankTraining, Recipe, prepare
 
 TILES = Plan(split_size=1, slice_method="2x2", precision="float64")
@@ -42,13 +42,13 @@ def net() -> nn.Sequential:
 
 
 def given(model: nn.Module, plan: Plan, optimiser: Any) -> Recipe:
-    return comparable(prepare(model, plan, SHAPE, optimiser=optimiser, device="cpu"))
+    return with_small_loss_scale(prepare(model, plan, SHAPE, optimiser=optimiser, device="cpu"))
 
 
-def records_of(recipe: Recipe, whole: Sequence[Mapping[str, Tensor]]) -> list[Record]:
-    def train(world: Any) -> Record:
+def records_of(recipe: Recipe, whole: Sequence[Mapping[str, Tensor]]) -> list[TrainingRecord]:
+    def train(world: Any) -> TrainingRecord:
         training = RankTraining(world, recipe)
-        return rank_record(training, map(training.cut, whole))
+        return record_rank_run(training, map(training.cut, whole))
 
     return run_ranks(recipe.plan.ranks, train)
 
@@ -58,12 +58,12 @@ def verified(model: nn.Module, plan: Plan, optimiser: Any) -> dict[str, Any]:
     return run_ranks(plan.ranks, lambda world: verify(world, recipe, model, LOSS, seed=0))[0]
 
 
-def with_gradient(record: Record, name: str, change: Callable[[Tensor], Tensor]) -> Record:
+def with_gradient(record: TrainingRecord, name: str, change: Callable[[Tensor], Tensor]) -> TrainingRecord:
     steps = [{**step, name: change(step[name])} if name in step else step for step in record.gradients]
     return replace(record, gradients=tuple(steps))
 
 
-def with_weight(record: Record, name: str, change: Callable[[Tensor], Tensor]) -> Record:
+def with_weight(record: TrainingRecord, name: str, change: Callable[[Tensor], Tensor]) -> TrainingRecord:
     return replace(record, weights={n: change(w) if n == name else w for n, w in record.weights.items()})
 
 
@@ -75,9 +75,9 @@ def off(tensor: Tensor) -> Tensor:
 def test_a_fault_of_1e_9_in_any_weight_whose_gradient_is_not_zero_in_theory(optimiser: Any):
     model = net()
     recipe = given(model, STAGES, optimiser)
-    whole = batches(recipe, seed=0)
+    whole = make_batches(recipe, seed=0)
     records = records_of(recipe, whole)
-    judged = partial(verdict, recipe, model, LOSS, whole)
+    judged = partial(compare_records, recipe, model, LOSS, whole)
     assert judged(records)["ok"]
     names = {name for name, _ in model.named_parameters()} - ZERO_IN_THEORY
     assert len(names) == 8
@@ -94,7 +94,7 @@ def test_a_fault_of_1e_9_in_any_weight_whose_gradient_is_not_zero_in_theory(opti
 def test_a_fault_in_one_rank_alone_and_in_a_buffer_and_a_loss():
     model = net()
     recipe = given(model, TILES, ADAM)
-    whole = batches(recipe, seed=0)
+    whole = make_batches(recipe, seed=0)
     first, *others = records_of(recipe, whole)
     wrong = [
         with_gradient(first, "4.weight", off),
@@ -104,20 +104,20 @@ def test_a_fault_in_one_rank_alone_and_in_a_buffer_and_a_loss():
         with_gradient(first, "4.weight", lambda gradient: gradient * torch.nan),
     ]
     for record in wrong:
-        assert not verdict(recipe, model, LOSS, whole, [*others, record])["ok"]
-    assert verdict(recipe, model, LOSS, whole, [*others, first])["ok"]
+        assert not compare_records(recipe, model, LOSS, whole, [*others, record])["ok"]
+    assert compare_records(recipe, model, LOSS, whole, [*others, first])["ok"]
 
 
 def test_a_program_that_adds_up_wrongly_by_1e_9(monkeypatch: pytest.MonkeyPatch):
     """The fault is in the ranks' sums, not in what they tell."""
-    finish = GradientSum.finish
+    finish = GradientBucket.finish
 
-    def finish_wrong(self: GradientSum) -> None:
+    def finish_wrong(self: GradientBucket) -> None:
         finish(self)
         self.shared[-1].grad.mul_(1 + 1e-9)
 
     assert verified(net(), TILES, ADAM)["ok"]
-    monkeypatch.setattr(GradientSum, "finish", finish_wrong)
+    monkeypatch.setattr(GradientBucket, "finish", finish_wrong)
     proof = verified(net(), TILES, ADAM)
     assert not proof["ok"]
     assert "fault, not rounding" in proof["why"]
@@ -170,11 +170,11 @@ def test_a_fault_beyond_the_rounding_of_an_island():
     torch.manual_seed(0)
     model = Island()
     recipe = given(model, TILES, SGD)
-    whole = batches(recipe, seed=0)
+    whole = make_batches(recipe, seed=0)
     records = records_of(recipe, whole)
     for name, _ in model.named_parameters():
         wrong = [with_gradient(record, name, lambda gradient: gradient * 1.002) for record in records]
-        assert not verdict(recipe, model, LOSS, whole, wrong)["ok"], name
+        assert not compare_records(recipe, model, LOSS, whole, wrong)["ok"], name
 
 
 class Still(torch.optim.SGD):
@@ -255,24 +255,24 @@ class Shifted(nn.Module):
 def test_rounding_where_one_process_has_exactly_0_is_no_fault(
     channels: int, name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    finish = GradientSum.finish
+    finish = GradientBucket.finish
 
-    def finish_rounded(self: GradientSum) -> None:
+    def finish_rounded(self: GradientBucket) -> None:
         finish(self)
         for weight in self.shared:
             if weight.shape == (1, 8, 1, 1):
                 weight.grad[:, :channels] += torch.tensor([[1e-17], [-2e-17], [3e-17]]).repeat(3, 1)[:channels, None]
 
-    monkeypatch.setattr(GradientSum, "finish", finish_rounded)
+    monkeypatch.setattr(GradientBucket, "finish", finish_rounded)
     model = Shifted(channels)
     recipe = given(model, TILES, {"sgd": SGD, **SCALING}[name])
-    whole = batches(recipe, seed=0)
+    whole = make_batches(recipe, seed=0)
     records = records_of(recipe, whole)
     plain = copy.deepcopy(model).double()
     LOSS(plain(whole[0]["images"]), whole[0]["labels"]).backward()
     assert not plain.shift.grad[:, :channels].any(), "the matter of this test"
     assert all(record.gradients[0]["shift"][:, :channels].any() for record in records), "the matter of this test"
-    judged = partial(verdict, recipe, model, LOSS, whole)
+    judged = partial(compare_records, recipe, model, LOSS, whole)
     proof = judged(records)
     assert proof["ok"], proof
     assert not judged([with_gradient(record, "head.bias", off) for record in records])["ok"]
@@ -290,21 +290,21 @@ def test_a_chaotic_reference_excuses_no_fault(fault: float):
     """One process comes elsewhere by itself where its noise goes the other way; ranks may not follow it there."""
     start = {"noisy": torch.zeros(1), "real": torch.zeros(1)}
 
-    def trained(loss: float, noise: float, real: float) -> Record:
+    def trained(loss: float, noise: float, real: float) -> TrainingRecord:
         gradients = {"noisy": torch.tensor([noise], dtype=torch.float64)}
         gradients["real"] = torch.tensor([real], dtype=torch.float64)
         weights = {"noisy": torch.tensor([1e3]).double(), "real": torch.tensor([-0.1]).double()}
-        return Record(({0: loss},), (gradients,), weights, {})
+        return TrainingRecord(({0: loss},), (gradients,), weights, {})
 
-    def again(begin: Any, *_: object) -> Record:
+    def again(begin: Any, *_: object) -> TrainingRecord:
         is_near = isinstance(begin, partial)
         return trained(1 + 1e-12, 3e-17, 1 + 1e-12) if is_near else trained(2.0, -1e-17, 2.0)
 
-    def rounding(loss: float, real: float) -> Rounding:
-        return Rounding(trained(1.0, 1e-17, 1.0), again, DOUBLE, start, [trained(loss, 2e-17, real)])
+    def rounding(loss: float, real: float) -> RoundingCheck:
+        return RoundingCheck(trained(1.0, 1e-17, 1.0), again, DOUBLE, start, [trained(loss, 2e-17, real)])
 
     for loss, real, what in ((1 + fault, 1.0, "loss"), (1.0, 1 + fault, "gradient")):
-        found = [each.key[0] for each in rounding(loss, real).differences()]
+        found = [each.key[0] for each in rounding(loss, real).find_differences()]
         assert found == ([what] if fault > 1e-6 else [])
 
 
@@ -312,12 +312,12 @@ def test_a_chaotic_reference_excuses_no_fault(fault: float):
 def test_a_running_mean_that_is_zero_in_theory_has_no_size_of_its_own(mean: float, off_by: float, found: list[str]):
     """One process differs from itself by as much in each case: that excuses only what is rounding itself."""
 
-    def trained(value: float) -> Record:
+    def trained(value: float) -> TrainingRecord:
         buffers = {"mean": torch.tensor([value], dtype=torch.float64), "variance": torch.ones(1, dtype=torch.float64)}
-        return Record(({0: 1.0},), ({},), {}, buffers)
+        return TrainingRecord(({0: 1.0},), ({},), {}, buffers)
 
-    def again(*_: object) -> Record:
+    def again(*_: object) -> TrainingRecord:
         return trained(mean + off_by)
 
-    rounding = Rounding(trained(mean), again, DOUBLE, {}, [trained(mean - off_by)])
-    assert [each.key[0] for each in rounding.differences()] == found
+    rounding = RoundingCheck(trained(mean), again, DOUBLE, {}, [trained(mean - off_by)])
+    assert [each.key[0] for each in rounding.find_differences()] == found

@@ -15,10 +15,10 @@ from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.predict.forecast import forecast
 from engines.predict.machines import MACHINES
-from engines.spoken import spoken_seconds
+from engines.spoken import format_seconds
 from mpi4dl_nb import Cluster, show_ranks
-from mpi4dl_nb.later import Later
-from mpi4dl_nb.planning import standing
+from mpi4dl_nb.later import LatestOnly
+from mpi4dl_nb.planning import describe_cluster_fit
 from mpi4dl_nb.widgets import configurator as module
 from mpi4dl_nb.widgets.configurator import Configurator
 
@@ -55,7 +55,7 @@ def test_the_time_of_each_rank_is_that_of_the_chosen_machine(chosen):
     assert chosen.wait()
     summit = show_ranks(Plan(), resnet20_v1(), SHAPE, machine="Summit").alt
     assert chosen.view.alt == summit
-    assert f"Predicted on Summit: {spoken_seconds(chosen.forecast.seconds)} a step" in summit
+    assert f"Predicted on Summit: {format_seconds(chosen.forecast.seconds)} a step" in summit
     chosen.knobs["split_size"].value = 3
     assert "predicted" not in chosen.view.alt  # until it is counted
     assert chosen.wait()
@@ -78,7 +78,7 @@ def test_the_time_is_that_of_the_cluster_once_it_is_calibrated():
     cluster.machine = replace(MACHINES["Summit"], name="as measured", ranks=5)  # what calibrate() leaves there
     made.knobs["parts"].value = 2
     assert made.wait()
-    assert made.forecast == forecast(made.planning.traces.graph(Plan(parts=2)), Plan(parts=2), cluster.machine)
+    assert made.forecast == forecast(made.planning.traces.get_graph(Plan(parts=2)), Plan(parts=2), cluster.machine)
     assert "Predicted on as measured" in made.view.alt
 
 
@@ -207,8 +207,8 @@ def test_a_cluster_that_does_not_start_says_why(chosen, monkeypatch):
 def test_a_dead_rank_is_told():
     cluster = Cluster(5, backend="loopback").start()
     cluster.dead = "Rank 3: gone."
-    assert standing(6, cluster).button == "Restart with 6 ranks"
-    assert "Rank 3: gone." in standing(6, cluster).text
+    assert describe_cluster_fit(6, cluster).button == "Restart with 6 ranks"
+    assert "Rank 3: gone." in describe_cluster_fit(6, cluster).text
     cluster.stop()
 
 
@@ -221,14 +221,14 @@ def test_every_knob_is_shown_once_under_its_own_name(chosen):
 
 
 def test_what_is_asked_for_last_is_what_counts():
-    later, seen, go_on = Later(), [], Event()
-    later.do(lambda is_asked: go_on.wait(20) and is_asked() and seen.append("first"))
-    later.do(lambda is_asked: is_asked() and seen.append("second"))
+    later, seen, go_on = LatestOnly(), [], Event()
+    later.submit(lambda is_asked: go_on.wait(20) and is_asked() and seen.append("first"))
+    later.submit(lambda is_asked: is_asked() and seen.append("second"))
     assert later.wait(20)
     go_on.set()
-    later.do(lambda is_asked: later.pause(60, is_asked))
+    later.submit(lambda is_asked: later.pause(60, is_asked))
     assert not later.wait(0.05)
-    later.rest()
+    later.mark_done()
     assert later.wait(0)
     assert seen == ["second"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engines.errors import PlanError
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.widgets.controls import Slider
-from mpi4dl_nb.widgets.instrument import Instrument
+from mpi4dl_nb.widgets.instrument import FigureWidget
 
 
 def drawing(alt: str) -> Drawing:
@@ -24,36 +24,36 @@ def test_a_slider_and_its_box_are_one_value():
 
 def test_a_slider_moves_its_value_into_a_new_span():
     slider = Slider("layer", 2, 0, 5)
-    slider.span(7, 9)
+    slider.set_range(7, 9)
     assert slider.value == 7
-    slider.span(0, 3)
+    slider.set_range(0, 3)
     assert (slider.value, slider.children[0].value) == (3, 3)
 
 
 def test_an_error_is_told_in_words_and_goes_with_the_next_success():
-    instrument = Instrument([])
+    instrument = FigureWidget([])
     instrument.view.show(drawing("a first figure"))
-    with instrument.telling():
+    with instrument.show_errors():
         raise PlanError("parts=<3> cannot be")
     assert instrument.trouble.text == "parts=<3> cannot be"
     assert 'role="alert"' in instrument.trouble.value
     assert "&lt;3&gt;" in instrument.trouble.value
     assert instrument.figure.alt == "a first figure"
-    with instrument.telling():
+    with instrument.show_errors():
         pass
     assert instrument.trouble.value == ""
 
 
 def test_clicks_and_keys_reach_their_handlers():
     seen = []
-    instrument = Instrument([], ["+"], seen.append, lambda x, y: seen.append((x, y)))
-    instrument.view._heard(None, {"key": "+"}, [])
-    instrument.view._heard(None, {"point": [0.25, 0.5]}, [])
+    instrument = FigureWidget([], ["+"], seen.append, lambda x, y: seen.append((x, y)))
+    instrument.view._handle_event(None, {"key": "+"}, [])
+    instrument.view._handle_event(None, {"point": [0.25, 0.5]}, [])
     assert seen == ["+", (0.25, 0.5)]
 
 
 def test_a_page_that_cannot_run_widgets_gets_the_figure_with_its_words():
-    instrument = Instrument([])
+    instrument = FigureWidget([])
     instrument.view.show(drawing("a picture of nothing"))
     bundle = instrument._repr_mimebundle_()
     assert "application/vnd.jupyter.widget-view+json" in bundle

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from engines.images.synthetic import SyntheticImages
-from engines.report import Epoch, Told
+from engines.report import EpochResult, StepResult
 from mpi4dl_nb import Cluster, Monitor, Plan, Training
-from mpi4dl_nb.watching import Gathered, Pace
+from mpi4dl_nb.watching import ProgressRecorder, RefreshRate
 from mpi4dl_nb.widgets import monitor as module
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="1x2")
@@ -47,7 +47,7 @@ class Acts:
 
     def heard(self, event) -> None:
         self.heard_by_monitor(event)
-        if isinstance(event, Told) and event.step + 1 == self.step:
+        if isinstance(event, StepResult) and event.step + 1 == self.step:
             self.act()
 
 
@@ -121,8 +121,8 @@ def test_an_error_is_told_and_raised(training):
 def test_it_is_drawn_while_it_runs(training, monkeypatch):
     monitor, drawn = Monitor(training), []
     monkeypatch.setattr(module, "LOOK_S", 0.01)
-    real = module.progress_html
-    monkeypatch.setattr(module, "progress_html", lambda progress: drawn.append(progress) or real(progress))
+    real = module.format_progress_html
+    monkeypatch.setattr(module, "format_progress_html", lambda progress: drawn.append(progress) or real(progress))
     Acts(monitor, 2, lambda: time.sleep(1.5))
     training.fit(IMAGES)
     live = [progress for progress in drawn if progress.running and progress.losses]
@@ -134,14 +134,14 @@ def test_it_is_drawn_while_it_runs(training, monkeypatch):
 def test_what_cannot_be_drawn_does_not_end_a_training(training, monkeypatch):
     monitor = Monitor(training)
     monkeypatch.setattr(module, "LOOK_S", 0.01)
-    real = module.progress_html
+    real = module.format_progress_html
 
     def once_broken(progress):
         if progress.running and progress.losses:
             raise ValueError("no ink")
         return real(progress)
 
-    monkeypatch.setattr(module, "progress_html", once_broken)
+    monkeypatch.setattr(module, "format_progress_html", once_broken)
     Acts(monitor, 1, lambda: time.sleep(1.5))
     assert len(training.fit(IMAGES).losses) == 4
     assert "goes on: ValueError: no ink" in monitor.trouble.text
@@ -151,16 +151,16 @@ def test_what_cannot_be_drawn_does_not_end_a_training(training, monkeypatch):
 
 
 def test_drawing_is_paced_by_what_it_costs():
-    pace, now = Pace(share=1e-9, every_s=0.01), time.perf_counter()
-    with pace.turn() as due:
+    pace, now = RefreshRate(share=1e-9, every_s=0.01), time.perf_counter()
+    with pace.begin_refresh() as due:
         assert due
         sum(range(100_000))
-    with pace.turn() as due:
+    with pace.begin_refresh() as due:
         assert not due, "it would take more than its share"
-    cheap = Pace(share=1.0, every_s=0.05)
+    cheap = RefreshRate(share=1.0, every_s=0.05)
     turns = 0
     while time.perf_counter() < now + 0.5:
-        with cheap.turn() as due:
+        with cheap.begin_refresh() as due:
             turns += due
     assert 1 < turns <= 11
 
@@ -168,15 +168,15 @@ def test_drawing_is_paced_by_what_it_costs():
 def test_the_time_that_is_left_is_that_of_the_steps_after_the_first(monkeypatch):
     clock = iter((0.0, 10.0, 12.0, 13.0, 15.0))
     monkeypatch.setattr("mpi4dl_nb.watching.time.perf_counter", lambda: next(clock))
-    gathered = Gathered(PLAN, total=10)
-    told = Told(0, 0, 4, 1.0, 2.0, None, 0.0)
+    gathered = ProgressRecorder(PLAN, total=10)
+    told = StepResult(0, 0, 4, 1.0, 2.0, None, 0.0)
     gathered.add(told, [])
-    assert gathered.progress("running", True).left_s is None
+    assert gathered.get_progress("running", True).left_s is None
     gathered.add(told, [])
-    assert gathered.progress("running", True).left_s == 8 * 2.0
-    gathered.add(Epoch(0, 2, 8, 2.0, 0.0, 2.0, None), [])
+    assert gathered.get_progress("running", True).left_s == 8 * 2.0
+    gathered.add(EpochResult(0, 2, 8, 2.0, 0.0, 2.0, None), [])
     gathered.add(told, [])
-    found = gathered.progress("running", True)
+    found = gathered.get_progress("running", True)
     assert found.speeds == (0.4, 2.0, 2.0), "judging between epochs is no time of a step"
     assert found.left_s == 7 * 2.5, "but time it takes"
-    assert gathered.progress("done", False).left_s is None
+    assert gathered.get_progress("done", False).left_s is None

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from engines.errors import ImageError
-from engines.images.reader import Level, Reader
+from engines.images.reader import Level, PictureReader
 from engines.images.samples import immunohistochemistry
 from engines.plan import Plan
 from engines.program.receptive import ReceptiveFields
 from engines.training import prepare
 from mpi4dl_nb import Slicer, open_image, show_slicing
-from mpi4dl_nb.draw.layers import fused
+from mpi4dl_nb.draw.layers import with_fused_halos
 from tests.images.made_slides import shared
 
 TISSUE = immunohistochemistry()[:96, :120]
@@ -49,14 +49,14 @@ def slicer() -> Slicer:
 def press(slicer: Slicer, *keys: str) -> None:
     for key in keys:
         assert key in slicer.view.accepts
-        slicer.view._heard(None, {"key": key}, [])
+        slicer.view._handle_event(None, {"key": key}, [])
 
 
 def click(slicer: Slicer, panel: str, row: float, col: float) -> None:
     """Where the panel shows the middle of this pixel."""
     (axes,) = [axes for axes in slicer.figure.axes if axes.get_label() == panel]
     place = slicer.figure.transSubfigure.inverted().transform(axes.transData.transform((col + 0.5, row + 0.5)))
-    slicer.view._heard(None, {"point": [place[0], 1 - place[1]]}, [])
+    slicer.view._handle_event(None, {"point": [place[0], 1 - place[1]]}, [])
 
 
 @pytest.mark.parametrize("layer", range(3))
@@ -75,7 +75,7 @@ def test_windows_grow_and_shrink_when_halos_are_fused(slicer):
     halos = {place: max(int(width) for width in re.findall(r"\d+", told)) for place, told in seen.items()}
     assert [halos[False, layer] for layer in range(3)] == [1, 2, 1]
     assert [halos[True, layer] for layer in range(3)] == [5, 4, 1]
-    assert slicer.plan == fused(PLAN, 3)
+    assert slicer.plan == with_fused_halos(PLAN, 3)
 
 
 def test_fused_halos_are_compared_with_others(slicer):
@@ -147,7 +147,7 @@ def test_the_receptive_field_of_a_pixel_is_told(slicer):
     slicer.layer.value = 2
     slicer.receptive.value = True
     slicer.row.value, slicer.column.value = 23, 29
-    image = ReceptiveFields(RECIPE.graph).of("conv2d_2", 23, 29).image
+    image = ReceptiveFields(RECIPE.graph).compute_field("conv2d_2", 23, 29).image
     assert image.shape == (12, 12)
     assert (
         "Output pixel (23, 29) of this layer sees 12 × 12 px of the picture (dotted): rows 41 to 52"
@@ -208,7 +208,7 @@ def test_a_model_of_another_size_is_refused():
         Slicer(TISSUE[:90], PLAN, RECIPE)
 
 
-class Plasma(Reader):
+class Plasma(PictureReader):
     """A slide of any size, in five levels, whose pixels are computed from where they are: red and green tell it."""
 
     def __init__(self, side: int) -> None:

@@ -36,7 +36,7 @@ def moved(stepper: Stepper) -> list[bool]:
 @pytest.mark.parametrize("press", ["key", "button"])
 def test_every_key_and_button_does_what_its_name_says(stepper: Stepper, press: str):
     def act(key: str) -> None:
-        stepper.view._heard(None, {"key": key}, []) if press == "key" else stepper.buttons[key].click()
+        stepper.view._handle_event(None, {"key": key}, []) if press == "key" else stepper.buttons[key].click()
         assert stepper.trouble.text == ""
 
     act("n")
@@ -47,9 +47,9 @@ def test_every_key_and_button_does_what_its_name_says(stepper: Stepper, press: s
     act("b")
     assert stepper.stepping.event.ranks[0].did.kind == "halo"
     act("m")
-    assert stepper.stepping.event.ranks[0].next.way == "backward"
+    assert stepper.stepping.event.ranks[0].next.phase_name == "backward"
     act("p")
-    assert {rank.did.way for rank in stepper.stepping.event.ranks} == {"backward"}
+    assert {rank.did.phase_name for rank in stepper.stepping.event.ranks} == {"backward"}
     act("f")
     assert stepper.stepping.done
     assert stepper.stepping.training.steps == 1
@@ -58,24 +58,24 @@ def test_every_key_and_button_does_what_its_name_says(stepper: Stepper, press: s
 
 
 def test_one_rank_goes_on_or_the_next(stepper: Stepper):
-    stepper._key("n")
+    stepper._handle_key("n")
     stepper.of.value = 1
-    stepper._key("n")
+    stepper._handle_key("n")
     assert moved(stepper) == [False, True, False]
     stepper.of.value = "next"
-    stepper._key("n")
+    stepper._handle_key("n")
     assert moved(stepper) == [True, False, False]
 
 
 def test_the_figure_follows_the_controls(stepper: Stepper):
     stepper.layer.value, stepper.kind.value = "2", "halo"
-    stepper._key("b")
-    before = stepper.figure.png()
+    stepper._handle_key("b")
+    before = stepper.figure.to_png()
     assert "channel 0 of 4, image 0" in stepper.figure.alt
     stepper.channel.value = 3
     stepper.image.value = 1
     assert "channel 3 of 4, image 1" in stepper.figure.alt
-    assert stepper.figure.png() != before
+    assert stepper.figure.to_png() != before
     assert stepper.message.options[0][0] == "rank 1 → rank 0: rows 0 to 11, columns 8 to 8"
     stepper.message.value = 1
     assert "message 2 of 2" in stepper.figure.alt
@@ -84,34 +84,34 @@ def test_the_figure_follows_the_controls(stepper: Stepper):
 
 def test_the_gradient_of_what_is_shown(stepper: Stepper):
     stepper.layer.value, stepper.kind.value, stepper.phase.value = "2", "halo", "backward"
-    stepper._key("b")
+    stepper._handle_key("b")
     assert "gradient of relu" in stepper.figure.alt
     assert "gradients go home" in stepper.figure.alt
     stepper.show.value = "activation"
     assert "gradient of" not in stepper.figure.alt.partition("message")[0]
-    stepper._key("g")
+    stepper._handle_key("g")
     assert stepper.show.value == "gradient"
 
 
 def test_what_cannot_be_done_is_told_and_the_figure_stays(stepper: Stepper):
     stepper.rank.value, stepper.layer.value = 2, "0"
     before = stepper.figure
-    stepper._key("b")
+    stepper._handle_key("b")
     assert "No instruction of the step is of layer='0', rank=2" in stepper.trouble.text
     assert stepper.figure is before
-    stepper._key("f")
-    stepper._key("n")
+    stepper._handle_key("f")
+    stepper._handle_key("n")
     assert "restart" in stepper.trouble.text
-    stepper._key("r")
+    stepper._handle_key("r")
     assert stepper.trouble.text == ""
 
 
 def test_other_work_in_a_cell_is_told(stepper: Stepper, cluster):
-    stepper._key("l")
+    stepper._handle_key("l")
     cluster.call(lambda host: host.world.rank)
-    stepper._key("l")
+    stepper._handle_key("l")
     assert "gave this step up" in stepper.trouble.text
-    stepper._key("r")
+    stepper._handle_key("r")
     assert stepper.trouble.text == ""
 
 

@@ -10,45 +10,45 @@ from torch import Tensor
 
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
-from engines.program.holdings import Value
+from engines.program.holdings import ValueLayout
 from engines.program.instructions import DEVICE
 from engines.spatial.entries.axes import check_along_other_axes
-from engines.spatial.entries.picking import spatial_list
-from engines.spatial.kernels import local_kernel
-from engines.spatial.ops import entry
-from engines.spatial.places import lined_up, spec_of, whole_to_tile
-from engines.spatial.plain import as_it_is
-from engines.spatial.refusals import apart
+from engines.spatial.entries.picking import read_line_numbers
+from engines.spatial.kernels import register_kernel
+from engines.spatial.ops import register_rule
+from engines.spatial.places import align_arguments, cut_to_tile, get_spec
+from engines.spatial.plain import apply_locally
+from engines.spatial.refusals import make_gather_error
 from engines.spatial.tiles import Span
-from engines.spatial.windows import Picks, Placed, Shift
+from engines.spatial.windows import AssignmentWindow, Shift, TableWindow
 
 __all__: list[str] = []
 
 
-@entry("aten.slice_scatter.default", "aten.select_scatter.default")
+@register_rule("aten.slice_scatter.default", "aten.select_scatter.default")
 def assign(b: Builder, node: Node) -> None:
     """Along a spatial axis each tile gets the rows (or columns) of the part that lie in it; along others, its own."""
     a = node.arguments
-    axes = _axes(b, node)
+    axes = _get_axes(b, node)
     dim = a["dim"] - (len(node.spec.shape) if a["dim"] >= 0 else 0)
-    result = Value(node.name, node.spec, axes, differentiable=True)
-    whole = a["self"] if b.is_tiled(a["self"]) else whole_to_tile(b, node, a["self"], result)
+    result = ValueLayout(node.name, node.spec, axes, differentiable=True)
+    whole = a["self"] if b.is_tiled(a["self"]) else cut_to_tile(b, node, a["self"], result)
     if dim in axes:
         _assign_lines(b, node, result, whole, dim)
     else:
-        as_it_is(b, node, axes, self=b.beneath(whole), src=_beside(b, node, result, dim))
+        apply_locally(b, node, axes, self=b.align_to_output(whole), src=_align_part(b, node, result, dim))
 
 
-def _axes(b: Builder, node: Node) -> tuple[int, int]:
+def _get_axes(b: Builder, node: Node) -> tuple[int, int]:
     """The rows and columns of the result: those of the whole, or of the part that is written."""
     whole, part = node.arguments["self"], node.arguments["src"]
     if b.is_tiled(whole):
-        return b.value(whole).axes or (-2, -1)
-    rows, cols = b.value(part).axes or (-2, -1)
-    return _with(node, rows), _with(node, cols)
+        return b.get_value(whole).axes or (-2, -1)
+    rows, cols = b.get_value(part).axes or (-2, -1)
+    return _to_whole_axis(node, rows), _to_whole_axis(node, cols)
 
 
-def _with(node: Node, axis: int) -> int:
+def _to_whole_axis(node: Node, axis: int) -> int:
     """An axis of the part, counted from the end, as one of the whole, which may have the selected axis besides."""
     if node.operator != "aten.select_scatter.default":
         return axis
@@ -56,114 +56,122 @@ def _with(node: Node, axis: int) -> int:
     return axis - (axis + len(node.spec.shape) <= dim)
 
 
-def _beside(b: Builder, node: Node, result: Value, dim: int) -> Ref:
+def _align_part(b: Builder, node: Node, result: ValueLayout, dim: int) -> Ref:
     """The part that is written along an axis that is not spatial: its pixels beneath those of the result."""
     part = node.arguments["src"]
     gone = node.operator == "aten.select_scatter.default"
     rows, cols = (axis + (gone and axis < dim) for axis in result.axes or (-2, -1))
     if not b.is_tiled(part):
-        return whole_to_tile(b, node, part, Value(part.name, spec_of(b, part.name), (rows, cols), differentiable=True))
-    if b.value(part).axes != (rows, cols):
-        raise apart(node, "writes a part whose rows and columns are other axes than those of the whole", result.axes)
-    return b.beneath(part)
+        return cut_to_tile(
+            b, node, part, ValueLayout(part.name, get_spec(b, part.name), (rows, cols), differentiable=True)
+        )
+    if b.get_value(part).axes != (rows, cols):
+        raise make_gather_error(
+            node, "writes a part whose rows and columns are other axes than those of the whole", result.axes
+        )
+    return b.align_to_output(part)
 
 
-def _assign_lines(b: Builder, node: Node, result: Value, whole: Ref, dim: int) -> None:
+def _assign_lines(b: Builder, node: Node, result: ValueLayout, whole: Ref, dim: int) -> None:
     """Rows or columns from `start` to `stop`, `step` apart, of which the part has one each."""
     axes = result.axes or (-2, -1)
-    start, stop, step = _written(node, dim)
-    out = b.outputs(result.size_px)[b.rank]
+    start, stop, step = _get_slice(node, dim)
+    out = b.get_output_tiles(result.size_px)[b.rank]
     span = out.rows if dim == axes[0] else out.cols
     first = max(0, -((start - span.start) // step))  # the first line of the part that lies in the tile
     count = max(0, -((start + first * step - min(stop, span.stop)) // step))
-    source, begins = _lines(b, node, result, dim, Placed(start, step, -((start - stop) // step)))
+    source, begins = _fetch_lines(b, node, result, dim, AssignmentWindow(start, step, -((start - stop) // step)))
     place = start + first * step - span.start
     lines = (dim, place, step, first - begins, count) if count else (dim, 0, 1, 0, 0)
-    b.local(node.name, "tile.assign", b.beneath(whole), source, *lines, like=node.spec, axes=axes)
+    b.add_local_op(node.name, "tile.assign", b.align_to_output(whole), source, *lines, like=node.spec, axes=axes)
 
 
-def _written(node: Node, dim: int) -> tuple[int, int, int]:
+def _get_slice(node: Node, dim: int) -> tuple[int, int, int]:
     size, a = node.spec.shape[dim], node.arguments
     if node.operator == "aten.select_scatter.default":
         return a["index"] % size, a["index"] % size + 1, 1
     return slice(a["start"], a["end"], a["step"]).indices(size)
 
 
-def _lines(b: Builder, node: Node, result: Value, dim: int, rule: Placed | Picks) -> tuple[Ref, int]:
+def _fetch_lines(
+    b: Builder, node: Node, result: ValueLayout, dim: int, rule: AssignmentWindow | TableWindow
+) -> tuple[Ref, int]:
     """The part as far as this rank writes it, and the number of its first line."""
     part, axes = node.arguments.get("src", node.arguments.get("values")), result.axes or (-2, -1)
     if b.is_tiled(part):
-        if b.value(part).axes != axes:
-            raise apart(node, "writes rows and columns that are other axes than those of the whole", axes)
-        window = b.window(part, result.size_px, *(rule if axis == dim else Shift(0) for axis in axes))
-        return b.padded(window), (window.wanted.rows if dim == axes[0] else window.wanted.cols).start
-    spec = spec_of(b, part.name)
+        if b.get_value(part).axes != axes:
+            raise make_gather_error(node, "writes rows and columns that are other axes than those of the whole", axes)
+        window = b.read_window(part, result.size_px, *(rule if axis == dim else Shift(0) for axis in axes))
+        return b.pad_window(window), (window.wanted.rows if dim == axes[0] else window.wanted.cols).start
+    spec = get_spec(b, part.name)
     if node.operator == "aten.select_scatter.default":
         place = dim + len(node.spec.shape)
         spec = replace(spec, shape=(*spec.shape[:place], 1, *spec.shape[place:]))
-        part = b.local(f"{node.name}.line", "aten.unsqueeze.default", part, place, like=spec)
+        part = b.add_local_op(f"{node.name}.line", "aten.unsqueeze.default", part, place, like=spec)
     other = axes[1] if dim == axes[0] else axes[0]
-    out = b.outputs(result.size_px)[b.rank]
+    out = b.get_output_tiles(result.size_px)[b.rank]
     beside = out.cols if other == axes[1] else out.rows
     if len(spec.shape) >= -other and spec.shape[other] > len(beside):
         cut = (other,), ((beside.start, beside.stop),)
-        part = b.local(f"{node.name}.own", "tile.cut", part, *cut, like=spec)
+        part = b.add_local_op(f"{node.name}.own", "tile.cut", part, *cut, like=spec)
     return part, 0
 
 
-@local_kernel("tile.assign")
+@register_kernel("tile.assign")
 def assign_lines(x: Tensor, part: Tensor, dim: int, place: int, step: int, first: int, count: int) -> Tensor:
     """`x` with `count` lines of `part`, from its line `first` on, at `place` and each `step` further."""
     end = place + (count - 1) * step + 1 if count else place
     return torch.slice_scatter(x, part.narrow(dim, first, count), dim, place, end, step)
 
 
-@entry("aten.index_put.default")
+@register_rule("aten.index_put.default")
 def put(b: Builder, node: Node) -> None:
     """Some channels, or some rows or columns, by a list of their numbers."""
     a = node.arguments
     picked = [(dim, index) for dim, index in enumerate(a["indices"]) if index is not None]
     tiled = next((ref for ref in (a["self"], a["values"]) if b.is_tiled(ref)), None)
-    if tiled is None or len(picked) != 1 or b.is_tiled(picked[0][1]) or len(spec_of(b, picked[0][1].name).shape) != 1:
-        raise apart(node, "writes by something other than one list of channels, rows or columns")
-    axes, dim = b.value(tiled).axes or (-2, -1), picked[0][0] - len(node.spec.shape)
+    if tiled is None or len(picked) != 1 or b.is_tiled(picked[0][1]) or len(get_spec(b, picked[0][1].name).shape) != 1:
+        raise make_gather_error(node, "writes by something other than one list of channels, rows or columns")
+    axes, dim = b.get_value(tiled).axes or (-2, -1), picked[0][0] - len(node.spec.shape)
     if dim in axes:
         _put_lines(b, node, axes, dim, picked[0][1])
         return
     images = {name: a[name] for name in ("self", "values")}
-    as_it_is(b, node, axes, **lined_up(b, replace(node, arguments=images)), indices=list(a["indices"]))
+    apply_locally(b, node, axes, **align_arguments(b, replace(node, arguments=images)), indices=list(a["indices"]))
 
 
 def _put_lines(b: Builder, node: Node, axes: tuple[int, int], dim: int, index: Ref) -> None:
     """Rows or columns by their numbers, which must be known before."""
     a, size = node.arguments, node.spec.shape[dim]
-    numbers = spatial_list(b, node, index, size)
+    numbers = read_line_numbers(b, node, index, size)
     if a["accumulate"]:
-        raise apart(node, "adds to rows or columns by a list of their numbers", axes)
+        raise make_gather_error(node, "adds to rows or columns by a list of their numbers", axes)
     if len(set(numbers)) < len(numbers):  # which value stays is left open, and the gradient is that of all of them
-        raise apart(node, "writes to a row or column twice, by a list of their numbers", axes)
-    result = Value(node.name, node.spec, axes, differentiable=True)
-    whole = a["self"] if b.is_tiled(a["self"]) else whole_to_tile(b, node, a["self"], result)
+        raise make_gather_error(node, "writes to a row or column twice, by a list of their numbers", axes)
+    result = ValueLayout(node.name, node.spec, axes, differentiable=True)
+    whole = a["self"] if b.is_tiled(a["self"]) else cut_to_tile(b, node, a["self"], result)
     line_of = {number: line for line, number in enumerate(numbers)}
     table, line = [], 0
     for number in range(size):  # a line that is not written asks for one that is asked for anyway
         line = line_of.get(number, line)
-        table.append(min(line, _count(b, a["values"], dim) - 1))
-    source, begins = _lines(b, node, result, dim, Picks(tuple((line,) for line in table)))
-    out = b.outputs(result.size_px)[b.rank]
+        table.append(min(line, _count_lines(b, a["values"], dim) - 1))
+    source, begins = _fetch_lines(b, node, result, dim, TableWindow(tuple((line,) for line in table)))
+    out = b.get_output_tiles(result.size_px)[b.rank]
     span: Span = out.rows if dim == axes[0] else out.cols
     own = range(span.start, span.stop)
     written = [number in line_of for number in own]
     lines = [table[number] - begins for number in own]
-    b.local(node.name, "tile.put", b.beneath(whole), source, dim, lines, written, like=node.spec, axes=axes)
+    b.add_local_op(
+        node.name, "tile.put", b.align_to_output(whole), source, dim, lines, written, like=node.spec, axes=axes
+    )
 
 
-def _count(b: Builder, values: Ref, dim: int) -> int:
-    shape = spec_of(b, values.name).shape
+def _count_lines(b: Builder, values: Ref, dim: int) -> int:
+    shape = get_spec(b, values.name).shape
     return shape[dim] if len(shape) >= -dim else 1
 
 
-@local_kernel("tile.put")
+@register_kernel("tile.put")
 def put_lines(x: Tensor, part: Tensor, dim: int, lines: Sequence[int], written: Sequence[bool]) -> Tensor:
     """`x` with the lines of `part` where they are `written`; one line stands for all."""
     if part.dim() >= -dim and part.shape[dim] > 1:
@@ -172,40 +180,40 @@ def put_lines(x: Tensor, part: Tensor, dim: int, lines: Sequence[int], written: 
     return torch.where(mask, part, x)
 
 
-@entry("aten.scatter.value", "aten.scatter.src", "aten.scatter_add.default")
+@register_rule("aten.scatter.value", "aten.scatter.src", "aten.scatter_add.default")
 def scatter(b: Builder, node: Node) -> None:
     """Channels of each pixel, by numbers that the pixel has."""
     tiled = next(Ref(name) for name in node.reads if b.is_tiled(Ref(name)))
     check_along_other_axes(b, node, tiled, node.arguments["dim"])
-    as_it_is(b, node, b.value(tiled).axes, **lined_up(b, node))
+    apply_locally(b, node, b.get_value(tiled).axes, **align_arguments(b, node))
 
 
-@entry("aten.index_fill.int_Scalar")
+@register_rule("aten.index_fill.int_Scalar")
 def fill(b: Builder, node: Node) -> None:
     """Some channels of each pixel get one number."""
     a = node.arguments
     if not b.is_tiled(a["self"]) or b.is_tiled(a["index"]):
-        raise apart(node, "reads pixels in an argument for which there is no rule")
+        raise make_gather_error(node, "reads pixels in an argument for which there is no rule")
     check_along_other_axes(b, node, a["self"], a["dim"])
-    as_it_is(b, node, b.value(a["self"]).axes)
+    apply_locally(b, node, b.get_value(a["self"]).axes)
 
 
-@entry(
+@register_rule(
     *(f"aten.{name}.default" for name in ("zeros", "ones", "full", "new_zeros", "new_ones", "new_full")),
     everywhere=True,
 )
-def constant(b: Builder, node: Node) -> None:
+def lower_constant(b: Builder, node: Node) -> None:
     """One number in a shape: every rank has all of it, in the memory of the one number where there are tiles."""
     a = node.arguments
     if b.stage.grid.tiles == 1 or len(node.spec.shape) < 2:
-        as_it_is(b, node, None)
+        apply_locally(b, node, None)
         return
     value = a.get("fill_value", 1 if "ones" in node.operator else 0)
     kind = getattr(torch, node.spec.dtype)
-    b.local(node.name, "tile.constant", value, list(node.spec.shape), kind, DEVICE, like=node.spec)
+    b.add_local_op(node.name, "tile.constant", value, list(node.spec.shape), kind, DEVICE, like=node.spec)
 
 
-@local_kernel("tile.constant")
-def one_number(value: float, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+@register_kernel("tile.constant")
+def expand_number(value: float, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of that shape whose elements are one in memory."""
     return torch.full((), value, dtype=dtype, device=device).expand(list(shape))

@@ -7,20 +7,20 @@ from typing import Any
 
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
-from engines.spatial.ops import entry
-from engines.spatial.places import spec_of
+from engines.spatial.ops import register_rule
+from engines.spatial.places import get_spec
 from engines.spatial.windows import SlidingWindow, TransposedWindow, Window
 
-__all__ = ["folded", "pair"]
+__all__ = ["fold_padding", "to_pair"]
 
 
-def pair(value: Any) -> tuple[int, int]:
+def to_pair(value: Any) -> tuple[int, int]:
     """A setting for both axes: `(3,)` and `3` mean `(3, 3)`."""
     values = tuple(value) if isinstance(value, Sequence) else (value,)
     return (values[0], values[-1])
 
 
-def folded(
+def fold_padding(
     b: Builder, window: Window, rules: Sequence[SlidingWindow], out_px: tuple[int, int]
 ) -> tuple[Ref, tuple[int, int]]:
     """The kernel's input and the padding to give it: its own where that yields exactly the tile's outputs.
@@ -30,63 +30,63 @@ def folded(
     """
     left, _, above, _ = window.margins
     padding, held = (above, left), window.held.shape
-    out = b.outputs(out_px)[b.rank].shape
-    sizes = tuple(_outputs(*what) for what in zip(held, padding, rules, strict=True))
+    out = b.get_output_tiles(out_px)[b.rank].shape
+    sizes = tuple(_count_outputs(*what) for what in zip(held, padding, rules, strict=True))
     if min(padding) >= 0 and sizes == out:
         return Ref(window.name), padding
-    return b.padded(window), (0, 0)
+    return b.pad_window(window), (0, 0)
 
 
-def _outputs(held: int, padding: int, rule: SlidingWindow) -> int:
+def _count_outputs(held: int, padding: int, rule: SlidingWindow) -> int:
     """Outputs of a kernel along one axis; none where its padding is more than half of it, which pools refuse."""
     if padding > rule.kernel // 2 * rule.dilation:
         return -1
     return (held + 2 * padding - rule.dilation * (rule.kernel - 1) - 1) // rule.stride + 1
 
 
-@entry("aten.conv2d.default", "aten.conv2d.padding", images=("input",))
-def convolution(b: Builder, node: Node) -> None:
+@register_rule("aten.conv2d.default", "aten.conv2d.padding", images=("input",))
+def conv2d(b: Builder, node: Node) -> None:
     """Any kernel, stride, dilation and groups; `same` pads the odd pixel below and right."""
     a = node.arguments
-    value = b.value(a["input"])
-    kernel = spec_of(b, a["weight"].name).shape[2:]
-    stride, dilation = pair(a["stride"]), pair(a["dilation"])
-    padding = _padding(a["padding"], kernel, dilation)
+    value = b.get_value(a["input"])
+    kernel = get_spec(b, a["weight"].name).shape[2:]
+    stride, dilation = to_pair(a["stride"]), to_pair(a["dilation"])
+    padding = _resolve_padding(a["padding"], kernel, dilation)
     rules = [SlidingWindow(*axis) for axis in zip(kernel, stride, padding, dilation, strict=True)]
     out_px = (node.spec.shape[-2], node.spec.shape[-1]) if node.spec else value.size_px
-    window = b.window(a["input"], out_px, rules[0], rules[1])
-    x, native = folded(b, window, rules, out_px)
-    b.local(
+    window = b.read_window(a["input"], out_px, rules[0], rules[1])
+    x, native = fold_padding(b, window, rules, out_px)
+    b.add_local_op(
         node.name, "aten.conv2d.default", x, a["weight"], a["bias"], stride, native, dilation, a["groups"],
         like=node.spec, axes=(-2, -1),
     )  # fmt: skip
 
 
-def _padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, int]:
+def _resolve_padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, int]:
     if padding == "valid":
         return (0, 0)
     if padding == "same":
         return (dilation[0] * (kernel[0] - 1) // 2, dilation[1] * (kernel[1] - 1) // 2)
-    return pair(padding)
+    return to_pair(padding)
 
 
-@entry("aten.conv_transpose2d.input", images=("input",))
-def transposed_convolution(b: Builder, node: Node) -> None:
+@register_rule("aten.conv_transpose2d.input", images=("input",))
+def conv_transpose2d(b: Builder, node: Node) -> None:
     """Each output tile reads the inputs that write to it; what they write beyond the tile is cut off."""
     a = node.arguments
-    kernel = spec_of(b, a["weight"].name).shape[2:]
-    stride, padding, dilation = pair(a["stride"]), pair(a["padding"]), pair(a["dilation"])
+    kernel = get_spec(b, a["weight"].name).shape[2:]
+    stride, padding, dilation = to_pair(a["stride"]), to_pair(a["padding"]), to_pair(a["dilation"])
     rules = [TransposedWindow(*axis) for axis in zip(kernel, stride, padding, dilation, strict=True)]
     out_px = (node.spec.shape[-2], node.spec.shape[-1])
-    window = b.window(a["input"], out_px, rules[0], rules[1])
-    out = b.outputs(out_px)[b.rank]
+    window = b.read_window(a["input"], out_px, rules[0], rules[1])
+    out = b.get_output_tiles(out_px)[b.rank]
     margins: list[int] = []
     spans = zip((out.rows, out.cols), (window.held.rows, window.held.cols), rules, strict=True)
     for target, held, rule in reversed(list(spans)):
         first = held.start * rule.stride - rule.padding
         last = (held.stop - 1) * rule.stride - rule.padding + rule.dilation * (rule.kernel - 1) + 1
         margins += [first - target.start, target.stop - last]
-    b.local(
+    b.add_local_op(
         node.name, "tile.conv_transpose", Ref(window.name), a["weight"], a["bias"], stride, dilation, a["groups"],
         tuple(margins), like=node.spec, axes=(-2, -1),
     )  # fmt: skip

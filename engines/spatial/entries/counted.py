@@ -7,14 +7,14 @@ from torch import Tensor
 
 from engines.layer.graph import Node
 from engines.program.builder import Builder
-from engines.spatial.kernels import local_kernel
-from engines.spatial.ops import entry
+from engines.spatial.kernels import register_kernel
+from engines.spatial.ops import register_rule
 
-__all__ = ["counted"]
+__all__ = ["count_labels"]
 
 
-@local_kernel("loss.counted.default")
-def counted(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+@register_kernel("loss.counted.default")
+def count_labels(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """(), float64: the labels that are not ignored, each times the weight of its class."""
     valid = target != ignore_index
     if weight is None:
@@ -22,9 +22,9 @@ def counted(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     return weight.double()[torch.where(valid, target, 0)].mul(valid).sum()
 
 
-@entry("loss.counted.default", images=("target",), shared=True)
-def counted_on_tiles(b: Builder, node: Node) -> None:
+@register_rule("loss.counted.default", images=("target",), shared=True)
+def lower_count_labels(b: Builder, node: Node) -> None:
     """Each rank counts its own labels, and the ranks of the stage add that up."""
     target, weight, ignore_index = node.arguments.values()
-    own = b.local(f"{node.name}.own", node.operator, b.owned(target), weight, ignore_index, like=node.spec)
-    b.local(node.name, "aten.alias.default", b.all_reduce(own), like=node.spec)
+    own = b.add_local_op(f"{node.name}.own", node.operator, b.crop_to_own(target), weight, ignore_index, like=node.spec)
+    b.add_local_op(node.name, "aten.alias.default", b.all_reduce(own), like=node.spec)

@@ -13,11 +13,11 @@ from torch.nn import functional
 from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
 from engines.spatial.entries.axes import reduce_other_axes
-from engines.spatial.entries.partial import of_all_tiles, spatial_dims
-from engines.spatial.entries.pooling import Cells, cells_of, whole_index
-from engines.spatial.kernels import local_kernel, operator_of
-from engines.spatial.ops import entry
-from engines.spatial.refusals import apart
+from engines.spatial.entries.partial import all_gather_partials, find_spatial_dims
+from engines.spatial.entries.pooling import Cells, fetch_cells, to_whole_index
+from engines.spatial.kernels import get_operator, register_kernel
+from engines.spatial.ops import register_rule
+from engines.spatial.refusals import make_gather_error
 
 __all__: list[str] = []
 
@@ -59,74 +59,78 @@ class _Largest(torch.autograd.Function):
         return torch.stack([share, torch.zeros_like(share)]), None
 
 
-@local_kernel("tile.largest")
-def largest(found: Tensor, dims: list[int], sign: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+@register_kernel("tile.largest")
+def merge_maxima(found: Tensor, dims: list[int], sign: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """In the shape of the whole result."""
     return (sign * _Largest.apply(found, dims)).to(dtype).view(shape)
 
 
-@local_kernel("tile.maxima")
-def maxima(x: Tensor, dims: list[int], sign: int) -> Tensor:
+@register_kernel("tile.maxima")
+def find_maxima(x: Tensor, dims: list[int], sign: int) -> Tensor:
     """Of the values, or (sign -1) of their negatives."""
     return _Maxima.apply(x if sign > 0 else -x, dims)  # type: ignore[no-any-return]
 
 
-@entry("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default")
-def extreme(b: Builder, node: Node) -> None:
+@register_rule("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default")
+def lower_minmax(b: Builder, node: Node) -> None:
     """The largest or smallest value over space, or over rows or columns."""
     source = node.arguments["self"]
-    dims = spatial_dims(b, node, source)
+    dims = find_spatial_dims(b, node, source)
     if dims is None:
         reduce_other_axes(b, node, source)
     else:
-        _extreme(b, node, source, dims, -1 if "min" in node.operator else 1)
+        _reduce_minmax(b, node, source, dims, -1 if "min" in node.operator else 1)
 
 
-def _extreme(b: Builder, node: Node, source: Ref, dims: list[int], sign: int) -> None:
-    found = of_all_tiles(b, node, source, "tile.maxima", dims, sign, dtype="float64", lead=(2,))
+def _reduce_minmax(b: Builder, node: Node, source: Ref, dims: list[int], sign: int) -> None:
+    found = all_gather_partials(b, node, source, "tile.maxima", dims, sign, dtype="float64", lead=(2,))
     dtype = getattr(torch, node.spec.dtype)
-    b.local(node.name, "tile.largest", found, dims, sign, node.spec.shape, dtype, like=node.spec)
+    b.add_local_op(node.name, "tile.largest", found, dims, sign, node.spec.shape, dtype, like=node.spec)
 
 
-@local_kernel("tile.reduced")
-def reduced(
+@register_kernel("tile.reduced")
+def reduce_dims(
     x: Tensor, dims: list[int], operator: str, settings: Sequence[Any], shape: Sequence[int] | None = None
 ) -> Tensor:
     """A reduction along `dims` that leaves 1 of each, or the whole result's `shape`."""
-    made = operator_of(operator)(x, *settings, dims, True)
+    made = get_operator(operator)(x, *settings, dims, True)
     return made if shape is None else made.view(shape)
 
 
-@entry("aten.linalg_vector_norm.default", "aten.logsumexp.default")
-def of_its_own_results(b: Builder, node: Node) -> None:
+@register_rule("aten.linalg_vector_norm.default", "aten.logsumexp.default")
+def reduce_twice(b: Builder, node: Node) -> None:
     """A norm is the norm of the tiles' norms, and likewise the logarithm of a sum of exponentials."""
     a, source = node.arguments, node.arguments["self"]
-    dims, order = spatial_dims(b, node, source), float(a.get("ord", 2))
+    dims, order = find_spatial_dims(b, node, source), float(a.get("ord", 2))
     if dims is None:
         reduce_other_axes(b, node, source)
     elif math.isinf(order):
-        value = b.value(source)
-        own = b.local(f"{node.name}.absolute", "aten.abs.default", b.owned(source), like=value.spec, axes=value.axes)
-        _extreme(b, node, own, dims, 1 if order > 0 else -1)
+        value = b.get_value(source)
+        own = b.add_local_op(
+            f"{node.name}.absolute", "aten.abs.default", b.crop_to_own(source), like=value.spec, axes=value.axes
+        )
+        _reduce_minmax(b, node, own, dims, 1 if order > 0 else -1)
     elif order <= 0:
-        raise apart(node, f"is of order {order}")
+        raise make_gather_error(node, f"is of order {order}")
     else:
         settings = () if "logsumexp" in node.operator else (order,)
-        found = of_all_tiles(b, node, source, "tile.reduced", dims, node.operator, settings, dtype=node.spec.dtype)
-        b.local(
+        found = all_gather_partials(
+            b, node, source, "tile.reduced", dims, node.operator, settings, dtype=node.spec.dtype
+        )
+        b.add_local_op(
             node.name, "tile.reduced", found, dims, node.operator, settings, node.spec.shape, like=node.spec
         )  # fmt: skip
 
 
-@local_kernel("tile.first_maximum")
-def first_maximum(x: Tensor, dims: list[int], corner: tuple[int, int], width_px: int) -> Tensor:
+@register_kernel("tile.first_maximum")
+def find_first_maximum(x: Tensor, dims: list[int], corner: tuple[int, int], width_px: int) -> Tensor:
     """(2, ..., 1, 1) in float64: the tile's largest value, and where its first one lies in the whole image."""
     value, index = functional.adaptive_max_pool2d(x, 1, return_indices=True)
-    return torch.stack([value.double(), whole_index(index, x.shape[-1], corner, width_px).double()])
+    return torch.stack([value.double(), to_whole_index(index, x.shape[-1], corner, width_px).double()])
 
 
-@local_kernel("tile.first_of_all")
-def first_of_all(found: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+@register_kernel("tile.first_of_all")
+def merge_first_maxima(found: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The largest value; of several, that of the first pixel in the order of rows, as ATen has it. And its place."""
     values, places = found.flatten(-2)
     late = places.detach().masked_fill(values != values.amax(-1, keepdim=True), math.inf)
@@ -134,37 +138,37 @@ def first_of_all(found: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return values.gather(-1, first)[..., None].to(dtype), places.gather(-1, first)[..., None].long()
 
 
-@local_kernel("tile.adaptive_maximum")
-def adaptive_maximum(
+@register_kernel("tile.adaptive_maximum")
+def pool_adaptive_maximum(
     x: Tensor, rows: Cells, cols: Cells, corner: tuple[int, int], width_px: int
 ) -> tuple[Tensor, Tensor]:
     """The largest value of each cell and its place; cells are (start, stop) ranges of the window at `corner`."""
-    found = [[_cell(x, (*row, *col), corner, width_px) for col in cols] for row in rows]
+    found = [[_pool_cell(x, (*row, *col), corner, width_px) for col in cols] for row in rows]
     values, places = ([torch.cat([cell[part] for cell in row], -1) for row in found] for part in (0, 1))
     return torch.cat(values, -2), torch.cat(places, -2)
 
 
-def _cell(x: Tensor, cell: tuple[int, ...], corner: tuple[int, int], width_px: int) -> tuple[Tensor, Tensor]:
+def _pool_cell(x: Tensor, cell: tuple[int, ...], corner: tuple[int, int], width_px: int) -> tuple[Tensor, Tensor]:
     r0, r1, c0, c1 = cell
     value, index = functional.adaptive_max_pool2d(x[..., r0:r1, c0:c1], 1, return_indices=True)
-    return value, whole_index(index, c1 - c0, (corner[0] + r0, corner[1] + c0), width_px)
+    return value, to_whole_index(index, c1 - c0, (corner[0] + r0, corner[1] + c0), width_px)
 
 
-@entry("aten.adaptive_max_pool2d.default", images=("self",))
-def adaptive_max_pool(b: Builder, node: Node) -> None:
+@register_rule("aten.adaptive_max_pool2d.default", images=("self",))
+def adaptive_max_pool2d(b: Builder, node: Node) -> None:
     """As the average, but for the largest value of each cell, and its place."""
     source = node.arguments["self"]
-    value, out_px = b.value(source), tuple(node.arguments["output_size"])
+    value, out_px = b.get_value(source), tuple(node.arguments["output_size"])
     like, width_px = TensorSpec((*value.spec.shape[:-2], *out_px), value.spec.dtype), value.size_px[1]
     if out_px == (1, 1):
-        tile = b.tiles(value.size_px)[b.rank]
+        tile = b.get_tiles(value.size_px)[b.rank]
         settings = (tile.rows.start, tile.cols.start), width_px
         dims = [len(like.shape) - 2, len(like.shape) - 1]
-        found = of_all_tiles(
+        found = all_gather_partials(
             b, node, source, "tile.first_maximum", dims, *settings, dtype="float64", lead=(2,)
         )  # fmt: skip
-        b.local(node.name, "tile.first_of_all", found, getattr(torch, value.spec.dtype), like=like)
+        b.add_local_op(node.name, "tile.first_of_all", found, getattr(torch, value.spec.dtype), like=like)
         return
-    x, wanted, rows, cols = cells_of(b, source, out_px)
+    x, wanted, rows, cols = fetch_cells(b, source, out_px)
     corner = (wanted.rows.start, wanted.cols.start)
-    b.local(node.name, "tile.adaptive_maximum", x, rows, cols, corner, width_px, like=like, axes=(-2, -1))
+    b.add_local_op(node.name, "tile.adaptive_maximum", x, rows, cols, corner, width_px, like=like, axes=(-2, -1))

@@ -12,24 +12,24 @@ from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
 from engines.program.instructions import RunningStatistics
 from engines.spatial.entries.axes import reduce_other_axes
-from engines.spatial.kernels import batch_statistics, kernel, local_kernel, sum_type
-from engines.spatial.ops import entry
-from engines.spatial.places import local_shape, whole_axes, whole_to_tile
-from engines.spatial.plain import as_it_is
-from engines.spatial.refusals import apart, no_rule
+from engines.spatial.kernels import compute_batch_statistics, get_kernel, get_sum_type, register_kernel
+from engines.spatial.ops import register_rule
+from engines.spatial.places import cut_to_tile, get_local_shape, get_spatial_axes
+from engines.spatial.plain import apply_locally
+from engines.spatial.refusals import make_gather_error, make_unsupported_error
 
 __all__: list[str] = []
 
 
-@local_kernel("tile.grouped")
-def grouped(x: Tensor, kept: Sequence[int]) -> Tensor:
+@register_kernel("tile.grouped")
+def group_values(x: Tensor, kept: Sequence[int]) -> Tensor:
     """(1, groups, values): one group for each place along the axes `kept`."""
     order = [*kept, *(axis for axis in range(x.dim()) if axis not in kept)]
     groups = math.prod(x.shape[axis] for axis in kept)
     return x.permute(order).reshape(1, groups, -1)
 
 
-@local_kernel("tile.normalise_groups")
+@register_kernel("tile.normalise_groups")
 def normalise_groups(
     x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, counts: list[int], eps: float,
     rows: int, shape: Sequence[int],
@@ -41,15 +41,15 @@ def normalise_groups(
     """
     moments = moments.repeat_interleave(rows // x.shape[1], -1)
     affine = [None if vector is None else vector.repeat(rows // len(vector)) for vector in (weight, bias)]
-    return kernel("tile.batch_norm")(x.reshape(1, rows, -1), moments, *affine, counts, eps).reshape(shape)
+    return get_kernel("tile.batch_norm")(x.reshape(1, rows, -1), moments, *affine, counts, eps).reshape(shape)
 
 
-@local_kernel("tile.variance")
-def variance(
+@register_kernel("tile.variance")
+def compute_variance(
     moments: Tensor, counts: list[int], correction: float, root: bool, shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Variance (or its root) and mean of each group, in the whole-image shape of the result."""
-    mean, biased = batch_statistics(moments, counts)
+    mean, biased = compute_batch_statistics(moments, counts)
     spread = biased * biased.new_tensor(sum(counts)) / max(0.0, sum(counts) - correction)
     return (spread.sqrt() if root else spread).to(dtype).view(shape), mean.to(dtype).view(shape)
 
@@ -58,142 +58,146 @@ Rows = Callable[[Ref], Ref]
 """(...) -> (1, groups, values): the values of a tensor by group."""
 
 
-def _along(b: Builder, node: Node, kept: Sequence[int]) -> Rows:
+def _group_along(b: Builder, node: Node, kept: Sequence[int]) -> Rows:
     """One group for each place along the axes `kept`, from the front."""
-    return lambda x: _once(b, f"{node.name}.{x.name}.grouped", "tile.grouped", x, tuple(kept))
+    return lambda x: _get_or_run(b, f"{node.name}.{x.name}.grouped", "tile.grouped", x, tuple(kept))
 
 
-def _in_order(b: Builder, node: Node, groups: int) -> Rows:
+def _group_runs(b: Builder, node: Node, groups: int) -> Rows:
     """Groups of values that follow each other."""
-    return lambda x: _once(b, f"{node.name}.{x.name}.grouped", "aten.reshape.default", x, (1, groups, -1))
+    return lambda x: _get_or_run(b, f"{node.name}.{x.name}.grouped", "aten.reshape.default", x, (1, groups, -1))
 
 
-def _once(b: Builder, name: str, kernel: str, x: Ref, setting: Sequence[int]) -> Ref:
-    return Ref(name) if name in b.values else b.local(name, kernel, x, setting, like=b.value(x).spec)
+def _get_or_run(b: Builder, name: str, kernel: str, x: Ref, setting: Sequence[int]) -> Ref:
+    return Ref(name) if name in b.values else b.add_local_op(name, kernel, x, setting, like=b.get_value(x).spec)
 
 
-def _moments(b: Builder, name: str, x: Ref, rows: Rows, groups: int) -> tuple[Ref, list[int]]:
+def _compute_moments(b: Builder, name: str, x: Ref, rows: Rows, groups: int) -> tuple[Ref, list[int]]:
     """The moments of each group from all tiles, and how many values each tile has of a group."""
-    counts = b.counts(x, groups) if b.is_tiled(x) else [b.value(x).spec.numel // groups]
+    counts = b.count_elements(x, groups) if b.is_tiled(x) else [b.get_value(x).spec.numel // groups]
     slot = b.tile if len(counts) > 1 else 0
     like = TensorSpec((len(counts), 2, groups), "float64")
-    own = b.local(f"{name}.moments", "tile.moments", rows(b.owned(x)), slot, len(counts), like=like)
+    own = b.add_local_op(f"{name}.moments", "tile.moments", rows(b.crop_to_own(x)), slot, len(counts), like=like)
     return b.all_reduce(own) if len(counts) > 1 else own, counts
 
 
-def _channelwise(b: Builder, node: Node, groups: int) -> tuple[Ref, list[int]]:
+def _normalise_channels(b: Builder, node: Node, groups: int) -> tuple[Ref, list[int]]:
     """A norm of (N, C, ...) whose `groups` are runs of channels of one image; its moments."""
-    a, value = node.arguments, b.value(node.arguments["input"])
+    a, value = node.arguments, b.get_value(node.arguments["input"])
     channels = value.spec.shape[1]
-    rows = _in_order(b, node, groups)
-    moments, counts = _moments(b, node.name, a["input"], rows, groups)
-    shape = local_shape(b, node.spec, value.axes)
-    b.local(
-        node.name, "tile.normalise_groups", rows(b.beneath(a["input"])), moments, a["weight"], a["bias"],
+    rows = _group_runs(b, node, groups)
+    moments, counts = _compute_moments(b, node.name, a["input"], rows, groups)
+    shape = get_local_shape(b, node.spec, value.axes)
+    b.add_local_op(
+        node.name, "tile.normalise_groups", rows(b.align_to_output(a["input"])), moments, a["weight"], a["bias"],
         counts, a["eps"], value.spec.shape[0] * channels, shape, like=node.spec, axes=value.axes,
     )  # fmt: skip
     return moments, counts
 
 
-@entry("aten.instance_norm.default", everywhere=True, images=("input",))
+@register_rule("aten.instance_norm.default", everywhere=True, images=("input",))
 def instance_norm(b: Builder, node: Node) -> None:
     """Every channel of every image is a group (Ulyanov et al., 2016, arXiv:1607.08022)."""
-    a, value = node.arguments, b.value(node.arguments["input"])
+    a, value = node.arguments, b.get_value(node.arguments["input"])
     if not a["use_input_stats"]:
-        as_it_is(b, node, value.axes)
+        apply_locally(b, node, value.axes)
         return
-    moments, counts = _channelwise(b, node, value.spec.shape[0] * value.spec.shape[1])
+    moments, counts = _normalise_channels(b, node, value.spec.shape[0] * value.spec.shape[1])
     if a["running_mean"]:
-        if b.is_parted(a["input"]):
-            raise no_rule(node, "keeps running statistics of images that ranks share")
+        if b.is_batch_sharded(a["input"]):
+            raise make_unsupported_error(node, "keeps running statistics of images that ranks share")
         names = a["running_mean"].name, a["running_var"].name
         b.statistics.append(RunningStatistics(*names, moments.name, a["momentum"], tuple(counts)))
 
 
-@entry("aten.group_norm.default", images=("input",))
+@register_rule("aten.group_norm.default", images=("input",))
 def group_norm(b: Builder, node: Node) -> None:
     """Neighbouring channels of an image are a group."""
-    _channelwise(b, node, b.value(node.arguments["input"]).spec.shape[0] * node.arguments["num_groups"])
+    _normalise_channels(b, node, b.get_value(node.arguments["input"]).spec.shape[0] * node.arguments["num_groups"])
 
 
-def _normalises_space(b: Builder, node: Node) -> bool:
+def _is_over_space(b: Builder, node: Node) -> bool:
     """Whether the last axes, over which a layer norm goes, hold rows and columns.
 
     Raises TraceError where they hold one of the two.
     """
-    rows, cols, count = whole_axes(b, node.arguments["input"])
+    rows, cols, count = get_spatial_axes(b, node.arguments["input"])
     first = count - len(node.arguments["normalized_shape"])
     if (rows >= first) != (cols >= first):
-        raise apart(node, "normalises over one spatial axis of two")
+        raise make_gather_error(node, "normalises over one spatial axis of two")
     return rows >= first
 
 
-@local_kernel("tile.reshaped")
-def reshaped(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+@register_kernel("tile.reshaped")
+def reshape_and_cast(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Weights of float32 make float32 of half precision; it is the result's type that counts."""
     return x.reshape(shape).to(dtype)
 
 
-def _scaled(b: Builder, node: Node, name: str, shape: Sequence[int], axes: tuple[int, int]) -> None:
+def _scale_and_shift(b: Builder, node: Node, name: str, shape: Sequence[int], axes: tuple[int, int]) -> None:
     """Weight and bias of a layer norm are pixels: a tile has its own."""
     for argument, operator in (("weight", "mul"), ("bias", "add")):
         if (vector := node.arguments.get(argument)) is not None:
-            part = whole_to_tile(b, node, vector, b.value(Ref(name)))
-            b.local(f"{node.name}.{operator}", f"aten.{operator}.Tensor", Ref(name), part, like=node.spec, axes=axes)
+            part = cut_to_tile(b, node, vector, b.get_value(Ref(name)))
+            b.add_local_op(
+                f"{node.name}.{operator}", f"aten.{operator}.Tensor", Ref(name), part, like=node.spec, axes=axes
+            )
             name = f"{node.name}.{operator}"
     dtype = getattr(torch, node.spec.dtype)
-    b.local(node.name, "tile.reshaped", Ref(name), shape, dtype, like=node.spec, axes=axes)
+    b.add_local_op(node.name, "tile.reshaped", Ref(name), shape, dtype, like=node.spec, axes=axes)
 
 
-@entry("aten.layer_norm.default")
+@register_rule("aten.layer_norm.default")
 def layer_norm(b: Builder, node: Node) -> None:
     """Over channels: each pixel by itself. Over space too: a group for each image (arXiv:1607.06450)."""
-    value = b.value(node.arguments["input"])
-    if not _normalises_space(b, node):
-        as_it_is(b, node, value.axes)
+    value = b.get_value(node.arguments["input"])
+    if not _is_over_space(b, node):
+        apply_locally(b, node, value.axes)
         return
-    shape = local_shape(b, node.spec, value.axes)
+    shape = get_local_shape(b, node.spec, value.axes)
     kept = range(len(shape) - len(node.arguments["normalized_shape"]))
     groups = math.prod(value.spec.shape[axis] for axis in kept)
-    rows = _along(b, node, kept)
-    moments, counts = _moments(b, node.name, node.arguments["input"], rows, groups)
+    rows = _group_along(b, node, kept)
+    moments, counts = _compute_moments(b, node.name, node.arguments["input"], rows, groups)
     whole = f"{node.name}.normalised"
-    b.local(
-        whole, "tile.normalise_groups", rows(b.beneath(node.arguments["input"])), moments, None, None,
+    b.add_local_op(
+        whole, "tile.normalise_groups", rows(b.align_to_output(node.arguments["input"])), moments, None, None,
         counts, node.arguments["eps"], groups, shape,
         like=node.spec, axes=value.axes,
     )  # fmt: skip
-    _scaled(b, node, whole, shape, value.axes)
+    _scale_and_shift(b, node, whole, shape, value.axes)
 
 
-@local_kernel("tile.square_sums")
-def square_sums(x: Tensor, axes: int) -> Tensor:
+@register_kernel("tile.square_sums")
+def sum_squares(x: Tensor, axes: int) -> Tensor:
     """Sums of squares over the last `axes` axes."""
-    return x.to(sum_type(x)).square().sum(list(range(-axes, 0)), keepdim=True)
+    return x.to(get_sum_type(x)).square().sum(list(range(-axes, 0)), keepdim=True)
 
 
-@local_kernel("tile.by_root_mean_square")
-def by_root_mean_square(x: Tensor, squares: Tensor, count: int, eps: float | None) -> Tensor:
+@register_kernel("tile.by_root_mean_square")
+def normalise_rms(x: Tensor, squares: Tensor, count: int, eps: float | None) -> Tensor:
     """Zhang and Sennrich, 2019 (arXiv:1910.07467), equation 4."""
     return (x * (squares / count + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()).to(x.dtype)
 
 
-@entry("aten.rms_norm.default")
+@register_rule("aten.rms_norm.default")
 def rms_norm(b: Builder, node: Node) -> None:
     """As a layer norm, but for the mean."""
     source, axes = node.arguments["input"], len(node.arguments["normalized_shape"])
-    value = b.value(source)
-    if not _normalises_space(b, node):
-        as_it_is(b, node, value.axes)
+    value = b.get_value(source)
+    if not _is_over_space(b, node):
+        apply_locally(b, node, value.axes)
         return
     like = TensorSpec((*value.spec.shape[:-axes], *(1,) * axes), value.spec.sums.dtype)
-    total = b.all_reduce(b.local(f"{node.name}.squares", "tile.square_sums", b.owned(source), axes, like=like))
+    total = b.all_reduce(
+        b.add_local_op(f"{node.name}.squares", "tile.square_sums", b.crop_to_own(source), axes, like=like)
+    )
     whole, count = f"{node.name}.normalised", value.spec.numel // like.numel
-    b.local(
-        whole, "tile.by_root_mean_square", b.beneath(source), total, count, node.arguments["eps"],
+    b.add_local_op(
+        whole, "tile.by_root_mean_square", b.align_to_output(source), total, count, node.arguments["eps"],
         like=node.spec, axes=value.axes,
     )  # fmt: skip
-    _scaled(b, node, whole, local_shape(b, node.spec, value.axes), value.axes)
+    _scale_and_shift(b, node, whole, get_local_shape(b, node.spec, value.axes), value.axes)
 
 
 _SPREADS = [
@@ -201,28 +205,28 @@ _SPREADS = [
 ]
 
 
-@entry(*_SPREADS)
-def spread(b: Builder, node: Node) -> None:
+@register_rule(*_SPREADS)
+def lower_variance(b: Builder, node: Node) -> None:
     """Variance and deviation; over space from the moments of all tiles."""
     a, source = node.arguments, node.arguments["self"]
-    rows, cols, count = whole_axes(b, source)
+    rows, cols, count = get_spatial_axes(b, source)
     dims = {dim % count for dim in a.get("dim") or range(count)}
     if not {rows, cols} & dims:
         reduce_other_axes(b, node, source)
         return
     if not {rows, cols} <= dims:
-        raise apart(node, "reduces one spatial axis of two")
+        raise make_gather_error(node, "reduces one spatial axis of two")
     correction = a.get("correction", a.get("unbiased", True))
-    sizes = b.value(source).spec.shape
+    sizes = b.get_value(source).spec.shape
     kept = [axis for axis in range(count) if axis not in dims]
     shape = [1 if axis in dims else sizes[axis] for axis in range(count) if axis not in dims or a.get("keepdim")]
     groups = math.prod(sizes[axis] for axis in kept)
-    moments, counts = _moments(b, node.name, source, _along(b, node, kept), groups)
-    dtype = getattr(torch, b.value(source).spec.dtype)
+    moments, counts = _compute_moments(b, node.name, source, _group_along(b, node, kept), groups)
+    dtype = getattr(torch, b.get_value(source).spec.dtype)
     name = node.name if node.spec is None else f"{node.name}.both"
-    both = b.local(
+    both = b.add_local_op(
         name, "tile.variance", moments, counts, float(1 if correction is None else correction), "std" in node.operator,
-        shape, dtype, like=TensorSpec(tuple(shape), b.value(source).spec.dtype),
+        shape, dtype, like=TensorSpec(tuple(shape), b.get_value(source).spec.dtype),
     )  # fmt: skip
     if node.spec is not None:
-        b.local(node.name, "getitem", both, 0, like=node.spec)
+        b.add_local_op(node.name, "getitem", both, 0, like=node.spec)

@@ -10,171 +10,173 @@ from torch.nn import functional
 
 from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
-from engines.spatial.entries.convolution import folded, pair
-from engines.spatial.entries.reduction import mean_over_space
-from engines.spatial.kernels import local_kernel, operator_of, sum_type
-from engines.spatial.ops import entry
-from engines.spatial.plain import as_it_is, split_arguments
+from engines.spatial.entries.convolution import fold_padding, to_pair
+from engines.spatial.entries.reduction import reduce_mean
+from engines.spatial.kernels import get_operator, get_sum_type, register_kernel
+from engines.spatial.ops import register_rule
+from engines.spatial.plain import apply_locally, split_arguments
 from engines.spatial.tiles import Span, Tile
-from engines.spatial.windows import Reach, SlidingWindow
+from engines.spatial.windows import MonotoneWindow, SlidingWindow
 
-__all__ = ["Cells", "cells_of", "pool_rules", "whole_index"]
+__all__ = ["Cells", "fetch_cells", "make_pool_windows", "to_whole_index"]
 
 Pair = tuple[int, int]
 
 
-def _out_px(node: Node) -> tuple[int, int]:
+def _get_out_px(node: Node) -> tuple[int, int]:
     return node.spec.shape[-2], node.spec.shape[-1]
 
 
 Cells = tuple[tuple[int, int], ...]
 
 
-def whole_index(index: Tensor, width: int, corner: tuple[int, int], width_px: int) -> Tensor:
+def to_whole_index(index: Tensor, width: int, corner: tuple[int, int], width_px: int) -> Tensor:
     """Pixel numbers in the order of rows, of a part of that width at `corner`: as numbers in the whole image."""
     return (index // width + corner[0]) * width_px + index % width + corner[1]
 
 
-def pool_rules(node: Node) -> tuple[SlidingWindow, SlidingWindow]:
+def make_pool_windows(node: Node) -> tuple[SlidingWindow, SlidingWindow]:
     """What an output of a max pool reads, along rows and along columns."""
     a = node.arguments
-    kernel = pair(a["kernel_size"])
-    settings = kernel, pair(a["stride"] or kernel), pair(a["padding"]), pair(a["dilation"])
+    kernel = to_pair(a["kernel_size"])
+    settings = kernel, to_pair(a["stride"] or kernel), to_pair(a["padding"]), to_pair(a["dilation"])
     rows, cols = (SlidingWindow(*axis) for axis in zip(*settings, strict=True))
     return rows, cols
 
 
-@entry("aten.max_pool2d.default", images=("self",))
-def max_pool(b: Builder, node: Node) -> None:
+@register_rule("aten.max_pool2d.default", images=("self",))
+def max_pool2d(b: Builder, node: Node) -> None:
     """Outside the image lies minus infinity, so that padding never wins."""
-    rules = pool_rules(node)
-    window = b.window(node.arguments["self"], _out_px(node), *rules, fill=-torch.inf)
-    x, padding = folded(b, window, rules, _out_px(node))
-    as_it_is(b, node, (-2, -1), self=x, padding=padding, ceil_mode=False)
+    rules = make_pool_windows(node)
+    window = b.read_window(node.arguments["self"], _get_out_px(node), *rules, fill=-torch.inf)
+    x, padding = fold_padding(b, window, rules, _get_out_px(node))
+    apply_locally(b, node, (-2, -1), self=x, padding=padding, ceil_mode=False)
 
 
-@entry("aten.max_pool2d_with_indices.default", images=("self",))
-def max_pool_with_places(b: Builder, node: Node) -> None:
+@register_rule("aten.max_pool2d_with_indices.default", images=("self",))
+def max_pool2d_with_indices(b: Builder, node: Node) -> None:
     """Places count pixels of the whole image in the order of rows."""
-    source, rules = node.arguments["self"], pool_rules(node)
-    value = b.value(source)
-    like = _pooled(node, value.spec)
+    source, rules = node.arguments["self"], make_pool_windows(node)
+    value = b.get_value(source)
+    like = _infer_pool_spec(node, value.spec)
     out_px = (like.shape[-2], like.shape[-1])
-    window = b.window(source, out_px, *rules, fill=-torch.inf)
-    x, padding = folded(b, window, rules, out_px)
+    window = b.read_window(source, out_px, *rules, fill=-torch.inf)
+    x, padding = fold_padding(b, window, rules, out_px)
     seen = window.wanted if padding == (0, 0) else window.held
     settings = [tuple(getattr(rule, name) for rule in rules) for name in ("kernel", "stride", "dilation")]
     corner = (seen.rows.start, seen.cols.start)
-    b.local(
+    b.add_local_op(
         node.name, "tile.max_pool_with_places", x, *settings, padding, corner, value.size_px[1],
         like=like, axes=(-2, -1),
     )  # fmt: skip
 
 
-def _pooled(node: Node, spec: TensorSpec) -> TensorSpec:
+def _infer_pool_spec(node: Node, spec: TensorSpec) -> TensorSpec:
     """What ATen itself makes of an image of that shape."""
     image = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
     positional, keywords = split_arguments(node, {"self": image})
-    return TensorSpec(tuple(operator_of(node.operator)(*positional, **keywords)[0].shape), spec.dtype)
+    return TensorSpec(tuple(get_operator(node.operator)(*positional, **keywords)[0].shape), spec.dtype)
 
 
-@local_kernel("tile.max_pool_with_places")
-def max_pool_of_tile(
+@register_kernel("tile.max_pool_with_places")
+def pool_tile(
     x: Tensor, kernel: Pair, stride: Pair, dilation: Pair, padding: Pair, corner: Pair, width_px: int
 ) -> tuple[Tensor, Tensor]:
     """`corner` is the first pixel of `x` in the whole image."""
     values, index = functional.max_pool2d(x, kernel, stride, padding, dilation, return_indices=True)
-    return values, whole_index(index, x.shape[-1], corner, width_px)
+    return values, to_whole_index(index, x.shape[-1], corner, width_px)
 
 
-@entry("aten.avg_pool2d.default", images=("self",))
-def average_pool(b: Builder, node: Node) -> None:
+@register_rule("aten.avg_pool2d.default", images=("self",))
+def avg_pool2d(b: Builder, node: Node) -> None:
     """Sums over the window, divided by the pixels that count: those inside, or those of the padded image."""
     a = node.arguments
-    value, kernel = b.value(a["self"]), pair(a["kernel_size"])
-    stride, padding = pair(a["stride"] or kernel), pair(a["padding"])
+    value, kernel = b.get_value(a["self"]), to_pair(a["kernel_size"])
+    stride, padding = to_pair(a["stride"] or kernel), to_pair(a["padding"])
     rules = [SlidingWindow(*axis) for axis in zip(kernel, stride, padding, strict=True)]
     border = padding if a["count_include_pad"] else (0, 0)
-    if not b.fits(_out_px(node)):
-        reads = [[rule(Span(i, i + 1)) for i in range(n)] for rule, n in zip(rules, _out_px(node), strict=True)]
-        _few_averages(b, node, reads, border)
+    if not b.can_tile(_get_out_px(node)):
+        reads = [[rule(Span(i, i + 1)) for i in range(n)] for rule, n in zip(rules, _get_out_px(node), strict=True)]
+        _average_few(b, node, reads, border)
         return
-    window = b.window(a["self"], _out_px(node), rules[0], rules[1])
-    x, native = folded(b, window, rules, _out_px(node))
-    out = b.outputs(_out_px(node))[b.rank]
+    window = b.read_window(a["self"], _get_out_px(node), rules[0], rules[1])
+    x, native = fold_padding(b, window, rules, _get_out_px(node))
+    out = b.get_output_tiles(_get_out_px(node))[b.rank]
     spans = zip((out.rows, out.cols), rules, value.size_px, border, strict=True)
-    rows, cols = (tuple(_counted(*what)) for what in spans)
+    rows, cols = (tuple(_count_window_pixels(*what)) for what in spans)
     if a["divisor_override"] or (set(rows), set(cols)) == ({kernel[0]}, {kernel[1]}):
-        as_it_is(b, node, (-2, -1), self=x, padding=native, ceil_mode=False)
+        apply_locally(b, node, (-2, -1), self=x, padding=native, ceil_mode=False)
         return
-    b.local(
+    b.add_local_op(
         node.name, "tile.average_pool", x, kernel, stride, native, rows, cols, like=node.spec, axes=(-2, -1)
     )  # fmt: skip
 
 
-def _counted(out: Span, rule: SlidingWindow, image_px: int, border_px: int) -> list[int]:
+def _count_window_pixels(out: Span, rule: SlidingWindow, image_px: int, border_px: int) -> list[int]:
     """How many of the pixels that each output reads lie in the image with its border."""
     counted = Span(-border_px, image_px + border_px)
     return [len(rule(Span(index, index + 1)) & counted) for index in range(out.start, out.stop)]
 
 
-def _few_averages(b: Builder, node: Node, reads: Sequence[Sequence[Span]], border_px: Pair = (0, 0)) -> None:
+def _average_few(b: Builder, node: Node, reads: Sequence[Sequence[Span]], border_px: Pair = (0, 0)) -> None:
     """Averages of fewer rows or columns than there are tiles: every rank sums its own part of each, and holds all.
 
     `reads` are the pixels of each row and each column of outputs, of which those in the image with its border count.
     """
     source = node.arguments["self"]
-    size_px, own = b.value(source).size_px, b.tiles(b.value(source).size_px)[b.rank]
-    cells = [_inside(axis, span) for axis, span in zip(reads, (own.rows, own.cols), strict=True)]
-    sums = b.local(f"{node.name}.sums", "tile.cell_sums", b.owned(source), *cells, like=node.spec.sums)
+    size_px, own = b.get_value(source).size_px, b.get_tiles(b.get_value(source).size_px)[b.rank]
+    cells = [_clip_to_tile(axis, span) for axis, span in zip(reads, (own.rows, own.cols), strict=True)]
+    sums = b.add_local_op(f"{node.name}.sums", "tile.cell_sums", b.crop_to_own(source), *cells, like=node.spec.sums)
     counts = [
         tuple(len(read & Span(-border, px + border)) for read in axis)
         for axis, px, border in zip(reads, size_px, border_px, strict=True)
     ]
     divisor, dtype = node.arguments.get("divisor_override"), getattr(torch, node.spec.dtype)
-    b.local(node.name, "tile.averages", b.all_reduce(sums), *counts, divisor, dtype, like=node.spec)
+    b.add_local_op(node.name, "tile.averages", b.all_reduce(sums), *counts, divisor, dtype, like=node.spec)
 
 
-def _inside(reads: Sequence[Span], own: Span) -> Cells:
+def _clip_to_tile(reads: Sequence[Span], own: Span) -> Cells:
     """The part of each that lies in a tile, counted from the tile's first pixel."""
     parts = [read & own for read in reads]
     return tuple((part.start - own.start, part.stop - own.start) if part else (0, 0) for part in parts)
 
 
-@local_kernel("tile.cell_sums")
-def cell_sums(x: Tensor, rows: Cells, cols: Cells) -> Tensor:
+@register_kernel("tile.cell_sums")
+def sum_cells(x: Tensor, rows: Cells, cols: Cells) -> Tensor:
     """The sum of each cell: (start, stop) of its rows and of its columns, which may be none."""
-    x = x.to(sum_type(x))
+    x = x.to(get_sum_type(x))
     lines = torch.cat([x[..., start:stop, :].sum(-2, keepdim=True) for start, stop in rows], -2)
     return torch.cat([lines[..., start:stop].sum(-1, keepdim=True) for start, stop in cols], -1)
 
 
-@local_kernel("tile.averages")
-def averages(sums: Tensor, rows: Sequence[int], cols: Sequence[int], divisor: int | None, dtype: torch.dtype) -> Tensor:
+@register_kernel("tile.averages")
+def divide_sums(
+    sums: Tensor, rows: Sequence[int], cols: Sequence[int], divisor: int | None, dtype: torch.dtype
+) -> Tensor:
     """Sums divided by how many pixels count there: rows[i] * cols[j], or a number given."""
     return (sums / (divisor or sums.new_tensor(rows)[:, None] * sums.new_tensor(cols))).to(dtype)
 
 
-@entry("aten.adaptive_avg_pool2d.default", images=("self",))
-def adaptive_average_pool(b: Builder, node: Node) -> None:
+@register_rule("aten.adaptive_avg_pool2d.default", images=("self",))
+def adaptive_avg_pool2d(b: Builder, node: Node) -> None:
     """One cell for the whole image is a mean over space; else output i reads pixels i*n//k to -(-(i+1)*n//k)."""
-    if _out_px(node) == (1, 1):
-        mean_over_space(b, node, node.arguments["self"], [-2, -1], keepdim=True)
+    if _get_out_px(node) == (1, 1):
+        reduce_mean(b, node, node.arguments["self"], [-2, -1], keepdim=True)
         return
-    if not b.fits(_out_px(node)):
-        sizes = zip(b.value(node.arguments["self"]).size_px, _out_px(node), strict=True)
-        _few_averages(b, node, [[Span(*cell) for cell in _cells(size, count)] for size, count in sizes])
+    if not b.can_tile(_get_out_px(node)):
+        sizes = zip(b.get_value(node.arguments["self"]).size_px, _get_out_px(node), strict=True)
+        _average_few(b, node, [[Span(*cell) for cell in _split_cells(size, count)] for size, count in sizes])
         return
-    x, _, rows, cols = cells_of(b, node.arguments["self"], _out_px(node))
-    b.local(node.name, "tile.adaptive_average", x, rows, cols, like=node.spec, axes=(-2, -1))
+    x, _, rows, cols = fetch_cells(b, node.arguments["self"], _get_out_px(node))
+    b.add_local_op(node.name, "tile.adaptive_average", x, rows, cols, like=node.spec, axes=(-2, -1))
 
 
-def cells_of(b: Builder, ref: Ref, out_px: tuple[int, int]) -> tuple[Ref, Tile, Cells, Cells]:
+def fetch_cells(b: Builder, ref: Ref, out_px: tuple[int, int]) -> tuple[Ref, Tile, Cells, Cells]:
     """The window that this tile's cells of an adaptive pool read, where it is, and (start, stop) of each cell in it."""
-    cells = [_cells(size, count) for size, count in zip(b.value(ref).size_px, out_px, strict=True)]
-    rules = [Reach(lambda i, c=c: c[i][0], lambda i, c=c: c[i][1] - 1) for c in cells]
-    window = b.window(ref, out_px, rules[0], rules[1])
-    x, out = b.padded(window), b.outputs(out_px)[b.rank]
+    cells = [_split_cells(size, count) for size, count in zip(b.get_value(ref).size_px, out_px, strict=True)]
+    rules = [MonotoneWindow(lambda i, c=c: c[i][0], lambda i, c=c: c[i][1] - 1) for c in cells]
+    window = b.read_window(ref, out_px, rules[0], rules[1])
+    x, out = b.pad_window(window), b.get_output_tiles(out_px)[b.rank]
     rows, cols = (
         tuple((start - wanted.start, stop - wanted.start) for start, stop in axis[span.start : span.stop])
         for axis, span, wanted in zip(
@@ -184,5 +186,5 @@ def cells_of(b: Builder, ref: Ref, out_px: tuple[int, int]) -> tuple[Ref, Tile, 
     return x, window.wanted, rows, cols
 
 
-def _cells(size_px: int, count: int) -> list[tuple[int, int]]:
+def _split_cells(size_px: int, count: int) -> list[tuple[int, int]]:
     return [(index * size_px // count, -(-(index + 1) * size_px // count)) for index in range(count)]

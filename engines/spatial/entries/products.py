@@ -6,62 +6,62 @@ from dataclasses import replace
 
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
-from engines.spatial.ops import entry
-from engines.spatial.places import spec_of, whole_axes
-from engines.spatial.plain import as_it_is
-from engines.spatial.refusals import apart
+from engines.spatial.ops import register_rule
+from engines.spatial.places import get_spatial_axes, get_spec
+from engines.spatial.plain import apply_locally
+from engines.spatial.refusals import make_gather_error
 
 __all__: list[str] = []
 
 
-@entry("aten.linear.default")
+@register_rule("aten.linear.default")
 def linear(b: Builder, node: Node) -> None:
     """Over channels that are the last axis."""
-    _by_a_weight(b, node, node.arguments["input"], node.arguments["weight"], node.arguments["bias"])
+    _multiply_by_weight(b, node, node.arguments["input"], node.arguments["weight"], node.arguments["bias"])
 
 
-@entry("aten.matmul.default")
+@register_rule("aten.matmul.default")
 def matmul(b: Builder, node: Node) -> None:
     """Likewise, by a matrix that all pixels share."""
-    _by_a_weight(b, node, node.arguments["self"], node.arguments["other"])
+    _multiply_by_weight(b, node, node.arguments["self"], node.arguments["other"])
 
 
-def _by_a_weight(b: Builder, node: Node, pixels: Ref, weight: Ref, *more: Ref | None) -> None:
+def _multiply_by_weight(b: Builder, node: Node, pixels: Ref, weight: Ref, *more: Ref | None) -> None:
     if not b.is_tiled(pixels) or any(b.is_tiled(other) for other in (weight, *more)):
-        raise apart(node, "multiplies pixels with pixels")
-    rows, cols, count = whole_axes(b, pixels)
-    if count - 1 in (rows, cols) or len(spec_of(b, weight.name).shape) != 2:
-        raise apart(node, "multiplies along a spatial axis")
-    as_it_is(b, node, b.value(pixels).axes)
+        raise make_gather_error(node, "multiplies pixels with pixels")
+    rows, cols, count = get_spatial_axes(b, pixels)
+    if count - 1 in (rows, cols) or len(get_spec(b, weight.name).shape) != 2:
+        raise make_gather_error(node, "multiplies along a spatial axis")
+    apply_locally(b, node, b.get_value(pixels).axes)
 
 
-@entry("aten.einsum.default")
+@register_rule("aten.einsum.default")
 def einsum(b: Builder, node: Node) -> None:
     """Rows and columns must both stay, or both be summed over: then so are the ranks."""
     equation = node.arguments["equation"].replace(" ", "")
     terms, arrow, out = equation.partition("->")
     operands = list(zip(terms.split(","), node.arguments["tensors"], strict=True))
-    letters = _spatial(b, operands)
+    letters = _find_spatial_letters(b, operands)
     if not arrow or "." in equation or len(letters) != 1:
-        raise apart(node, "has no explicit result, or its operands name rows and columns differently")
+        raise make_gather_error(node, "has no explicit result, or its operands name rows and columns differently")
     rows, cols = letters.pop()
     if any((rows in term or cols in term) and not b.is_tiled(ref) for term, ref in operands):
-        raise apart(node, "multiplies rows or columns with what is no image")
+        raise make_gather_error(node, "multiplies rows or columns with what is no image")
     if rows in out and cols in out:
-        as_it_is(b, node, (out.index(rows) - len(out), out.index(cols) - len(out)))
+        apply_locally(b, node, (out.index(rows) - len(out), out.index(cols) - len(out)))
     elif rows in out or cols in out:
-        raise apart(node, "sums over one spatial axis of two")
+        raise make_gather_error(node, "sums over one spatial axis of two")
     else:
-        part = as_it_is(b, replace(node, name=f"{node.name}.part"), None)
-        b.local(node.name, "aten.alias.default", b.all_reduce(part), like=node.spec)
+        part = apply_locally(b, replace(node, name=f"{node.name}.part"), None)
+        b.add_local_op(node.name, "aten.alias.default", b.all_reduce(part), like=node.spec)
 
 
-def _spatial(b: Builder, operands: list[tuple[str, Ref]]) -> set[tuple[str, str]]:
+def _find_spatial_letters(b: Builder, operands: list[tuple[str, Ref]]) -> set[tuple[str, str]]:
     """The letters of rows and columns in each tiled operand, repeated ones included."""
     found = set()
     for term, ref in operands:
         if b.is_tiled(ref):
-            rows, cols, _ = whole_axes(b, ref)
+            rows, cols, _ = get_spatial_axes(b, ref)
             found.add((term[rows], term[cols]))
             if term.count(term[rows]) > 1 or term.count(term[cols]) > 1:
                 found.add(("", ""))

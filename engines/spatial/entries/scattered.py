@@ -7,33 +7,35 @@ from torch import Tensor
 
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
-from engines.spatial.entries.pooling import pool_rules
-from engines.spatial.kernels import local_kernel
-from engines.spatial.ops import entry
-from engines.spatial.places import places_of
-from engines.spatial.plain import as_it_is
-from engines.spatial.refusals import apart
-from engines.spatial.whole import gathered
+from engines.spatial.entries.pooling import make_pool_windows
+from engines.spatial.kernels import register_kernel
+from engines.spatial.ops import register_rule
+from engines.spatial.places import get_local_ranges
+from engines.spatial.plain import apply_locally
+from engines.spatial.refusals import make_gather_error
+from engines.spatial.whole import all_gather_pixels
 from engines.spatial.windows import SlidingWindow, TransposedWindow
 
 __all__: list[str] = []
 
 
-@entry("aten.grid_sampler.default")
-def sample_at_places(b: Builder, node: Node) -> None:
+@register_rule("aten.grid_sampler.default")
+def grid_sampler(b: Builder, node: Node) -> None:
     """The image is gathered, and each rank looks up its own outputs (Jaderberg et al., 2015, arXiv:1506.02025)."""
     a, grid = node.arguments, node.arguments["grid"]
-    if b.is_tiled(grid) and b.value(grid).axes != (-3, -2):
-        raise apart(node, "reads places whose rows and columns are not the two axes before the last", (-2, -1))
-    spans = [place[1:] for place in places_of(b, node.spec, (-2, -1))[-2:]]
+    if b.is_tiled(grid) and b.get_value(grid).axes != (-3, -2):
+        raise make_gather_error(
+            node, "reads places whose rows and columns are not the two axes before the last", (-2, -1)
+        )
+    spans = [place[1:] for place in get_local_ranges(b, node.spec, (-2, -1))[-2:]]
     if b.is_tiled(grid):
-        own = b.beneath(grid)
+        own = b.align_to_output(grid)
     else:
-        own = b.local(f"{node.name}.places", "tile.cut", grid, (-3, -2), spans, like=b.value(grid).spec)
-    as_it_is(b, node, (-2, -1), input=gathered(b, node, a["input"]), grid=own)
+        own = b.add_local_op(f"{node.name}.places", "tile.cut", grid, (-3, -2), spans, like=b.get_value(grid).spec)
+    apply_locally(b, node, (-2, -1), input=all_gather_pixels(b, node, a["input"]), grid=own)
 
 
-@entry(
+@register_rule(
     *(
         f"aten.{name}"
         for name in (
@@ -42,12 +44,12 @@ def sample_at_places(b: Builder, node: Node) -> None:
         )
     )
 )  # fmt: skip
-def anywhere(b: Builder, node: Node) -> None:
+def require_gather(b: Builder, node: Node) -> None:
     """Any output may read any pixel."""
-    raise apart(node, "reads pixels that lie anywhere")
+    raise make_gather_error(node, "reads pixels that lie anywhere")
 
 
-@local_kernel("tile.unpool")
+@register_kernel("tile.unpool")
 def unpool_tile(x: Tensor, places: Tensor, tile: tuple[int, int, int, int], width_px: int) -> Tensor:
     """Each value at its place in the whole image, where that lies in the tile (rows, columns: start and stop)."""
     top, bottom, left, right = tile
@@ -60,23 +62,23 @@ def unpool_tile(x: Tensor, places: Tensor, tile: tuple[int, int, int, int], widt
     return made[..., :nowhere].unflatten(-1, (height, width))
 
 
-@entry("aten.max_unpool2d.default", images=("self", "indices"))
-def unpool(b: Builder, node: Node) -> None:
+@register_rule("aten.max_unpool2d.default", images=("self", "indices"))
+def max_unpool2d(b: Builder, node: Node) -> None:
     """A pixel is written by the output that read it, where the places are those of a pool whose windows lie apart."""
     a, out_px = node.arguments, (node.spec.shape[-2], node.spec.shape[-1])
-    pool = _pool_of(b, a["indices"])
-    rules = pool_rules(pool) if pool else ()
-    if not rules or b.value(pool.arguments["self"]).size_px != out_px or any(map(_overlaps, rules)):
-        raise apart(node, "writes to places that are not known before", (-2, -1))
+    pool = _find_pool(b, a["indices"])
+    rules = make_pool_windows(pool) if pool else ()
+    if not rules or b.get_value(pool.arguments["self"]).size_px != out_px or any(map(_has_overlap, rules)):
+        raise make_gather_error(node, "writes to places that are not known before", (-2, -1))
     back = [TransposedWindow(rule.kernel, rule.stride, rule.padding, rule.dilation) for rule in rules]
-    values = b.padded(b.window(a["self"], out_px, *back))
-    places = b.padded(b.window(a["indices"], out_px, *back, fill=-1))
-    out = b.outputs(out_px)[b.rank]
+    values = b.pad_window(b.read_window(a["self"], out_px, *back))
+    places = b.pad_window(b.read_window(a["indices"], out_px, *back, fill=-1))
+    out = b.get_output_tiles(out_px)[b.rank]
     tile = (out.rows.start, out.rows.stop, out.cols.start, out.cols.stop)
-    b.local(node.name, "tile.unpool", values, places, tile, out_px[1], like=node.spec, axes=(-2, -1))
+    b.add_local_op(node.name, "tile.unpool", values, places, tile, out_px[1], like=node.spec, axes=(-2, -1))
 
 
-def _pool_of(b: Builder, places: Ref) -> Node | None:
+def _find_pool(b: Builder, places: Ref) -> Node | None:
     """The tiled pool whose second output some places are."""
     nodes = {node.name: node for node in b.graph.nodes}
     pick = nodes.get(places.name)
@@ -87,5 +89,5 @@ def _pool_of(b: Builder, places: Ref) -> Node | None:
     return pool if known and b.is_tiled(pool.arguments["self"]) else None
 
 
-def _overlaps(rule: SlidingWindow) -> bool:
+def _has_overlap(rule: SlidingWindow) -> bool:
     return rule.stride < rule.dilation * (rule.kernel - 1) + 1
