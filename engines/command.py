@@ -29,8 +29,8 @@ from engines.bench.verify import verify
 from engines.checkpoint.interrupts import StoppedError
 from engines.comm.world import World
 from engines.errors import CheckpointError, ImageError, PlanError, RankError, ReleasedError, TraceError
+from engines.formatting import format_bytes
 from engines.layout import check_fits
-from engines.spoken import format_bytes
 
 __all__ = ["main"]
 

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from engines.comm.device import choose_autocast_type
 from engines.comm.world import World
 from engines.errors import ImageError
-from engines.images.feed import describe_read_error
-from engines.images.ignored import find_ignored_label
-from engines.images.labelled import LabelledImages
-from engines.images.own import ReadRequest, ShardReader
-from engines.inference.forward import Prediction, RankPredictor, join_predictions, prepare_prediction
+from engines.images.dataset import LabelledImages
+from engines.images.ignored_label import find_ignored_label
+from engines.images.loader import describe_read_error
+from engines.images.shard_reader import ReadRequest, ShardReader
+from engines.inference.rank_predictor import Prediction, RankPredictor, join_predictions, prepare_prediction
+from engines.layer.buffer_updates import is_batch_dependent
 from engines.layer.graph import LOSS, ModelGraph, TensorSpec
-from engines.layer.kept import is_batch_dependent
-from engines.layer.names import OWNERS, StateNames
+from engines.layer.state_names import OWNERS, StateNames
 from engines.layer.trace import trace
-from engines.loss.classes import has_accuracy
+from engines.loss.label_spec import has_accuracy
 from engines.loss.weights import ImageWeights, compute_mean_loss
 from engines.metrics import Counts, Scores, count_predictions
 from engines.program.compile import compile_plan

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from engines.errors import PlanError
-from engines.layer.steady import has_hooks
+from engines.layer.traceability import has_hooks
 from engines.optimisers import Optimiser, ParameterSpec, format_names, make_on_rank, make_optimiser
 from engines.program.update import Scheduler
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from engines.errors import PlanError
 from engines.layer.graph import to_user_name
-from engines.layer.names import OWNERS
+from engines.layer.state_names import OWNERS
 
 __all__ = [
     "NAMED",

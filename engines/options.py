@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from engines.bench.halo_case import HaloCase
-from engines.comm.together import run_on_first
+from engines.comm.collective_errors import run_on_first
 from engines.comm.world import World
 from engines.errors import PlanError
-from engines.knobs import HELP, parse_value
 from engines.layout import check_fits
 from engines.model_options import add_model_flags, build_model
 from engines.plan import Plan
+from engines.plan_options import HELP, parse_value
 from engines.training import Optimiser, Recipe, describe_precision_change, prepare, trace_model
 
 __all__ = [

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from engines.comm.device import choose_device
-from engines.layer.answers import get_prediction, merge_outputs
+from engines.layer.model_output import get_prediction, merge_outputs
 from engines.layer.trace import LOSS, MODEL, to_user_name
 from engines.optimisers import make_optimiser
 from engines.program.update import SCALE, UpdateRules
-from engines.spatial.draws import CounterRNGMode
+from engines.spatial.rng import CounterRNGMode
 from engines.training import Loss, Optimiser, Recipe
 
 __all__ = ["Comparison", "ReferenceTraining", "TrainingRecord", "compare", "train_reference"]

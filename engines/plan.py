@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from engines.errors import PlanError
-from engines.facts import format_html_table
+from engines.html_table import format_html_table
 from engines.spatial.tiles import Grid
 
 __all__ = ["HALF", "PRECISIONS", "SCHEDULES", "Plan"]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from engines import options
 from engines.errors import PlanError, TraceError
 from engines.predict.published import PUBLISHED
-from engines.predict.replay import PublishedReplay, ReplayOutcome
+from engines.predict.published_replay import PublishedReplay, ReplayOutcome
 
 __all__ = ["format_outcomes", "run_published"]
 

@@ -24,8 +24,8 @@ _HOME = str(Path(__file__).parents[1])
 def make_command(module: str, *arguments: str) -> list[str]:
     """What starts a module so.
 
-    >>> make_command("engines.guard", "ls")[-2:]
-    ['engines.guard', 'ls']
+    >>> make_command("engines.supervisor", "ls")[-2:]
+    ['engines.supervisor', 'ls']
     """
     return [sys.executable, "-P", __file__, module, *arguments]
 

@@ -12,20 +12,20 @@ from torch import nn
 
 from engines import options, train_options
 from engines.checkpoint.interrupts import Interrupts
-from engines.checkpoint.keeper import CheckpointManager, make_rank_manager
 from engines.checkpoint.load import load
-from engines.comm.together import run_on_all, run_on_first
+from engines.checkpoint.manager import CheckpointManager, make_rank_manager
+from engines.comm.collective_errors import run_on_all, run_on_first
 from engines.comm.world import World
+from engines.epoch_log import EpochLog
 from engines.errors import PlanError
 from engines.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks
-from engines.images.feed import LoaderOptions
-from engines.log import EpochLog
+from engines.images.loader import LoaderOptions
+from engines.last_step import count_left_over, make_smaller_recipe
 from engines.metrics import Scores
-from engines.partial import count_left_over, make_smaller_recipe
-from engines.report import EpochResult, SkippedImage, StepResult, summarise
-from engines.traces import TraceCache
-from engines.train import CollectiveTrainLoop, RankTrainLoop, run
+from engines.trace_cache import TraceCache
+from engines.train_loop import CollectiveTrainLoop, RankTrainLoop, run
 from engines.training import RankTraining, Recipe, count_step_images
+from engines.training_events import EpochResult, SkippedImage, StepResult, summarise
 
 __all__ = ["run_train"]
 

@@ -12,10 +12,10 @@ from engines.checkpoint.save import KEEP
 from engines.errors import PlanError
 from engines.images.augmented import KINDS, Augmented
 from engines.images.cifar import load_cifar_images
+from engines.images.dataset import LabelledImages
 from engines.images.examples import FITS
 from engines.images.folder import folder_images
-from engines.images.labelled import LabelledImages
-from engines.images.some import split_by_slide
+from engines.images.subset import split_by_slide
 from engines.images.synthetic import SyntheticImages
 from engines.images.tables import table_images
 

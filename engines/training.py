@@ -23,13 +23,13 @@ from engines.comm.device import (
 from engines.comm.world import World
 from engines.errors import LossError, PlanError, TraceError
 from engines.layer.graph import ModelGraph, TensorSpec, to_user_name
-from engines.layer.names import OWNERS, StateNames, collect_state_names
-from engines.loss.causes import NonFiniteCause, find_causes
-from engines.loss.causes import format_causes as said_causes
-from engines.loss.counting import LabelCounter
-from engines.offload.lane import EagerOffloadingMicroBatch
-from engines.offload.shelf import Offloader
-from engines.offload.store import OffloadStore
+from engines.layer.state_names import OWNERS, StateNames, collect_state_names
+from engines.loss.label_counter import LabelCounter
+from engines.loss.non_finite_causes import NonFiniteCause, find_causes
+from engines.loss.non_finite_causes import format_causes as said_causes
+from engines.offload.offload_store import OffloadStore
+from engines.offload.offloader import Offloader
+from engines.offload.offloading_micro_batch import EagerOffloadingMicroBatch
 from engines.optimiser_trial import check_groups, check_on_ranks, check_scheduler, find_frozen
 from engines.optimisers import (
     Optimiser,
@@ -42,18 +42,18 @@ from engines.optimisers import (
 )
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
-from engines.program.compiled import SegmentCompiler, check_compiler
 from engines.program.instructions import Phase, SumGradients
-from engines.program.lane import MicroBatchState
-from engines.program.places import describe_steps
+from engines.program.micro_batch import MicroBatchState
 from engines.program.program import Program, ShardSpec
 from engines.program.segment import Segment
+from engines.program.segment_compiler import SegmentCompiler, check_compiler
+from engines.program.step_labels import describe_steps
 from engines.program.timeline import TimelineEvent
 from engines.program.update import SCALE, Scheduler, UpdateRules
 from engines.program.worker import Inputs, Worker
-from engines.spatial.additions import UserOps
-from engines.spatial.draws import has_random_ops
-from engines.traces import Loss, TraceCache
+from engines.spatial.rng import has_random_ops
+from engines.spatial.user_ops import UserOps
+from engines.trace_cache import Loss, TraceCache
 
 __all__ = [
     "Loss",
@@ -304,7 +304,7 @@ class RankTraining:
         return _StepSetup(recipe.graph, worker, counting)
 
     def add_size(self, recipe: Recipe) -> None:
-        """Be ready for steps of fewer images, of which `engines.partial.make_smaller_recipe` has made the recipe.
+        """Be ready for steps of fewer images, of which `engines.last_step.make_smaller_recipe` has made the recipe.
 
         Weights, optimiser and buffers are those of all steps. Raises PlanError where the rank would hold others.
         """

@@ -14,8 +14,8 @@ from typing import NoReturn
 from engines.errors import PlanError, RankError
 from engines.options import FlagParser, parse_positive
 from mpi4dl_nb.launch.engine_command import make_engine_command
-from mpi4dl_nb.launch.kept import exec_launcher
-from mpi4dl_nb.launch.surroundings import check_command
+from mpi4dl_nb.launch.exec_launcher import exec_launcher
+from mpi4dl_nb.launch.preflight import check_command
 
 __all__ = ["main"]
 

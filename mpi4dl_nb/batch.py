@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engines.errors import ImageError
-from engines.loss.classes import find_label_specs
+from engines.loss.label_spec import find_label_specs
 from engines.training import Recipe
 
 __all__ = ["prepare_batch"]

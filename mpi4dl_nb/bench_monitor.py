@@ -17,12 +17,12 @@ from collections.abc import Sequence
 import psutil
 import torch
 
-from engines.comm.container import count_cores
+from engines.comm.cgroup_limits import count_cores
 from engines.images.synthetic import SyntheticImages
 from engines.models import resnet20_v1
-from engines.report import EpochResult, SkippedImage, StepResult
+from engines.training_events import EpochResult, SkippedImage, StepResult
 from mpi4dl_nb import Cluster, Monitor, Plan, Training
-from mpi4dl_nb.fitting import History
+from mpi4dl_nb.fit_run import History
 
 __all__ = ["main"]
 

@@ -11,26 +11,26 @@ from pathlib import Path
 from threading import RLock, get_ident
 from typing import Any, NoReturn
 
-from engines.comm.container import count_cores
+from engines.comm.cgroup_limits import count_cores
 from engines.comm.device import compute_threads_per_rank
 from engines.errors import Mpi4dlError, PlanError, RankError
-from engines.facts import format_html_table
-from engines.host import recover, recover_and_reset
+from engines.html_table import format_html_table
 from engines.packing import pack
 from engines.predict.machine import Machine
-from mpi4dl_nb.alive import OwnedRanks, count_alive_ranks, get_running_clusters
-from mpi4dl_nb.calibrating import calibrate_cluster
-from mpi4dl_nb.calls import Ranks, RemoteCall
-from mpi4dl_nb.known_machine import CalibrationCache
-from mpi4dl_nb.launch.across import HostLost
+from engines.rank_server import recover, recover_and_reset
+from mpi4dl_nb.calibrate_cluster import calibrate_cluster
+from mpi4dl_nb.calibration_cache import CalibrationCache
 from mpi4dl_nb.launch.allocation import choose_hosts
 from mpi4dl_nb.launch.backend import choose_backend
-from mpi4dl_nb.launch.in_turn import SingleThreadRanks
-from mpi4dl_nb.launch.loopback import LoopbackRanks
-from mpi4dl_nb.launch.mpi import MpiRanks
-from mpi4dl_nb.names import get_public_names
-from mpi4dl_nb.replaced import watch_notebook
-from mpi4dl_nb.shown import OutputPrinter
+from mpi4dl_nb.launch.loopback_ranks import LoopbackRanks
+from mpi4dl_nb.launch.mpi_ranks import MpiRanks
+from mpi4dl_nb.launch.multi_host import HostLost
+from mpi4dl_nb.launch.single_thread import SingleThreadRanks
+from mpi4dl_nb.notebook_cleanup import watch_notebook
+from mpi4dl_nb.output_printer import OutputPrinter
+from mpi4dl_nb.owned_ranks import OwnedRanks, count_alive_ranks, get_running_clusters
+from mpi4dl_nb.public_names import get_public_names
+from mpi4dl_nb.remote_call import Ranks, RemoteCall
 
 __all__ = ["HELP", "Cluster"]
 
@@ -198,7 +198,7 @@ class Cluster:
     ) -> list[Any]:
         """`function(host, *args, *per_rank[rank])` on every rank at once; the values in rank order.
 
-        `host` is the rank's own `engines.host.RankServer`. Functions may come from a cell. If a rank fails, the
+        `host` is the rank's own `engines.rank_server.RankServer`. Functions may come from a cell. If a rank fails, the
         others stop waiting, and its error is raised within a second, with `rank` and `remote_traceback`.
         """
         parts = [()] * self.n if per_rank is None else list(per_rank)

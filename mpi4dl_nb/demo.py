@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engines.comm.container import count_cores
+from engines.comm.cgroup_limits import count_cores
 from engines.images.crops import StainCrops
 from engines.images.picture import open_image
 from engines.images.samples import immunohistochemistry

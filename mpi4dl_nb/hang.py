@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from mpi4dl_nb.launch.reports import StalledRank
+from mpi4dl_nb.launch.guard_reports import StalledRank
 
 __all__ = ["Hang", "find_hang"]
 

@@ -17,21 +17,21 @@ from tqdm.auto import tqdm
 
 from engines.errors import ImageError, Mpi4dlError, PlanError
 from engines.images.picture import Source, open_image
-from engines.inference.answers import check_kind, get_output_channels, get_output_dtype
-from engines.inference.forward import Prediction, RankPredictor, join_predictions, prepare_prediction
-from engines.inference.prepare import prepare_region
-from engines.inference.pyramid import make_pyramid
-from engines.inference.region import make_padded_region
-from engines.inference.sink import ArraySink, MakeSink
-from engines.inference.sweep import PredictionRequest, TiledPrediction, TiledPredictor
-from engines.layer.kept import is_batch_dependent
+from engines.inference.output_kinds import check_kind, get_output_channels, get_output_dtype
+from engines.inference.padded_region import make_padded_region
+from engines.inference.prepare_region import prepare_region
+from engines.inference.pyramid_sink import make_pyramid
+from engines.inference.rank_predictor import Prediction, RankPredictor, join_predictions, prepare_prediction
+from engines.inference.tile_sink import ArraySink, MakeSink
+from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction, TiledPredictor
+from engines.layer.buffer_updates import is_batch_dependent
 from engines.program.compile import compile_plan
 from engines.program.worker import Inputs
 from engines.training import RankTraining, Recipe, cut_inputs
-from engines.working import make_absolute
+from engines.working_folder import make_absolute
 
 if TYPE_CHECKING:
-    from engines.host import RankServer
+    from engines.rank_server import RankServer
     from mpi4dl_nb.training import Training
 
 __all__ = ["drop", "is_batch", "predict_batch", "predict_picture"]

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from engines.debug_step import MessageEffect, ViewResult
 from engines.pipeline.work import Schedule, Slot
 from engines.plan import Plan
 from engines.program.compile import Compiler
-from engines.program.extents import Shard
+from engines.program.dependencies import StepCounts
 from engines.program.instructions import Phase, get_received_exchange
-from engines.program.order import StepCounts
-from engines.program.places import StepLabel
+from engines.program.shards import Shard
+from engines.program.step_labels import StepLabel
 from engines.spatial.moves import Move
-from engines.walk import MessageEffect, ViewResult
 
 __all__ = [
     "PanelGroup",
@@ -52,7 +52,7 @@ class RankEvent:
     """Where one rank is: what it `did` last, what is `next` and for whom it has to wait before.
 
     `moved`: it was its turn. `time` is where it is in the schedule, in its units. Bytes are those of
-    `engines.walk.StepState`.
+    `engines.debug_step.StepState`.
     """
 
     rank: int

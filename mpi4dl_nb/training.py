@@ -21,23 +21,23 @@ from engines.checkpoint.load import open_checkpoint
 from engines.checkpoint.save import KEEP
 from engines.errors import ImageError, PlanError
 from engines.evaluation import collect_state_dict
-from engines.facts import format_html_table
-from engines.images.feed import LoaderOptions
-from engines.images.labelled import LabelledImages
-from engines.inference.sweep import TiledPrediction
+from engines.html_table import format_html_table
+from engines.images.dataset import LabelledImages
+from engines.images.loader import LoaderOptions
+from engines.inference.tiled_predictor import TiledPrediction
+from engines.last_step import make_smaller_recipe
 from engines.layer.graph import TensorSpec
 from engines.layout import check_fits
-from engines.loss.words import WHOLE_BATCH, describe_step_loss, warn_of_mean
+from engines.loss.loss_description import WHOLE_BATCH, describe_step_loss, warn_of_mean
 from engines.metrics import Scores
 from engines.optimiser_trial import count_states
-from engines.partial import make_smaller_recipe
 from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
 from engines.program.compile import compile_plan
 from engines.program.timeline import Timeline
 from engines.program.update import Scheduler
-from engines.traces import TraceCache
-from engines.train import RankStepStats, merge_stats
+from engines.trace_cache import TraceCache
+from engines.train_loop import RankStepStats, merge_stats
 from engines.training import (
     Loss,
     Optimiser,
@@ -49,22 +49,22 @@ from engines.training import (
     prepare,
     sgd,
 )
-from engines.working import make_absolute
-from mpi4dl_nb import on_ranks
-from mpi4dl_nb.bar import ProgressBar
+from engines.working_folder import make_absolute
+from mpi4dl_nb import remote_functions
 from mpi4dl_nb.batch import prepare_batch
 from mpi4dl_nb.batches import check_batches, make_repeatable
-from mpi4dl_nb.courses import Batch, BatchLoop, ImageLoop, choose_resume_state, get_rank_training, is_images
+from mpi4dl_nb.describe_training import StepTimeline, describe_training
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
-from mpi4dl_nb.explaining import explain_loss
-from mpi4dl_nb.facts import StepTimeline, describe_training
-from mpi4dl_nb.fitting import CheckpointOptions, FitCallback, History, fit
-from mpi4dl_nb.healing import FAILURE_POLICIES, FailureRecovery
-from mpi4dl_nb.judging import Evaluator
-from mpi4dl_nb.names import get_public_names
+from mpi4dl_nb.evaluator import Evaluator
+from mpi4dl_nb.explain_loss import explain_loss
+from mpi4dl_nb.fit_run import CheckpointOptions, FitCallback, History, fit
+from mpi4dl_nb.loops import Batch, BatchLoop, ImageLoop, choose_resume_state, get_rank_training, is_images
 from mpi4dl_nb.prediction import drop, is_batch, predict_batch, predict_picture
-from mpi4dl_nb.stepping import StepDebugger
+from mpi4dl_nb.progress_bar import ProgressBar
+from mpi4dl_nb.public_names import get_public_names
+from mpi4dl_nb.recovery import FAILURE_POLICIES, FailureRecovery
+from mpi4dl_nb.step_debugger import StepDebugger
 
 if TYPE_CHECKING:
     from mpi4dl_nb.cluster import Cluster
@@ -142,7 +142,7 @@ class Training:
     def _create(self) -> None:
         self._sizes = {count_step_images(self.recipe): (self.recipe, self.programs)}
         own = [(self.recipe.restrict_to_rank(program),) for program in self.programs]
-        self.cluster.call(on_ranks.create, self.name, per_rank=own)
+        self.cluster.call(remote_functions.create, self.name, per_rank=own)
 
     def step(self, images: Any, labels: Any) -> float:
         """One training step on a batch; the loss before it.
@@ -163,14 +163,16 @@ class Training:
         whole = prepare_batch(recipe, images, labels)
         parts = [(cut_inputs(program, whole),) for program in programs]
         with explain_loss(self.cluster, self.name):
-            answers = self.cluster.call(on_ranks.step, self.name, len(whole["images"]), self.steps, per_rank=parts)
+            answers = self.cluster.call(
+                remote_functions.step, self.name, len(whole["images"]), self.steps, per_rank=parts
+            )
         self.heard([report for report, _ in answers])
         return [heard for _, heard in answers]
 
     def stepping(self, images: Any, labels: Any) -> StepDebugger:
         """One training step on a batch, walked: `for event in training.stepping(images, labels): ...`.
 
-        See `mpi4dl_nb.stepping.StepDebugger`. Raises ImageError for a wrong shape or label.
+        See `mpi4dl_nb.step_debugger.StepDebugger`. Raises ImageError for a wrong shape or label.
         """
         return StepDebugger(self, self._prepare_batch(images, labels))
 
@@ -182,7 +184,7 @@ class Training:
         if images not in self._sizes:
             recipe = make_smaller_recipe(self.recipe, self.traces, images)
             programs = compile_plan(recipe.graph, recipe.plan)
-            self.cluster.call(on_ranks.add_size, self.name, recipe)
+            self.cluster.call(remote_functions.add_size, self.name, recipe)
             self._sizes[images] = recipe, programs
 
     @property
@@ -273,7 +275,7 @@ class Training:
 
             def evaluate() -> Scores | None:
                 return judge and judge.compute_scores(
-                    lambda: self.cluster.call(on_ranks.get_tensors, self.name, self.steps)
+                    lambda: self.cluster.call(remote_functions.get_tensors, self.name, self.steps)
                 )
 
             renew = judge.begin if judge else lambda: None
@@ -309,7 +311,7 @@ class Training:
             (recipe.restrict_to_rank(program), [cut_inputs(program, batch) for batch in whole])
             for program in compile_plan(recipe.graph, recipe.plan)
         ]
-        records = self.cluster.call(on_ranks.record_reference, per_rank=work)
+        records = self.cluster.call(remote_functions.record_reference, per_rank=work)
         line = compare_records(recipe, self.model, self.loss, whole, records)
         return {**line, "seconds": round(time.perf_counter() - start_s, 2)}
 
@@ -359,11 +361,13 @@ class Training:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights and buffers by the plain model's names, for `model.load_state_dict`."""
-        return collect_state_dict(self.recipe, self.cluster.call(on_ranks.get_tensors, self.name, self.steps))
+        return collect_state_dict(self.recipe, self.cluster.call(remote_functions.get_tensors, self.name, self.steps))
 
     def loss_state_dict(self) -> dict[str, Tensor]:
         """Those of a loss that is a module, for `loss.load_state_dict`; empty where it has none."""
-        return collect_state_dict(self.recipe, self.cluster.call(on_ranks.get_tensors, self.name, self.steps), "loss")
+        return collect_state_dict(
+            self.recipe, self.cluster.call(remote_functions.get_tensors, self.name, self.steps), "loss"
+        )
 
     def save(self, folder: str | PathLike[str], keep: int = KEEP) -> Path:
         """Write a checkpoint into `folder`, of which it keeps the last `keep`; where it is.
@@ -372,7 +376,7 @@ class Training:
         Raises CheckpointError; the training can go on then, and the checkpoints before are as they were.
         """
         folder = make_absolute(folder)
-        return self.cluster.call(on_ranks.save, self.name, folder, self.feed_state, keep, self.steps)[0]
+        return self.cluster.call(remote_functions.save, self.name, folder, self.feed_state, keep, self.steps)[0]
 
     def load(self, path: str | PathLike[str], plan: Plan | None = None) -> int:
         """Go on from a checkpoint, or the newest whole one of a folder, saved under any plan; the steps it had done.
@@ -388,18 +392,18 @@ class Training:
         recipe = self.recipe if plan == self.plan else self._prepare(plan)
         found = open_checkpoint(make_absolute(path), recipe)
         found.warn_of_passed_over(stacklevel=2)
-        if recipe is not self.recipe or not all(self.cluster.call(on_ranks.has_training, self.name)):
+        if recipe is not self.recipe or not all(self.cluster.call(remote_functions.has_training, self.name)):
             warn_of_mean(recipe.graph, plan, stacklevel=2)
             self.plan, self.recipe, self.programs = plan, recipe, compile_plan(recipe.graph, plan)
             self._create()
-        self.cluster.call(on_ranks.load, self.name, found.path)
+        self.cluster.call(remote_functions.load, self.name, found.path)
         self.feed_state, self.steps = found.feed, found.step
         return found.step
 
     def close(self) -> None:
         """Free the ranks' memory."""
         self.cluster.call(drop, self.name)
-        self.cluster.call(on_ranks.drop, self.name)
+        self.cluster.call(remote_functions.drop, self.name)
 
     def _prepare_batch(self, images: Any, labels: Any) -> dict[str, Tensor]:
         return prepare_batch(self.recipe, images, labels)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.layer.answers import collect_tensors, get_prediction
 from engines.layer.graph import TensorSpec
+from engines.layer.model_output import collect_tensors, get_prediction
 from engines.layer.trace import MODEL
 from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.worker import Worker
-from engines.spatial.draws import CounterRNGMode
+from engines.spatial.rng import CounterRNGMode
 from engines.spatial.tiles import Tile
 from engines.training import Loss, cut_inputs, prepare
 

@@ -30,7 +30,7 @@ from engines.predict.forecast import Forecast, forecast
 from engines.predict.machine import Machine
 from engines.predict.search import generate_plans
 from mpi4dl_nb import Cluster
-from mpi4dl_nb.tuning import Candidate, PlanTuner
+from mpi4dl_nb.plan_tuner import Candidate, PlanTuner
 from tests.typical import typical
 
 BATCH, GROUP, STEPS, TOP = 4, 15, 4, 4

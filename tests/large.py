@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from skimage.data import immunohistochemistry
 from torch import nn
 
-from engines.images.labelled import to_network_input
+from engines.images.dataset import to_network_input
 from engines.images.picture import Picture, open_image
 from engines.models.unet import UNet
 from tests.mpi import mpi_command, mpi_environment

@@ -23,15 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from engines.images.annotations import write_boxes_table, write_masks_table
-from engines.images.labelled import LabelledImages
-from engines.images.some import Subset
+from engines.images.dataset import LabelledImages
+from engines.images.subset import Subset
 from engines.images.tables import table_images
 from engines.metrics import count_predictions
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
 from engines.spatial.tiles import Tile
 from mpi4dl_nb import Cluster, Plan, Training
-from mpi4dl_nb.fitting import History
+from mpi4dl_nb.fit_run import History
 
 ROOT = Path(__file__).parents[1]
 SIZE = 1024, 1360  # of a picture of BreCaHAD

@@ -25,7 +25,7 @@ import pytest
 
 from engines.errors import RankError
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.launch import leash, library, mpi, starting
+from mpi4dl_nb.launch import mpi_library, mpi_ranks, reaper, startup_monitor
 
 CASES: dict[str, Case] = {}
 OPEN: list[socket.socket] = []
@@ -55,7 +55,7 @@ def script(patch: pytest.MonkeyPatch, folder: Path, text: str) -> int:
     file = folder / "mpiexec"
     file.write_text(f"#!/bin/sh\n{text}\n")
     file.chmod(0o755)
-    patch.setattr(mpi, "find_mpiexec", lambda: str(file))
+    patch.setattr(mpi_ranks, "find_mpiexec", lambda: str(file))
     return 2
 
 
@@ -65,7 +65,7 @@ def package(patch: pytest.MonkeyPatch, folder: Path, **files: str) -> int:
         (folder / f"{name.replace('__', '/', 1) if name.startswith('mpi4py') else name}.py").write_text(text)
     known = [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[1])]
     patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, known)]))
-    library._query_library.cache_clear()
+    mpi_library._query_library.cache_clear()
     return 2
 
 
@@ -78,8 +78,10 @@ def no_mpiexec(patch, folder):
 
 @case(r"(?s)of \d+ processes 0 are left\. There are fewer places.*There are not enough slots", within_s=8)
 def not_enough_slots(patch, folder):
-    everything = mpi.make_mpi_environment
-    patch.setattr(mpi, "make_mpi_environment", lambda n: everything(n) | {"PRTE_MCA_rmaps_default_mapping_policy": ""})
+    everything = mpi_ranks.make_mpi_environment
+    patch.setattr(
+        mpi_ranks, "make_mpi_environment", lambda n: everything(n) | {"PRTE_MCA_rmaps_default_mapping_policy": ""}
+    )
     return 1 + (os.cpu_count() or 1)
 
 
@@ -87,8 +89,8 @@ def not_enough_slots(patch, folder):
 def as_root(patch, folder):
     if os.getuid():
         pytest.skip("only root is refused")
-    everything = mpi.make_mpi_environment
-    patch.setattr(mpi, "make_mpi_environment", lambda n: everything(n) | {"OMPI_ALLOW_RUN_AS_ROOT": "0"})
+    everything = mpi_ranks.make_mpi_environment
+    patch.setattr(mpi_ranks, "make_mpi_environment", lambda n: everything(n) | {"OMPI_ALLOW_RUN_AS_ROOT": "0"})
     return 2
 
 
@@ -129,7 +131,7 @@ def old_mpi4py(patch, folder):
 @case(r"mpi4py finds no MPI that it can load .*libmpi.so: cannot open shared object file.*--force-reinstall")
 def no_libmpi(patch, folder):
     patch.setenv("MPI4PY_LIBMPI", str(folder / "libmpi.so"))
-    library._query_library.cache_clear()
+    mpi_library._query_library.cache_clear()
     return 2
 
 
@@ -138,14 +140,14 @@ def port_taken(patch, folder):
     taken = socket.create_server(("127.0.0.1", 0))
     OPEN.append(taken)
     ports = ",".join([str(taken.getsockname()[1])] * 40)
-    patch.setattr(mpi, "_CONTROLLER", [*mpi._CONTROLLER, f"--IPController.ports={ports}"])
+    patch.setattr(mpi_ranks, "_CONTROLLER", [*mpi_ranks._CONTROLLER, f"--IPController.ports={ports}"])
     return 2
 
 
 @case(r"(?s)The controller of the ranks has not come up within 2 s", within_s=6)
 def silent_controller(patch, folder):
-    patch.setattr(mpi, "_CONTROLLER_S", 2.0)
-    patch.setattr(mpi, "compute_load_factor", lambda: 1.0)
+    patch.setattr(mpi_ranks, "_CONTROLLER_S", 2.0)
+    patch.setattr(mpi_ranks, "compute_load_factor", lambda: 1.0)
     text = "import sys, time\nif 'ipyparallel.controller' in sys.orig_argv: time.sleep(60)\n"
     return package(patch, folder, sitecustomize=text)
 
@@ -155,8 +157,8 @@ def no_more_processes(patch, folder):
     def refused(*arguments: object, **options: object) -> None:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    library.find_mpi_library(mpi.find_mpiexec())  # asked before, as in a notebook that goes on
-    patch.setattr(leash.Reaper, "_begin", refused)
+    mpi_library.find_mpi_library(mpi_ranks.find_mpiexec())  # asked before, as in a notebook that goes on
+    patch.setattr(reaper.Reaper, "_begin", refused)
     return 2
 
 
@@ -188,9 +190,9 @@ def a_rank_ends_while_it_starts(patch, folder):
 
 @case(r"Of 2 ranks only 0 have reported, and no other for \d+ s: their processes have done nothing for", within_s=10)
 def silent_mpiexec(patch, folder):
-    patch.setattr(starting, "_IDLE_S", 2.0)
-    patch.setattr(starting, "_SAY_S", 1.0)
-    patch.setattr(starting, "compute_load_factor", lambda: 1.0)
+    patch.setattr(startup_monitor, "_IDLE_S", 2.0)
+    patch.setattr(startup_monitor, "_SAY_S", 1.0)
+    patch.setattr(startup_monitor, "compute_load_factor", lambda: 1.0)
     return script(patch, folder, f"{QUIET}\nexec sleep 60")
 
 
@@ -201,7 +203,7 @@ def provoked(name: str, folder: Path):
         try:
             yield CASES[name].provoke(patch, folder)
         finally:
-            library._query_library.cache_clear()
+            mpi_library._query_library.cache_clear()
             while OPEN:
                 OPEN.pop().close()
 

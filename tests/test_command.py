@@ -14,7 +14,7 @@ from torch import nn
 
 from engines import models, options
 from engines.errors import PlanError, TraceError
-from engines.layer.answers import get_prediction
+from engines.layer.model_output import get_prediction
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
 from engines.plan import Plan

@@ -11,7 +11,7 @@ from engines import plan
 from engines.images import folder, picture
 from engines.pipeline import schedule
 from engines.predict import machines
-from engines.spatial import kernels, ops
+from engines.spatial import kernels, operator_table
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -20,9 +20,14 @@ RECIPES = {
     for title, text in re.findall(r"^### (.+?)\n(.*?)(?=^### |\Z)", TEXT, flags=re.MULTILINE | re.DOTALL)
 }
 TABLES = (
-    (ops, "_TABLE"), (ops, "_IMAGES"), (ops, "_EVERYWHERE"), (ops, "_SHARED"), (kernels, "_KERNELS"),
-    (schedule, "RULES"), (machines, "MACHINES"),
-)  # fmt: skip
+    (operator_table, "_TABLE"),
+    (operator_table, "_IMAGES"),
+    (operator_table, "_EVERYWHERE"),
+    (operator_table, "_SHARED"),
+    (kernels, "_KERNELS"),
+    (schedule, "RULES"),
+    (machines, "MACHINES"),
+)
 NAMES = ((plan, "SCHEDULES"), (picture, "_open_file"), (folder, "ENDINGS"))
 
 
@@ -63,7 +68,7 @@ def test_what_a_recipe_adds_is_not_there_yet(title: str):
     code = RECIPES[title]
     added = re.findall(r'@entry\("(.+?)"|RULES\["(.+?)"\]|MACHINES\["(.+?)"\] =|\*folder.ENDINGS, "(.+?)"', code)
     assert added
-    known = {*ops.get_rules(), *schedule.RULES, *machines.MACHINES, *folder.ENDINGS}
+    known = {*operator_table.get_rules(), *schedule.RULES, *machines.MACHINES, *folder.ENDINGS}
     assert not known & {name for names in added for name in names if name}
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from test_plan import CONTRADICTIONS, REFUSED
 
 from engines.errors import Mpi4dlError
-from engines.knobs import HELP, find_plan_option, find_plan_options, format_value, parse_value
 from engines.models import resnet20_v1
 from engines.plan import Plan
+from engines.plan_options import HELP, find_plan_option, find_plan_options, format_value, parse_value
 from engines.training import prepare
 
 WRONG = {kind: case[0] for kind, case in {**REFUSED, **CONTRADICTIONS}.items()}

@@ -11,11 +11,11 @@ from engines import options, train_options
 from engines.bench.halo_case import make_halo_setup
 from engines.comm.loopback import run_ranks
 from engines.comm.world import World
-from engines.images.feed import LoaderOptions
+from engines.images.loader import LoaderOptions
 from engines.images.synthetic import SyntheticImages
-from engines.report import StepResult
-from engines.train import CollectiveTrainLoop, RankTrainLoop, run
+from engines.train_loop import CollectiveTrainLoop, RankTrainLoop, run
 from engines.training import RankTraining, Recipe, count_step_images
+from engines.training_events import StepResult
 
 README = Path(__file__).parents[1] / "README.md"
 ROW = re.compile(

@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from engines import traces
+from engines import trace_cache
 from engines.errors import ImageError, PlanError
 from engines.models import resnet20_v1
 from engines.plan import Plan
-from engines.traces import TraceCache
+from engines.trace_cache import TraceCache
 
 
 @pytest.fixture
 def counted(monkeypatch) -> list[tuple[int, ...]]:
     """The shapes of images that were traced."""
-    found, trace = [], traces.trace
+    found, trace = [], trace_cache.trace
 
     def counting(model, loss, images, *rest):
         found.append(images.shape)
         return trace(model, loss, images, *rest)
 
-    monkeypatch.setattr(traces, "trace", counting)
+    monkeypatch.setattr(trace_cache, "trace", counting)
     return found
 
 

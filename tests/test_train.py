@@ -13,23 +13,23 @@ from PIL import Image
 from torch import nn
 
 from engines import options, train_options
+from engines.comm.collective_errors import run_on_all, run_on_first
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.comm.together import run_on_all, run_on_first
 from engines.errors import ImageError, PlanError, ReleasedError
-from engines.host import Failure
-from engines.images.feed import LoaderOptions
-from engines.images.labelled import LabelledImages, shuffle_indices
-from engines.images.own import ShardReader
+from engines.images.dataset import LabelledImages, shuffle_indices
+from engines.images.loader import LoaderOptions
 from engines.images.picture import open_image
+from engines.images.shard_reader import ShardReader
 from engines.images.synthetic import SyntheticImages
 from engines.metrics import Counts
 from engines.models.unet import UNet
 from engines.oracle import ReferenceTraining
 from engines.plan import Plan
-from engines.report import EpochResult, StepResult, summarise
+from engines.rank_server import Failure
 from engines.spatial.tiles import Tile
-from engines.train import CollectiveTrainLoop, RankTrainLoop, run
+from engines.train_loop import CollectiveTrainLoop, RankTrainLoop, run
 from engines.training import RankTraining, Recipe, count_step_images, prepare, sgd
+from engines.training_events import EpochResult, StepResult, summarise
 
 SIZE, BATCH, COUNT = (20, 26), 4, 40
 

@@ -15,7 +15,7 @@ from engines import train_options
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import ImageError, PlanError
 from engines.images.augmented import KINDS, Augmented
-from engines.images.own import ShardReader
+from engines.images.shard_reader import ShardReader
 from engines.images.tables import table_images
 from engines.models.unet import UNet
 from engines.plan import Plan

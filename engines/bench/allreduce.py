@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from engines.comm.all_reduce import AllReduceRequest
 from engines.comm.gloo import connect_gloo
-from engines.comm.total import AllReduceRequest
 
 if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
     from engines.comm.mpi import MpiWorld
@@ -45,7 +45,7 @@ def list_sizes(max_bytes: int) -> list[int]:
 
 def bench_allreduce(world: MpiWorld, max_bytes: int, iterations: int) -> Iterator[dict[str, object]]:
     """One line for each size; the same lines on every rank."""
-    from engines.comm.raw import RawAllReduce
+    from engines.comm.raw_mpi import RawAllReduce
 
     torch.set_num_threads(1)
     group = range(world.size)

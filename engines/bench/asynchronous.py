@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engines import options
-from engines.comm.together import run_on_first
+from engines.comm.collective_errors import run_on_first
 from engines.comm.world import World
 from engines.errors import PlanError
 from engines.images.crops import StainCrops
@@ -20,7 +20,7 @@ from engines.plan import Plan
 from engines.replica.asynchrony import MODES, Asynchrony
 from engines.replica.replica import Feed
 from engines.replica.study import ReplicaStudy
-from engines.replica.training import train_replicas
+from engines.replica.train_replicas import train_replicas
 from engines.training import Recipe, prepare
 
 __all__ = ["bench_asynchronous", "expand_modes", "make_crops_feed", "make_crops_recipe"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
-from engines.bench.interleaved import time_interleaved
+from engines.bench.time_interleaved import time_interleaved
 from engines.bench.verify import make_batches
 from engines.comm.world import World
 from engines.training import RankTraining, Recipe

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from engines import options
-from engines.bench.apart import run_in_subprocess
+from engines.bench.subprocess_call import run_in_subprocess
 from engines.comm.device import has_own_memory
 from engines.comm.streams import wait_for_device
 from engines.errors import PlanError

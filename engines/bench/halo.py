@@ -31,7 +31,7 @@ from engines.comm.device import choose_thread_count, use_threads
 from engines.comm.streams import wait_for_device
 
 if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
-    from engines.bench.halo_by_hand import ManualExchange
+    from engines.bench.manual_exchange import ManualExchange
     from engines.comm.mpi import MpiWorld
 
 __all__ = ["bench_halo"]
@@ -43,7 +43,7 @@ def bench_halo(
     world: MpiWorld, case: HaloCase, warmup: int, iterations: int, with_compute: bool = False, validate: bool = False
 ) -> dict[str, object]:
     """One line of what was measured; the same on every rank. Raises PlanError."""
-    from engines.bench.halo_by_hand import ManualExchange
+    from engines.bench.manual_exchange import ManualExchange
 
     own = make_halo_setup(case, world)
     use_threads(choose_thread_count(case.plan, world.rank))

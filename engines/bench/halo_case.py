@@ -12,11 +12,11 @@ from engines.comm.world import World
 from engines.errors import PlanError
 from engines.layout import check_fits
 from engines.plan import Plan
-from engines.program.carry import ExchangeRunner, make_exchange_runners
 from engines.program.compile import Compiler
+from engines.program.exchange_runner import ExchangeRunner, make_exchange_runners
 from engines.program.instructions import Compute, Exchange
-from engines.program.outbox import SendQueue
 from engines.program.segment import Segment
+from engines.program.send_queue import SendQueue
 from engines.training import prepare
 
 __all__ = ["HaloCase", "HaloSetup", "make_halo_setup"]

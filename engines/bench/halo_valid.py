@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engines.comm.device import choose_memory_format
 from engines.comm.world import World
-from engines.program.carry import ExchangeRunner
+from engines.program.exchange_runner import ExchangeRunner
 from engines.program.instructions import Exchange
 from engines.spatial.tiles import Tile
 

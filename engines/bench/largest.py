@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from engines import options
-from engines.bench.apart import SubprocessExitError, run_in_subprocess
-from engines.bench.bounded import KEPT_BYTES, MIB, limit_memory
 from engines.bench.memory import STEPS, measure_peak_bytes
+from engines.bench.memory_limit import KEPT_BYTES, MIB, limit_memory
+from engines.bench.subprocess_call import SubprocessExitError, run_in_subprocess
 from engines.bench.verify import make_batches
-from engines.comm.container import count_cores
+from engines.comm.cgroup_limits import count_cores
 from engines.comm.device import choose_device, keep_memory_tight
 from engines.comm.loopback import make_loopback_worlds
 from engines.comm.streams import wait_for_device
@@ -51,7 +51,7 @@ def _make_one_rank_step(_: nn.Module, recipe: Recipe, batch: Batch) -> Trained:
 
 
 def _make_streamed_step(_: nn.Module, recipe: Recipe, batch: Batch) -> Trained:
-    from engines.streaming.training import StreamedTraining
+    from engines.streaming.streamed_training import StreamedTraining
 
     training = StreamedTraining(recipe)
     feed = training.cut(batch)
@@ -135,7 +135,7 @@ def _check(chosen: Namespace) -> None:
     if chosen.most_px < chosen.step_px:
         raise PlanError(f"--most-px {chosen.most_px} is less than one step of {chosen.step_px} px (--step-px).")
     if chosen.way == "in-turn":
-        from engines.streaming.training import check_streamable
+        from engines.streaming.streamed_training import check_streamable
 
         check_streamable(options.make_plan(chosen))
     _make_recipe(chosen)

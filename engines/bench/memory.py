@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from engines.bench.apart import run_in_subprocess
+from engines.bench.subprocess_call import run_in_subprocess
 from engines.bench.verify import make_batches
 from engines.comm.device import (
     choose_device,

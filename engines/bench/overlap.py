@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
-from engines.bench.interleaved import time_interleaved
+from engines.bench.time_interleaved import time_interleaved
 from engines.bench.verify import make_batches
-from engines.comm.link import ThrottledWorld
+from engines.comm.throttled import ThrottledWorld
 from engines.comm.world import World
 from engines.program.instructions import Exchange, ExchangeHalf, SumGradients
 from engines.program.traffic import Traffic, count_traffic

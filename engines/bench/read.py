@@ -8,7 +8,7 @@ from hashlib import sha256
 
 from engines import options
 from engines.bench.memory import measure_host_peak_bytes
-from engines.comm.together import run_on_all
+from engines.comm.collective_errors import run_on_all
 from engines.comm.world import World
 from engines.errors import PlanError
 from engines.images.arrays import ArrayPicture

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from engines.bench.limit import measure_arithmetic_share
 from engines.bench.phases import compute_shares, sum_by_phase
+from engines.bench.roofline import measure_arithmetic_share
 from engines.bench.verify import make_batches
-from engines.comm.container import count_cores
+from engines.comm.cgroup_limits import count_cores
 from engines.comm.device import trim_memory
 from engines.comm.streams import wait_for_device
 from engines.comm.world import World

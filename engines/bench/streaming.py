@@ -20,16 +20,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from engines.bench.apart import run_in_subprocess
-from engines.bench.bounded import KEPT_BYTES, MIB, limit_memory
 from engines.bench.memory import measure_host_peak_bytes
+from engines.bench.memory_limit import KEPT_BYTES, MIB, limit_memory
+from engines.bench.subprocess_call import run_in_subprocess
 from engines.bench.verify import make_batches
-from engines.comm.container import count_cores
+from engines.comm.cgroup_limits import count_cores
 from engines.comm.device import keep_memory_tight
 from engines.errors import RankError
-from engines.offload.store import find_disk_folder
+from engines.offload.offload_store import find_disk_folder
 from engines.oracle import ReferenceTraining
-from engines.streaming.training import StreamedTraining, check_streamable
+from engines.streaming.streamed_training import StreamedTraining, check_streamable
 
 __all__ = ["bench_streaming", "make_streaming_parser", "train_plain", "train_streamed"]
 

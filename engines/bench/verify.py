@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from engines.bench.rounding import Begin, RoundingCheck
 from engines.bench.ulps import DOUBLE, find_lowest_precision
-from engines.bench.words import describe_fault, describe_rounding, describe_unmoved
+from engines.bench.verify_text import describe_fault, describe_rounding, describe_unmoved
 from engines.comm.world import World
 from engines.layer.graph import TensorSpec
-from engines.loss.classes import find_class_count
+from engines.loss.label_spec import find_class_count
 from engines.oracle import ReferenceTraining, TrainingRecord, compare, to_plain_names, train_reference
 from engines.program.worker import Inputs
 from engines.training import Loss, RankTraining, Recipe

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.checkpoint.checkpoint_reader import STATE, get_tensor_file
+from engines.checkpoint.json_values import encode_value
 from engines.checkpoint.manifest import FORMAT
-from engines.checkpoint.optimisers import WeightState, collect_weight_states, get_class_name
-from engines.checkpoint.stored import STATE, get_tensor_file
 from engines.checkpoint.tensor_file import count_file_bytes, get_tensor_spec
-from engines.checkpoint.values import encode_value
+from engines.checkpoint.weight_state import WeightState, collect_weight_states, get_class_name
 from engines.errors import CheckpointError
 from engines.layer.graph import TensorSpec
-from engines.layer.names import OWNERS
+from engines.layer.state_names import OWNERS
 from engines.training import RankTraining, Recipe
 
 __all__ = ["CheckpointContents", "RankMetadata", "RankState", "compute_fingerprint"]

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from engines.checkpoint.failures import make_read_error
+from engines.checkpoint.checkpoint_errors import make_read_error
 from engines.errors import CheckpointError
-from engines.working import make_absolute
+from engines.working_folder import make_absolute
 
 __all__ = [
     "MANIFEST",

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engines.checkpoint.fits import check_fits_recipe, read_scheduler_state
-from engines.checkpoint.optimisers import make_optimiser_state
-from engines.checkpoint.stored import STATE, Checkpoint, get_tensor_file
-from engines.checkpoint.values import check_scheduler_state
-from engines.comm.together import run_on_all
+from engines.checkpoint.checkpoint_reader import STATE, Checkpoint, get_tensor_file
+from engines.checkpoint.compatibility import check_fits_recipe, read_scheduler_state
+from engines.checkpoint.json_values import check_scheduler_state
+from engines.checkpoint.weight_state import make_optimiser_state
+from engines.comm.collective_errors import run_on_all
 from engines.errors import CheckpointError
-from engines.layer.names import OWNERS
+from engines.layer.state_names import OWNERS
 from engines.program.update import OptimiserStep
 from engines.training import RankTraining, Recipe
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engines.checkpoint.failures import make_damaged_error, make_read_error
+from engines.checkpoint.checkpoint_errors import make_damaged_error, make_read_error
 from engines.checkpoint.folder import MANIFEST
 from engines.errors import CheckpointError
 from engines.program.update import GOOD_STEPS
-from engines.regular import read_bounded
+from engines.regular_file import read_bounded
 
 __all__ = ["FORMAT", "MOST_STEPS", "read_manifest", "serialise_manifest"]
 

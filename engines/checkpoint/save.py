@@ -12,12 +12,12 @@ from torch import Tensor
 
 from engines.checkpoint.contents import CheckpointContents, RankState
 from engines.checkpoint.writer import CheckpointWriter
-from engines.comm.together import run_on_all
+from engines.comm.collective_errors import run_on_all
 from engines.comm.world import Message, World
 from engines.errors import CheckpointError
 from engines.layer.graph import TensorSpec
+from engines.status_board import get_status_board
 from engines.training import RankTraining
-from engines.whereabouts import get_status_board
 
 __all__ = ["KEEP", "save"]
 

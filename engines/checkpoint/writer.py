@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engines.checkpoint.failures import describe_remedy
+from engines.checkpoint.checkpoint_errors import describe_remedy
 from engines.checkpoint.folder import (
     MANIFEST,
     check_space,

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from engines import layout
-from engines.comm import first_call  # noqa: F401
-from engines.comm.container import count_cores
+from engines.comm import vml_warmup  # noqa: F401
+from engines.comm.cgroup_limits import count_cores
 from engines.errors import PlanError
 from engines.plan import Plan
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.comm.store import PATIENCE, make_tcp_store
+from engines.comm.rendezvous import PATIENCE, make_tcp_store
 from engines.comm.world import World
 
 __all__ = ["GlooAllReduce", "connect_gloo"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engines.comm.device import share_process
-from engines.comm.waiting import measure_wait
+from engines.comm.wait_time import measure_wait
 from engines.comm.world import Message, Pending
 from engines.errors import RankError, ReleasedError
 

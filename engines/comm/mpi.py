@@ -14,13 +14,13 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from engines.comm import values
+from engines.comm import value_messages
+from engines.comm.cuda_aware import is_cuda_aware
 from engines.comm.device import has_own_memory
-from engines.comm.gpu_aware import is_cuda_aware
 from engines.comm.nccl import Collectives, make_collectives
-from engines.comm.sealed import pack_value
 from engines.comm.streams import wait_for_stream
-from engines.comm.waiting import measure_wait
+from engines.comm.value_codec import pack_value
+from engines.comm.wait_time import measure_wait
 from engines.comm.world import Message, Pending
 from engines.errors import RankError, ReleasedError
 
@@ -30,7 +30,7 @@ __all__ = ["MpiWorld"]
 # part of the time that it has waited: where ranks share cores, the one that is waited for needs the core, and each look
 # holds up all threads of its kernels.
 _EAGER, _YIELDING, _NAP_S, _REST_S, _PART = 2, 100, 5e-5, 2e-3, 1 / 16
-_HERE = values.VALUE - 1  # a tag that no program has
+_HERE = value_messages.VALUE - 1  # a tag that no program has
 _BY_OTHERS = (MPI.ERR_REVOKED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 # Open MPI knows Revoke and Shrink only where mpiexec was told `--with-ft ulfm`, of which this tells; without it Revoke
 # does nothing and Shrink never returns. Other MPIs are not believed: none was seen to survive the death of a rank.
@@ -203,7 +203,7 @@ class MpiWorld:
     def _check_alive(self) -> None:
         """Raises ReleasedError where a rank has failed, also if nothing of MPI's is waited for, which would tell."""
         with self:
-            self.comm.Iprobe(MPI.ANY_SOURCE, values.VALUE)
+            self.comm.Iprobe(MPI.ANY_SOURCE, value_messages.VALUE)
         self.check()
 
     def _stage_tensor(self, tensor: Tensor, filled: bool = False) -> Tensor:
@@ -216,14 +216,14 @@ class MpiWorld:
         """The values of all ranks, pickled."""
         _free_abandoned()
         self.barrier()
-        return values.all_gather(self, value, self._check_whole)
+        return value_messages.all_gather(self, value, self._check_whole)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks on rank 0, pickled, one after another."""
         self.barrier()
         if self.rank == 0:
-            return [value, *(values.receive(self, peer, self._check_whole) for peer in range(1, self.size))]
-        values.send(self, 0, pack_value(value)).wait()
+            return [value, *(value_messages.receive(self, peer, self._check_whole) for peer in range(1, self.size))]
+        value_messages.send(self, 0, pack_value(value)).wait()
         return []
 
     def _check_whole(self) -> None:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.comm.device import get_gpu_id
-from engines.comm.store import make_tcp_store
-from engines.comm.subworld import SubGroup
-from engines.comm.waiting import measure_wait
+from engines.comm.rendezvous import make_tcp_store
+from engines.comm.subgroup import SubGroup
+from engines.comm.wait_time import measure_wait
 from engines.comm.world import World
 from engines.errors import RankError
 

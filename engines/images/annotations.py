@@ -10,10 +10,10 @@ from xml.etree.ElementTree import Element
 from engines.errors import ImageError
 from engines.images.files import translate_errors
 from engines.images.folder import list_pictures
+from engines.images.safe_xml import XML_BYTES, parse_xml
 from engines.images.tables import write_table
-from engines.images.xml import XML_BYTES, parse_xml
-from engines.regular import TEXT_BYTES, is_within, read_bounded
-from engines.working import describe_working_folder
+from engines.regular_file import TEXT_BYTES, is_within, read_bounded
+from engines.working_folder import describe_working_folder
 
 __all__ = ["write_boxes_table", "write_masks_table"]
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from engines.errors import ImageError
-from engines.images.reader import Level, PictureReader, Pixels
+from engines.images.picture_reader import Level, PictureReader, Pixels
 
 __all__ = ["ArrayPicture", "composite_on_white", "convert_array", "convert_tensor"]
 

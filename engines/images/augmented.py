@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engines.errors import ImageError
-from engines.images.labelled import LabelledImages, to_network_input
+from engines.images.dataset import LabelledImages, to_network_input
 from engines.images.stains import restain
-from engines.spatial.draws import sample_uniform
+from engines.spatial.rng import sample_uniform
 from engines.spatial.tiles import Span, Tile
 
 __all__ = ["KINDS", "Augmented"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engines.comm.container import get_memory_bytes
+from engines.comm.cgroup_limits import get_memory_bytes
 from engines.errors import ImageError
-from engines.spoken import format_bytes
+from engines.formatting import format_bytes
 
 __all__ = ["check_budget"]
 

@@ -40,7 +40,7 @@ class StainCrops:
             raise ImageError(
                 f"{picture.name} has {picture.shape()[0]} x {picture.shape()[1]} pixels, and crops are taken from at "
                 f"most {MOST_PX}. Take them from a part: "
-                "engines.images.region.crop_picture(picture, y0, x0, height, width)."
+                "engines.images.region_picture.crop_picture(picture, y0, x0, height, width)."
             )
         if count < 2:
             raise ImageError(f"count={count} crops have no median between them. Use count >= 2.")

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engines.errors import ImageError
-from engines.images.masks import read_mask_shape
-from engines.images.opened import open_cached, read_shape
+from engines.images.mask_file import read_mask_shape
 from engines.images.picture import Picture
-from engines.images.region import crop_picture
+from engines.images.picture_cache import open_cached, read_shape
+from engines.images.region_picture import crop_picture
 from engines.spatial.tiles import Span, Tile
 
 __all__ = ["Example"]

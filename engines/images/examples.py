@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from engines.errors import ImageError
+from engines.images.dataset import SingleLabelImages, to_network_input
 from engines.images.example import Example
-from engines.images.ignored import IGNORED
-from engines.images.labelled import SingleLabelImages, to_network_input
-from engines.images.masks import Classes, Ignore, MaskFile, parse_ignored_numbers
+from engines.images.ignored_label import IGNORED
+from engines.images.mask_file import Classes, Ignore, MaskFile, parse_ignored_numbers
 from engines.images.picture import Pixels
-from engines.images.scaling import find_nearest_pixels, resize_tile
-from engines.images.some import Subset, split_by_slide
+from engines.images.resize import find_nearest_pixels, resize_tile
+from engines.images.subset import Subset, split_by_slide
 from engines.spatial.tiles import Span, Tile
 
 __all__ = ["FITS", "ExampleImages"]

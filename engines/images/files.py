@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from engines.errors import ImageError
-from engines.images.reader import Level, PictureReader
-from engines.regular import NotRegularError, open_regular
-from engines.working import describe_working_folder, make_absolute
+from engines.images.picture_reader import Level, PictureReader
+from engines.regular_file import NotRegularError, open_regular
+from engines.working_folder import describe_working_folder, make_absolute
 
 __all__ = [
     "MEND",

@@ -9,7 +9,7 @@ from pathlib import Path
 from engines.errors import ImageError
 from engines.images.example import Example
 from engines.images.examples import ExampleImages
-from engines.working import describe_working_folder
+from engines.working_folder import describe_working_folder
 
 __all__ = ["folder_images", "list_pictures"]
 

@@ -8,7 +8,7 @@ from xml.parsers.expat import ExpatError
 
 from engines.errors import ImageError
 from engines.images.files import make_damaged_error
-from engines.images.xml import find_attributes
+from engines.images.safe_xml import find_attributes
 
 __all__ = ["OmeImage"]
 

@@ -15,7 +15,7 @@ import numpy as np
 from engines.errors import ImageError
 from engines.images.arrays import convert_array
 from engines.images.files import FileReader, translate_errors
-from engines.images.reader import Level, PictureReader, Pixels
+from engines.images.picture_reader import Level, PictureReader, Pixels
 
 __all__ = ["OpenSlidePicture", "SlideLike", "SlideLikePicture", "detect", "has_openslide", "make_openslide_error"]
 

@@ -22,8 +22,8 @@ from engines.images.openslide import (
     has_openslide,
     make_openslide_error,
 )
+from engines.images.picture_reader import Level, Pixels
 from engines.images.pillow import PillowPicture
-from engines.images.reader import Level, Pixels
 from engines.images.tiff import TiffPicture, check_segments, detect_vendor, find_whole_page
 from engines.images.zarr import ZarrPicture, is_zarr
 

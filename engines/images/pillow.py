@@ -19,12 +19,12 @@ from PIL.TiffImagePlugin import TiffImageFile
 from engines.errors import ImageError
 from engines.images.arrays import composite_on_white
 from engines.images.budget import check_budget
-from engines.images.decoded import DecodeCache
+from engines.images.decode_cache import DecodeCache
 from engines.images.files import PIXELS_PER_BYTE, check_size, make_changed_error, translate_errors
 from engines.images.jpeg import MOST_SCANS, count_jpeg_scans
-from engines.images.reader import Level, PictureReader, Pixels, split_row_bands
-from engines.regular import open_regular
-from engines.working import make_absolute
+from engines.images.picture_reader import Level, PictureReader, Pixels, split_row_bands
+from engines.regular_file import open_regular
+from engines.working_folder import make_absolute
 
 __all__ = ["FORMATS", "PillowPicture", "allow_any_size", "check_decoding", "map_row_bands", "read_whole_file"]
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
 from engines.errors import ImageError
-from engines.images.labelled import shuffle_indices
+from engines.images.dataset import shuffle_indices
 
 __all__ = ["split_indices"]
 

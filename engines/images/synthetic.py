@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from engines.images.labelled import SingleLabelImages
-from engines.spatial.draws import sample_uniform
+from engines.images.dataset import SingleLabelImages
+from engines.spatial.rng import sample_uniform
 from engines.spatial.tiles import Tile
 
 __all__ = ["SyntheticImages"]

@@ -13,10 +13,10 @@ from pathlib import Path
 from engines.errors import ImageError
 from engines.images.example import Example
 from engines.images.examples import ExampleImages
-from engines.images.masks import Ignore
-from engines.regular import is_within, read_bounded
+from engines.images.mask_file import Ignore
+from engines.regular_file import is_within, read_bounded
 from engines.spatial.tiles import Span, Tile
-from engines.working import describe_working_folder
+from engines.working_folder import describe_working_folder
 
 __all__ = ["COLUMNS", "table_images", "write_table"]
 

@@ -12,7 +12,7 @@ from engines.errors import ImageError
 
 if TYPE_CHECKING:
     from engines.images.picture import Picture
-    from engines.images.reader import DecodeBlock, Pixels
+    from engines.images.picture_reader import DecodeBlock, Pixels
 
 __all__ = ["make_thumbnail"]
 
@@ -62,7 +62,7 @@ def _choose_level(picture: Picture, sides: tuple[int, int], level: int, size: tu
 
 def _get_decode_block(picture: Picture, level: int) -> DecodeBlock:
     """What is decoded at once; of somebody's own picture that is not known."""
-    from engines.images.reader import DecodeBlock, PictureReader  # which imports this file
+    from engines.images.picture_reader import DecodeBlock, PictureReader  # which imports this file
 
     return picture.get_decode_block(level) if isinstance(picture, PictureReader) else DecodeBlock()
 

@@ -13,7 +13,7 @@ from tifffile import TiffFile, TiffPage
 
 from engines.errors import ImageError
 from engines.images.files import FileReader, make_changed_error, translate_errors
-from engines.images.reader import WHITE, DecodeBlock, Level, Pixels, split_row_bands
+from engines.images.picture_reader import WHITE, DecodeBlock, Level, Pixels, split_row_bands
 from engines.images.tiff_layout import check_picture, find_picture, list_pages, list_sub_pages
 from engines.images.tiff_page import TiffPageReader, check_segment_size, is_plain, to_rgb
 

@@ -13,7 +13,7 @@ import numpy as np
 from engines.errors import ImageError
 from engines.images.arrays import convert_array
 from engines.images.files import FileReader, make_damaged_error, translate_errors
-from engines.images.reader import DecodeBlock, Level, Pixels, split_row_bands
+from engines.images.picture_reader import DecodeBlock, Level, Pixels, split_row_bands
 from engines.images.zarr_chunks import check_array, check_metadata, check_stored
 
 __all__ = ["ZarrPicture", "is_zarr"]

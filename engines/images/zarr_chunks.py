@@ -15,7 +15,7 @@ import numpy as np
 from engines.errors import ImageError
 from engines.images.files import make_damaged_error
 from engines.images.zarr_codecs import check_codecs, estimate_unpacked_bytes, find_compressor
-from engines.regular import is_within, open_regular
+from engines.regular_file import is_within, open_regular
 
 __all__ = ["check_array", "check_metadata", "check_stored"]
 

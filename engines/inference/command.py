@@ -14,16 +14,16 @@ import numpy as np
 from tqdm import tqdm
 
 from engines import options
-from engines.comm.together import run_on_all
+from engines.comm.collective_errors import run_on_all
 from engines.comm.world import World
 from engines.errors import CheckpointError, ImageError, PlanError
 from engines.images.picture import open_image
-from engines.inference.answers import KINDS
-from engines.inference.prepare import prepare_region
-from engines.inference.pyramid import make_pyramid
-from engines.inference.region import PaddedRegion, make_padded_region
-from engines.inference.sink import Shape, TileSink
-from engines.inference.sweep import PredictionRequest, TiledPrediction, TiledPredictor
+from engines.inference.output_kinds import KINDS
+from engines.inference.padded_region import PaddedRegion, make_padded_region
+from engines.inference.prepare_region import prepare_region
+from engines.inference.pyramid_sink import make_pyramid
+from engines.inference.tile_sink import Shape, TileSink
+from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction, TiledPredictor
 from engines.inference.weights import load_weights
 from engines.plan import PRECISIONS
 

@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from engines.checkpoint.stored import Checkpoint, get_tensor_file
+from engines.checkpoint.checkpoint_reader import Checkpoint, get_tensor_file
 from engines.errors import CheckpointError
 
 __all__ = ["load_weights"]

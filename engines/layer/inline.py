@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from engines.errors import TraceError
-from engines.layer.origin import describe_location
+from engines.layer.source_location import describe_location
 
 __all__ = ["AUTOCAST", "MARKS", "UNGRADED", "inline_subgraphs", "insert_detaches", "is_no_grad"]
 

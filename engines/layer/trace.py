@@ -17,16 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from engines.errors import TraceError
-from engines.layer.answers import collect_tensors, get_prediction
-from engines.layer.casts import insert_casts
-from engines.layer.functional import functionalise, remove_dead_nodes
+from engines.layer.autocast import insert_casts
+from engines.layer.buffer_updates import find_updated_buffers
+from engines.layer.constant_propagation import ConstantPropagationMode
+from engines.layer.export_context import TraceAbortedError, silence_exporter, watch_forward
+from engines.layer.export_reader import ExportReader, make_tensor_spec
+from engines.layer.fake_model import make_fake_copy, make_fake_tensor
+from engines.layer.functionalise import functionalise, remove_dead_nodes
 from engines.layer.graph import LOSS, MODEL, ModelGraph, TensorSpec, to_user_name
 from engines.layer.inline import inline_subgraphs, insert_detaches
-from engines.layer.kept import find_updated_buffers
-from engines.layer.known import ConstantPropagationMode
-from engines.layer.quiet import TraceAbortedError, silence_exporter, watch_forward
-from engines.layer.reader import ExportReader, make_tensor_spec
-from engines.layer.twin import make_fake_copy, make_fake_tensor
+from engines.layer.model_output import collect_tensors, get_prediction
 from engines.plan import HALF
 
 __all__ = ["LOSS", "MODEL", "find_first_names", "infer_output_spec", "to_user_name", "trace", "trace_inference"]

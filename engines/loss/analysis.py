@@ -13,9 +13,9 @@ from typing import Any
 
 from engines.errors import TraceError
 from engines.layer.graph import ModelGraph, Node, Ref, TensorSpec
-from engines.loss.shares import CONSTANT, AggregationKind, BatchAggregation, find_batch_axis
-from engines.spatial.draws import find_sample_number
-from engines.spatial.plain import is_pointwise
+from engines.loss.batch_aggregation import CONSTANT, AggregationKind, BatchAggregation, find_batch_axis
+from engines.spatial.local_rules import is_pointwise
+from engines.spatial.rng import find_sample_number
 
 __all__ = ["CLASS_LOSSES", "LossAnalysis", "Rule"]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from engines.layer.graph import ModelGraph, Node, Ref
-from engines.loss.whole import with_whole_loss
+from engines.loss.whole_loss import with_whole_loss
 from engines.spatial.kernels import get_kernel
-from engines.spatial.plain import split_arguments
+from engines.spatial.local_rules import split_arguments
 
 __all__ = ["ImageWeights", "compute_mean_loss"]
 

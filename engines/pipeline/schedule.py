@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from engines.errors import PlanError
+from engines.pipeline.queues import Stages, make_queues
 from engines.pipeline.simulation import ScheduleRule, simulate
-from engines.pipeline.turns import Stages, make_queues
 from engines.pipeline.work import ActionKind, Batch, PipelineAction, Schedule, Slot
 
 __all__ = ["RULES", "ActionKind", "Batch", "PipelineAction", "Schedule", "Slot", "check_name", "make_schedule"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from engines.pipeline.turns import QueuedMicroBatch, Stages
+from engines.pipeline.queues import QueuedMicroBatch, Stages
 from engines.pipeline.work import ActionKind, PipelineAction, Slot
 
 __all__ = ["ScheduleRule", "simulate"]

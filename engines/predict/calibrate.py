@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from engines.comm.container import count_cores, get_memory_bytes
+from engines.comm.cgroup_limits import count_cores, get_memory_bytes
 from engines.comm.device import count_local_ranks, use_threads
 from engines.comm.world import Message, World
 from engines.layer.graph import Ref
-from engines.predict.machine import Machine
-from engines.predict.noise import Noise, Spin, compute_foreign_share, compute_spread
-from engines.predict.rehearsal import STEPS, CalibrationRecipes, CalibrationRuns, fit_machine
-from engines.predict.rehearsal import TURNS as REHEARSALS
-from engines.predict.sampled import LayerSize, make_calls
-from engines.predict.samples import (
+from engines.predict.calibration_kernels import LayerSize, make_calls
+from engines.predict.calibration_runs import STEPS, CalibrationRecipes, CalibrationRuns, fit_machine
+from engines.predict.calibration_runs import TURNS as REHEARSALS
+from engines.predict.kernel_timer import (
     TURNS,
     KernelTimer,
     KernelTimes,
@@ -34,13 +32,15 @@ from engines.predict.samples import (
     measure_median_seconds,
     measure_seconds,
 )
+from engines.predict.machine import Machine
+from engines.predict.noise import Noise, Spin, compute_foreign_share, compute_spread
 from engines.program.instructions import Compute, LocalOp, Phase, RunningStatistics, Update
 from engines.program.program import DirectionProgram, Program, ShardSpec, Step
 from engines.program.update import update_buffers
 from engines.program.worker import Worker
 
 if TYPE_CHECKING:
-    from engines.host import RankServer
+    from engines.rank_server import RankServer
 
 __all__ = ["Calibration", "calibrate", "measure_overheads"]
 

@@ -12,12 +12,12 @@ from engines.errors import PlanError, TraceError
 from engines.plan import Plan
 from engines.predict.explain import Explanation, Verdict, explain_forecasts
 from engines.predict.forecast import Forecast, forecast
-from engines.predict.given import resolve_machine
-from engines.predict.kinds import KINDS, classify_plan
 from engines.predict.machine import Machine
+from engines.predict.machine_lookup import resolve_machine
+from engines.predict.parallelism import KINDS, classify_plan
 from engines.predict.search import generate_plans
 from engines.predict.sizes import Sizes
-from engines.traces import Loss
+from engines.trace_cache import Loss
 
 __all__ = ["SIZES_PX", "Capabilities", "capabilities"]
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engines.offload.least import LEAST_BYTES
+from engines.offload.min_bytes import LEAST_BYTES
 from engines.predict.actions import (
     Action,
     ComputeWork,
@@ -16,9 +16,9 @@ from engines.predict.actions import (
     WaitAllReduce,
     WaitMessage,
 )
-from engines.predict.classes import BY_ARITHMETIC
+from engines.predict.all_reduce_cost import AllReduceCost, count_members, estimate_all_reduce
+from engines.predict.kernel_classes import BY_ARITHMETIC
 from engines.predict.machine import Machine
-from engines.predict.sums import AllReduceCost, count_members, estimate_all_reduce
 from engines.predict.tallies import DirectionTally, OpTally, RankTally, SegmentTally
 from engines.program.instructions import (
     AllReduce,

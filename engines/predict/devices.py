@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engines.predict.classes import BY_ARITHMETIC, CLASSES
+from engines.predict.kernel_classes import BY_ARITHMETIC, CLASSES
 from engines.predict.machine import Link, Machine, Speed
 
 __all__ = ["BUSY", "LAUNCH_S", "MEMORY_SHARE", "PASSES", "NodeSpec", "Processor", "make_machine"]

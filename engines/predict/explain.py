@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Protocol
 
+from engines.formatting import format_bytes, format_number, format_percent
 from engines.plan import Plan
 from engines.predict.forecast import Forecast
-from engines.predict.kinds import KINDS, WORDS, classify_plan, describe_plan
+from engines.predict.parallelism import KINDS, WORDS, classify_plan, describe_plan
 from engines.predict.search import SearchResult
-from engines.predict.shares import compute_time_shares
-from engines.spoken import format_bytes, format_number, format_percent
+from engines.predict.time_breakdown import compute_time_shares
 
 __all__ = ["Explanation", "Verdict", "explain", "explain_forecasts"]
 

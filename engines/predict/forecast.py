@@ -9,9 +9,9 @@ from engines.layer.graph import ModelGraph
 from engines.layout import compute_threads
 from engines.plan import Plan
 from engines.predict.cost import CostModel
-from engines.predict.count import build_tally
 from engines.predict.machine import Machine
-from engines.predict.memory import RankMemory, predict_tallied_memory
+from engines.predict.rank_memory import RankMemory, predict_tallied_memory
+from engines.predict.rank_tally import build_tally
 from engines.predict.simulate import simulate
 from engines.program.compile import Compiler
 from engines.program.timeline import Timeline

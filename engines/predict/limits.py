@@ -10,13 +10,13 @@ from torch import nn
 
 from engines.errors import PlanError
 from engines.plan import Plan
-from engines.predict.count import build_tally
-from engines.predict.given import resolve_machine
 from engines.predict.machine import Machine
-from engines.predict.memory import predict_tallied_memory
+from engines.predict.machine_lookup import resolve_machine
+from engines.predict.rank_memory import predict_tallied_memory
+from engines.predict.rank_tally import build_tally
 from engines.predict.sizes import Sizes
 from engines.program.compile import Compiler
-from engines.traces import Loss
+from engines.trace_cache import Loss
 
 __all__ = ["Limit", "largest_image"]
 

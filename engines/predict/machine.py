@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from engines.errors import PlanError
-from engines.predict.between import interpolate
+from engines.predict.interpolation import interpolate
+from engines.predict.machine_schema import check_machine
 from engines.predict.noise import Noise
-from engines.predict.plausible import check_machine
 
 __all__ = ["SUMS", "Link", "Machine", "Speed"]
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from engines.plan import Plan
 from engines.predict.machine import Link
 from engines.predict.machines import SMALL_S
-from engines.predict.replay import ModelReference, PublishedResult, RunVariant, StudyRun
+from engines.predict.published_replay import ModelReference, PublishedResult, RunVariant, StudyRun
 
 __all__ = ["PUBLISHED"]
 

@@ -11,11 +11,11 @@ from torch import nn
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
-from engines.predict.given import resolve_machine
 from engines.predict.machine import Machine
-from engines.predict.shares import compute_time_shares
+from engines.predict.machine_lookup import resolve_machine
 from engines.predict.sizes import Sizes
-from engines.traces import Loss
+from engines.predict.time_breakdown import compute_time_shares
+from engines.trace_cache import Loss
 
 __all__ = ["HOW", "Scaling", "ScalingPoint", "scaling"]
 
@@ -47,7 +47,7 @@ class ScalingPoint:
 
     @property
     def shares(self) -> Mapping[str, float]:
-        """Where the time goes, by `engines.predict.shares.SHARES`."""
+        """Where the time goes, by `engines.predict.time_breakdown.SHARES`."""
         return compute_time_shares(self.forecast.timeline)
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from engines.errors import PlanError, TraceError
 from engines.layer.graph import ModelGraph
 from engines.plan import Plan
-from engines.predict.bound import BoundCalculator, PlanBound
 from engines.predict.cost import CostModel
 from engines.predict.forecast import Forecast, forecast
+from engines.predict.lower_bound import BoundCalculator, PlanBound
 from engines.predict.machine import Machine
 
 __all__ = ["SearchResult", "generate_plans", "search"]

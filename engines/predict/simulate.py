@@ -20,11 +20,11 @@ from engines.predict.actions import (
     WaitAllReduce,
     WaitMessage,
 )
+from engines.predict.all_reduce_cost import AllReduceCost
+from engines.predict.core_scheduler import CoreScheduler, DedicatedCores, SharedCores
 from engines.predict.cost import CostModel, build_step_actions
 from engines.predict.links import BackgroundAllReduce, LinkQueues
 from engines.predict.machine import Link, Machine
-from engines.predict.processors import CoreScheduler, DedicatedCores, SharedCores
-from engines.predict.sums import AllReduceCost
 from engines.predict.tallies import RankTally
 from engines.program.instructions import Phase
 from engines.program.program import Program, Step

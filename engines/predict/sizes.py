@@ -9,7 +9,7 @@ from torch import nn
 
 from engines.layer.graph import ModelGraph
 from engines.plan import Plan
-from engines.traces import Loss, TraceCache
+from engines.trace_cache import Loss, TraceCache
 
 __all__ = ["Sizes"]
 

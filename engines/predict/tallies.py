@@ -12,7 +12,7 @@ __all__ = ["DirectionTally", "OpTally", "RankTally", "SegmentTally"]
 class OpTally:
     """One kernel call of a rank, going forward: arithmetic, and bytes read and written.
 
-    `kind` is its class (`engines/predict/classes.py`); `shape` what its speed depends on beside its size: of a
+    `kind` is its class (`engines/predict/kernel_classes.py`); `shape` what its speed depends on beside its size: of a
     convolution the length of its dot products, its filters, and the images. `gradients` is to how many of its arguments
     a gradient goes back; a weight's counts.
     """

@@ -10,10 +10,10 @@ from typing import Any
 
 from engines.errors import TraceError
 from engines.layer.graph import WITHOUT_GRADIENT, Node, Ref, TensorSpec
-from engines.program.bounds import resolve_segment_io
-from engines.program.holdings import ValueLayout, ValueLayouts
 from engines.program.instructions import AllReduce, Compute, Exchange, LocalOp, ModelInstruction, RunningStatistics
-from engines.spatial.fusion import WindowRead
+from engines.program.segment_io import resolve_segment_io
+from engines.program.value_layout import ValueLayout, ValueLayouts
+from engines.spatial.halo_fusion import WindowRead
 from engines.spatial.moves import Move, compute_moves
 from engines.spatial.tiles import Tile
 from engines.spatial.windows import Shift, SpanRule, Window, compute_window

@@ -13,7 +13,7 @@ from engines.layout import Layout, Role
 from engines.pipeline.schedule import ActionKind, Batch, PipelineAction, Schedule, make_schedule
 from engines.plan import Plan
 from engines.program.builder import Builder
-from engines.program.gradients import insert_gradient_sums, make_buckets
+from engines.program.gradient_buckets import insert_gradient_sums, make_buckets
 from engines.program.instructions import (
     Compute,
     ExchangeHalf,
@@ -25,7 +25,7 @@ from engines.program.instructions import (
     SumGradients,
     Update,
 )
-from engines.program.labels import make_count_steps
+from engines.program.label_counts import make_count_steps
 from engines.program.lowering import STAGE_TAGS, Lowering
 from engines.program.program import DirectionProgram, Program, ShardSpec, Step
 

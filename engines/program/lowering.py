@@ -14,14 +14,14 @@ from engines.layer.stages import cut_stages, find_layers
 from engines.layout import Layout, Role, StageRanks
 from engines.plan import Plan
 from engines.program.builder import POINT, Builder
-from engines.program.common import Memo
-from engines.program.holdings import ValueLayout
 from engines.program.instructions import ModelInstruction, with_prefix
+from engines.program.memo import Memo
 from engines.program.program import ShardSpec
-from engines.spatial.fusion import ExtendedTiles, extend_tiles
-from engines.spatial.grouping import HaloCost, group_cheapest, group_evenly
-from engines.spatial.ops import lower
-from engines.spatial.share import find_sharded_names, shard_graph
+from engines.program.value_layout import ValueLayout
+from engines.spatial.batch_sharding import find_sharded_names, shard_graph
+from engines.spatial.fusion_search import HaloCost, group_cheapest, group_evenly
+from engines.spatial.halo_fusion import ExtendedTiles, extend_tiles
+from engines.spatial.operator_table import lower
 from engines.spatial.tiles import Grid, Span, Tile
 
 __all__ = ["STAGE_TAGS", "Lowering", "add_inputs"]

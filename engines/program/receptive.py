@@ -13,7 +13,7 @@ from engines.layout import Layout, Role
 from engines.plan import Plan
 from engines.program.builder import Builder
 from engines.program.lowering import Lowering
-from engines.spatial.fusion import WindowRead
+from engines.spatial.halo_fusion import WindowRead
 from engines.spatial.tiles import Span, Tile
 from engines.spatial.windows import compute_window
 

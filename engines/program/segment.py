@@ -11,7 +11,7 @@ from torch import Tensor
 from engines.layer.graph import Ref
 from engines.program.in_place import IN_PLACE, find_in_place
 from engines.program.instructions import SEED, Compute, LocalOp
-from engines.program.room import OutputAllocator, find_out_kernel
+from engines.program.output_buffers import OutputAllocator, find_out_kernel
 from engines.spatial.kernels import get_kernel
 
 __all__ = ["Segment", "bind_kernel", "find_last_reads"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from engines.comm.sums import count_sends
+from engines.comm.all_reduce_sizes import count_sends
 from engines.program.instructions import (
     AllReduce,
     CountLabels,

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from engines.comm.all_reduce import AllReduceRequest, all_reduce
 from engines.comm.nccl import NcclAllReduce
 from engines.comm.streams import DeviceEvent, copy_to_device, record_event, use_send_stream
-from engines.comm.total import AllReduceRequest, all_reduce
 from engines.comm.world import World
 from engines.program.instructions import RunningStatistics, SumGradients, Update
-from engines.program.parcels import choose_message_device, make_message_allocator
+from engines.program.message_buffers import choose_message_device, make_message_allocator
 from engines.spatial.kernels import compute_batch_statistics
 
 __all__ = ["GOOD_STEPS", "SCALE", "GradientBucket", "OptimiserStep", "Scheduler", "UpdateRules", "update_buffers"]

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engines.comm.total import all_reduce
+from engines.comm.all_reduce import all_reduce
 from engines.comm.world import Message, World
-from engines.program.outbox import SendQueue
+from engines.program.send_queue import SendQueue
 from engines.replica.asynchrony import Asynchrony
 from engines.replica.replica import BODY, HEADER, Feed, Replica, flatten_tensors, unflatten_like
 from engines.replica.study import RankLog, ReplicaEvent

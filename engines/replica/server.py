@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engines.comm.world import Message, Pending, World
 from engines.optimisers import make_on_rank
-from engines.program.outbox import SendQueue
+from engines.program.send_queue import SendQueue
 from engines.program.update import OptimiserStep
 from engines.replica.asynchrony import Asynchrony
 from engines.replica.replica import (
@@ -32,8 +32,8 @@ from engines.replica.replica import (
     unflatten_like,
     with_gradients_only,
 )
-from engines.replica.staleness import VersionTracker
 from engines.replica.study import RankLog, ReplicaEvent
+from engines.replica.version_tracker import VersionTracker
 from engines.training import Recipe
 
 __all__ = ["ParameterClient", "ParameterServer", "ParameterStore"]

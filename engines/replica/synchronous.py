@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 
 from engines.comm.device import compute_threads_per_rank, count_local_ranks
-from engines.comm.subworld import SubGroup
+from engines.comm.subgroup import SubGroup
 from engines.comm.world import World
 from engines.errors import PlanError, TraceError
 from engines.layer.graph import ModelGraph
-from engines.loss.whole import with_whole_loss
+from engines.loss.whole_loss import with_whole_loss
 from engines.plan import Plan
 from engines.replica.asynchrony import Asynchrony
 from engines.replica.replica import Feed

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engines.spatial.mended import MENDED
+from engines.spatial.workarounds import MENDED
 
 __all__ = [
     "Kernel",

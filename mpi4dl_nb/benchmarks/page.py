@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from engines.spoken import format_bytes, format_number
+from engines.formatting import format_bytes, format_number
 from mpi4dl_nb.benchmarks.cases import BenchmarkStudy
-from mpi4dl_nb.benchmarks.guard import RatioChange
-from mpi4dl_nb.benchmarks.rows import BenchmarkResults, BenchmarkRow
+from mpi4dl_nb.benchmarks.ratio_changes import RatioChange
+from mpi4dl_nb.benchmarks.results import BenchmarkResults, BenchmarkRow
 
 __all__ = ["build_page"]
 

@@ -15,13 +15,13 @@ from typing import Any
 import psutil
 import torch
 
-from engines.comm.container import count_cores
+from engines.comm.cgroup_limits import count_cores
 from engines.errors import RankError
-from engines.spoken import format_bytes
+from engines.formatting import format_bytes
 from mpi4dl_nb.benchmarks.cases import BenchmarkCase, BenchmarkStudy
-from mpi4dl_nb.benchmarks.rows import BenchmarkResults, BenchmarkRow, make_rows
+from mpi4dl_nb.benchmarks.results import BenchmarkResults, BenchmarkRow, make_rows
 from mpi4dl_nb.launch.engine_command import make_engine_command
-from mpi4dl_nb.launch.environment import make_mpi_environment
+from mpi4dl_nb.launch.mpi_environment import make_mpi_environment
 
 __all__ = ["measure_studies", "run_case"]
 

@@ -9,9 +9,9 @@ from matplotlib.ticker import NullFormatter
 
 from engines.bench.phases import PHASES
 from engines.errors import PlanError
-from engines.spoken import format_bytes, format_number, format_percent
+from engines.formatting import format_bytes, format_number, format_percent
 from mpi4dl_nb.benchmarks.cases import BenchmarkStudy
-from mpi4dl_nb.benchmarks.rows import BenchmarkRow
+from mpi4dl_nb.benchmarks.results import BenchmarkRow
 from mpi4dl_nb.draw.bars import BarStyle, draw_legend, draw_rows
 from mpi4dl_nb.draw.figure import BLUE, INK, Drawing
 

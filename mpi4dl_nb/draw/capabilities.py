@@ -6,10 +6,10 @@ import textwrap
 
 from matplotlib.axes import Axes
 
+from engines.formatting import format_bytes, format_number, format_percent
 from engines.predict.capabilities import Capabilities
 from engines.predict.explain import Verdict
-from engines.predict.kinds import describe_plan
-from engines.spoken import format_bytes, format_number, format_percent
+from engines.predict.parallelism import describe_plan
 from mpi4dl_nb.draw.figure import INK, Drawing
 from mpi4dl_nb.draw.sheet import Box, draw_boxes, make_sheet, write, write_fitting
 

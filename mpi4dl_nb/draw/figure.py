@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from PIL import Image
 
-from engines.spoken import format_bytes
-from mpi4dl_nb.draw.lettered import CachedTextCanvas
+from engines.formatting import format_bytes
+from mpi4dl_nb.draw.text_canvas import CachedTextCanvas
 
 __all__ = ["BLUE", "CASING", "INK", "ORANGE", "Drawing", "format_bytes", "format_ranks", "format_size", "get_alt_text"]
 

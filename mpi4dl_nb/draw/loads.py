@@ -7,8 +7,8 @@ from itertools import groupby
 
 from matplotlib.axes import Axes
 
-from engines.predict.load import RankLoad
-from engines.spoken import format_bytes, format_seconds
+from engines.formatting import format_bytes, format_seconds
+from engines.predict.rank_load import RankLoad
 from mpi4dl_nb.draw.bars import BarStyle
 from mpi4dl_nb.draw.figure import INK
 from mpi4dl_nb.draw.sheet import Box, draw_boxes, write

@@ -8,15 +8,15 @@ from matplotlib.axes import Axes
 from torch import nn
 
 from engines.errors import PlanError
+from engines.formatting import format_bytes
 from engines.layer.graph import ModelGraph
 from engines.plan import Plan
-from engines.predict.given import resolve_machine
-from engines.predict.kinds import describe_plan
 from engines.predict.machine import Machine
-from engines.predict.moment import PeakMemory, PlanMemory, predict_plan_memory
+from engines.predict.machine_lookup import resolve_machine
+from engines.predict.parallelism import describe_plan
+from engines.predict.peak_memory import PeakMemory, PlanMemory, predict_plan_memory
 from engines.program.instructions import Phase
-from engines.spoken import format_bytes
-from engines.traces import Loss, TraceCache
+from engines.trace_cache import Loss, TraceCache
 from mpi4dl_nb.draw.bars import BarStyle, draw_legend, draw_rows
 from mpi4dl_nb.draw.figure import BLUE, CASING, INK, ORANGE, Drawing, format_ranks
 

@@ -15,7 +15,7 @@ from engines.plan import Plan
 from engines.program.timeline import Timeline, TimeShares
 from mpi4dl_nb.draw.bars import BarStyle, draw_rows
 from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, Drawing, format_bytes
-from mpi4dl_nb.watching import Progress
+from mpi4dl_nb.progress import Progress
 
 __all__ = [
     "COMMUNICATES",

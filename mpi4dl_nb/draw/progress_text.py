@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from engines.checkpoint.interrupts import StoppedError
-from engines.report import EpochResult
+from engines.training_events import EpochResult
 from mpi4dl_nb.draw.figure import format_bytes
 from mpi4dl_nb.draw.monitor import compute_uses, format_rank_names, get_memory_bytes
-from mpi4dl_nb.fitting import History
-from mpi4dl_nb.watching import Progress
+from mpi4dl_nb.fit_run import History
+from mpi4dl_nb.progress import Progress
 
 __all__ = ["describe_outcome", "format_duration", "format_progress_html"]
 

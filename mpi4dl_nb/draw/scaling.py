@@ -8,11 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
 
 from engines.errors import PlanError
-from engines.predict.kinds import describe_plan
+from engines.formatting import format_bytes, format_number, format_percent
 from engines.predict.limits import Limit
+from engines.predict.parallelism import describe_plan
 from engines.predict.scaling import Scaling
-from engines.predict.shares import SHARES
-from engines.spoken import format_bytes, format_number, format_percent
+from engines.predict.time_breakdown import SHARES
 from mpi4dl_nb.draw.bars import BarStyle, draw_legend, draw_rows
 from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, Drawing
 

@@ -19,14 +19,23 @@ from engines.program.receptive import ReceptiveField, ReceptiveFields
 from engines.spatial.moves import Move
 from engines.spatial.tiles import Tile
 from engines.training import Recipe
-from mpi4dl_nb.draw.field import FIELD, describe_field, draw_field
+from mpi4dl_nb.draw.captions import (
+    describe_region,
+    describe_tile,
+    describe_tiling,
+    describe_values,
+    format_title,
+    has_values,
+    truncate_lines,
+)
 from mpi4dl_nb.draw.figure import INK, Drawing, format_size
-from mpi4dl_nb.draw.halos import HaloPoint, find_point, resolve_graph
-from mpi4dl_nb.draw.layers import find_layer_points, find_spatial_stages, get_stage_ranks, make_picture_point
-from mpi4dl_nb.draw.lettering import get_screen_box
-from mpi4dl_nb.draw.panels import FigurePanels, make_panels
-from mpi4dl_nb.draw.places import choose_seam, get_pixel_at, make_square
-from mpi4dl_nb.draw.rasters import RasterCache
+from mpi4dl_nb.draw.figure_panels import FigurePanels, make_panels
+from mpi4dl_nb.draw.halo_layers import find_layer_points, find_spatial_stages, get_stage_ranks, make_picture_point
+from mpi4dl_nb.draw.halo_points import HaloPoint, find_point, resolve_graph
+from mpi4dl_nb.draw.navigation import choose_seam, get_pixel_at, make_square
+from mpi4dl_nb.draw.raster_cache import RasterCache
+from mpi4dl_nb.draw.receptive_field import FIELD, describe_field, draw_field
+from mpi4dl_nb.draw.tile_labels import get_screen_box
 from mpi4dl_nb.draw.tilemap import (
     COMPUTED,
     HALO,
@@ -37,15 +46,6 @@ from mpi4dl_nb.draw.tilemap import (
     draw_picture,
     draw_tiles,
     label_tiles,
-)
-from mpi4dl_nb.draw.words import (
-    describe_region,
-    describe_tile,
-    describe_tiling,
-    describe_values,
-    format_title,
-    has_values,
-    truncate_lines,
 )
 from mpi4dl_nb.draw.zoom import choose_zoom_view, draw_zoom, label_owners, mark_zoom
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 from matplotlib.axes import Axes
 
 from engines.pipeline.work import Schedule
-from engines.program.places import StepLabel
+from engines.program.step_labels import StepLabel
 from mpi4dl_nb.draw.bars import MANY, BarStyle
 from mpi4dl_nb.draw.figure import INK, ORANGE, Drawing, format_bytes, format_ranks
-from mpi4dl_nb.draw.landings import describe_message, draw_message
+from mpi4dl_nb.draw.message_view import describe_message, draw_message
 from mpi4dl_nb.draw.rank_panels import describe_panels, draw_panels
 from mpi4dl_nb.draw.schedule import draw_slots, label_slots
 from mpi4dl_nb.step_events import RankEvent, StepEvent, StepView
 
 if TYPE_CHECKING:
-    from mpi4dl_nb.stepping import StepDebugger
+    from mpi4dl_nb.step_debugger import StepDebugger
 
 __all__ = ["draw_step", "format_step_label", "show_step"]
 

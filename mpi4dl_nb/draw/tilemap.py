@@ -18,10 +18,10 @@ from engines.layout import StageRanks
 from engines.spatial.moves import Move
 from engines.spatial.tiles import Span, Tile
 from mpi4dl_nb.draw.figure import BLUE, CASING, INK, ORANGE, format_bytes
-from mpi4dl_nb.draw.halos import HaloPoint
-from mpi4dl_nb.draw.lettering import TileLabels, draw_first_fit, draw_label
-from mpi4dl_nb.draw.panels import choose_ticks, get_panel_px
-from mpi4dl_nb.draw.rasters import RasterCache
+from mpi4dl_nb.draw.figure_panels import choose_ticks, get_panel_px
+from mpi4dl_nb.draw.halo_points import HaloPoint
+from mpi4dl_nb.draw.raster_cache import RasterCache
+from mpi4dl_nb.draw.tile_labels import TileLabels, draw_first_fit, draw_label
 
 __all__ = [
     "COMPUTED",

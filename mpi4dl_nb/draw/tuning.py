@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.axes import Axes
 
 from engines.errors import PlanError
+from engines.formatting import format_bytes, format_number
 from engines.plan import Plan
-from engines.predict.kinds import describe_plan, format_grids
-from engines.spoken import format_bytes, format_number
+from engines.predict.parallelism import describe_plan, format_grids
 from mpi4dl_nb.draw.bars import BarStyle, draw_legend
 from mpi4dl_nb.draw.figure import INK, Drawing
 
 if TYPE_CHECKING:
-    from mpi4dl_nb.tuning import Candidate
+    from mpi4dl_nb.plan_tuner import Candidate
 
 __all__ = ["COLUMNS", "describe_measurements", "format_cells", "format_table_html", "show_tuning"]
 

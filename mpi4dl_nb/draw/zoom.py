@@ -9,12 +9,12 @@ from matplotlib.transforms import Bbox
 from engines.images.picture import Pixels
 from engines.spatial.tiles import Tile
 from mpi4dl_nb.draw.figure import CASING, INK, format_size
-from mpi4dl_nb.draw.halos import HaloPoint
-from mpi4dl_nb.draw.lettering import TileLabels, draw_first_fit, draw_label, get_screen_box
-from mpi4dl_nb.draw.numbers import render_cells, render_values
-from mpi4dl_nb.draw.panels import get_panel_px
-from mpi4dl_nb.draw.places import choose_seam, make_square
-from mpi4dl_nb.draw.rasters import RasterCache
+from mpi4dl_nb.draw.figure_panels import get_panel_px
+from mpi4dl_nb.draw.halo_points import HaloPoint
+from mpi4dl_nb.draw.navigation import choose_seam, make_square
+from mpi4dl_nb.draw.pixel_values import render_cells, render_values
+from mpi4dl_nb.draw.raster_cache import RasterCache
+from mpi4dl_nb.draw.tile_labels import TileLabels, draw_first_fit, draw_label, get_screen_box
 from mpi4dl_nb.draw.tilemap import COMPUTED, compute_middle, draw_arrow, draw_halos, draw_tiles, show_raster
 
 __all__ = ["choose_zoom_view", "draw_zoom", "label_owners", "mark_zoom"]

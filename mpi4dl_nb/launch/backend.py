@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 
-from engines.comm.container import get_memory_bytes
+from engines.comm.cgroup_limits import get_memory_bytes
 from engines.errors import RankError
-from engines.spoken import format_bytes
-from mpi4dl_nb.launch.environment import find_mpiexec
+from engines.formatting import format_bytes
+from mpi4dl_nb.launch.mpi_environment import find_mpiexec
 
 __all__ = ["choose_backend"]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engines.start import make_command
-from mpi4dl_nb.launch.environment import find_mpiexec
-from mpi4dl_nb.launch.library import find_mpi_library
+from mpi4dl_nb.launch.mpi_environment import find_mpiexec
+from mpi4dl_nb.launch.mpi_library import find_mpi_library
 
 __all__ = ["make_engine_command"]
 

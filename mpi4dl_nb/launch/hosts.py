@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import PlanError, RankError
-from engines.regular import read_bounded
+from engines.regular_file import read_bounded
 
 __all__ = ["Host", "HostRanks", "Hosts", "format_ranks", "read_hosts"]
 

@@ -12,24 +12,24 @@ import ipywidgets
 from torch import Tensor, nn
 
 from engines.errors import Mpi4dlError, TraceError
-from engines.knobs import GROUPS, find_plan_option
 from engines.layer.graph import TensorSpec
 from engines.plan import Plan
+from engines.plan_options import GROUPS, find_plan_option
 from engines.predict.forecast import Forecast
-from engines.predict.given import resolve_machine
 from engines.predict.machine import Machine
+from engines.predict.machine_lookup import resolve_machine
 from engines.predict.machines import MACHINES
 from engines.program.program import Program
-from engines.traces import Loss, TraceCache
+from engines.trace_cache import Loss, TraceCache
+from mpi4dl_nb.background import IsAsked, LatestOnly
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.draw.foreseen import describe_forecast
+from mpi4dl_nb.draw.forecast_text import describe_forecast
 from mpi4dl_nb.draw.loads import COUNTING
-from mpi4dl_nb.draw.ranks import draw_ranks
-from mpi4dl_nb.later import IsAsked, LatestOnly
-from mpi4dl_nb.planning import CompiledPlan, PlanCache, describe_cluster_fit, pause_gc
+from mpi4dl_nb.draw.rank_map import draw_ranks
+from mpi4dl_nb.plan_cache import CompiledPlan, PlanCache, describe_cluster_fit, pause_gc
 from mpi4dl_nb.widgets.controls import ErrorAlert, make_button, make_dropdown
-from mpi4dl_nb.widgets.instrument import FigureWidget
-from mpi4dl_nb.widgets.knob import OptionControl
+from mpi4dl_nb.widgets.figure_widget import FigureWidget
+from mpi4dl_nb.widgets.option_control import OptionControl
 
 __all__ = ["Configurator"]
 

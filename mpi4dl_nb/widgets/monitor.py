@@ -10,12 +10,12 @@ import ipywidgets
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
-from engines.report import TrainingEvent
+from engines.training_events import TrainingEvent
 from mpi4dl_nb.draw.monitor import show_progress
 from mpi4dl_nb.draw.progress_text import describe_outcome, format_progress_html
-from mpi4dl_nb.fitting import History
-from mpi4dl_nb.watching import Progress, ProgressRecorder, RefreshRate
-from mpi4dl_nb.widgets.instrument import FigureWidget
+from mpi4dl_nb.fit_run import History
+from mpi4dl_nb.progress import Progress, ProgressRecorder, RefreshRate
+from mpi4dl_nb.widgets.figure_widget import FigureWidget
 from mpi4dl_nb.widgets.live_button import LiveButton
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from engines.images.picture import Source, open_image
 from engines.layer.graph import ModelGraph
 from engines.plan import Plan
 from engines.training import Recipe
-from mpi4dl_nb.draw.halos import HaloPoint, resolve_graph
-from mpi4dl_nb.draw.layers import HaloLayers, get_stage_ranks, make_picture_point, with_fused_halos
-from mpi4dl_nb.draw.places import (
+from mpi4dl_nb.draw.halo_layers import HaloLayers, get_stage_ranks, make_picture_point, with_fused_halos
+from mpi4dl_nb.draw.halo_points import HaloPoint, resolve_graph
+from mpi4dl_nb.draw.navigation import (
     ARROWS,
     NEAR_PX,
     add_clamped,
@@ -33,12 +33,12 @@ from mpi4dl_nb.draw.places import (
     to_fractions,
     to_pixel,
 )
-from mpi4dl_nb.draw.rasters import RasterCache
+from mpi4dl_nb.draw.raster_cache import RasterCache
 from mpi4dl_nb.draw.slicing import LayerView, draw_slicing, draw_tiles_only
-from mpi4dl_nb.widgets.announced import show_status
 from mpi4dl_nb.widgets.controls import make_button
-from mpi4dl_nb.widgets.instrument import FigureWidget
+from mpi4dl_nb.widgets.figure_widget import FigureWidget
 from mpi4dl_nb.widgets.slicer_controls import WAYS, make_slicer_controls
+from mpi4dl_nb.widgets.status_line import show_status
 
 __all__ = ["Slicer"]
 

@@ -9,7 +9,7 @@ from html import escape
 import ipywidgets
 
 from engines.plan import Plan
-from mpi4dl_nb.draw.layers import find_spatial_stages, get_stage_ranks
+from mpi4dl_nb.draw.halo_layers import find_spatial_stages, get_stage_ranks
 from mpi4dl_nb.widgets.controls import Slider, make_bounded_int, make_checkbox, make_dropdown
 
 __all__ = ["WAYS", "SlicerControls", "make_slicer_controls"]

@@ -10,7 +10,7 @@ import ipywidgets
 
 from mpi4dl_nb.draw.stepper import draw_step
 from mpi4dl_nb.widgets.controls import Slider, make_bounded_int, make_button, make_dropdown
-from mpi4dl_nb.widgets.instrument import FigureWidget
+from mpi4dl_nb.widgets.figure_widget import FigureWidget
 
 if TYPE_CHECKING:
     from mpi4dl_nb.training import Training
@@ -28,7 +28,7 @@ TIP = (
 
 
 class Stepper(FigureWidget):
-    """One training step of a batch, walked on the ranks that train: see `mpi4dl_nb.stepping.StepDebugger`.
+    """One training step of a batch, walked on the ranks that train: see `mpi4dl_nb.step_debugger.StepDebugger`.
 
     `stepping` can be walked from cells as well; `refresh()` then shows where it is. `close()` gives the step up.
     Raises ImageError for a wrong shape or label.

@@ -14,11 +14,11 @@ from engines.layer.graph import TensorSpec
 from engines.plan import Plan
 from engines.training import Loss, Optimiser, sgd
 from mpi4dl_nb.draw.tuning import describe_measurements, format_table_html, show_tuning
-from mpi4dl_nb.tuning import Candidate, PlanTuner, make_progress_bar, replace_measured, sort_candidates
-from mpi4dl_nb.widgets.announced import show_status
+from mpi4dl_nb.plan_tuner import Candidate, PlanTuner, make_progress_bar, replace_measured, sort_candidates
 from mpi4dl_nb.widgets.choice_table import ChoiceTable
 from mpi4dl_nb.widgets.controls import make_bounded_int, make_button
-from mpi4dl_nb.widgets.instrument import FigureWidget
+from mpi4dl_nb.widgets.figure_widget import FigureWidget
+from mpi4dl_nb.widgets.status_line import show_status
 
 if TYPE_CHECKING:
     from mpi4dl_nb.cluster import Cluster

@@ -14,7 +14,7 @@ from engines.bench.halo_case import HaloCase, make_halo_setup
 from engines.bench.halo_valid import is_valid_exchange, make_pattern
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import PlanError
-from engines.program.carry import ExchangeRunner
+from engines.program.exchange_runner import ExchangeRunner
 
 
 def case(*flags: object) -> HaloCase:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from engines.bench.overlap import bench_overlap
-from engines.comm.link import ThrottledWorld
+from engines.comm.all_reduce import all_reduce
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.comm.total import all_reduce
+from engines.comm.throttled import ThrottledWorld
 from engines.comm.world import Message
 from engines.plan import Plan
 from engines.training import prepare

@@ -12,7 +12,7 @@ from IPython.display import HTML
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.widgets.controls import Slider, button, check, choice, number
 from mpi4dl_nb.widgets.figure_view import FigureView
-from mpi4dl_nb.widgets.instrument import Instrument
+from mpi4dl_nb.widgets.figure_widget import Instrument
 
 tried = Instrument([
     number("stages", 2, 1, 9), choice("schedule", ["1f1b", "gems"], "gems"), check("both ways"),

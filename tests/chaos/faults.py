@@ -21,12 +21,12 @@ from typing import Any
 import psutil
 from torch import Tensor
 
-from engines.host import RankServer, allow_during_step
 from engines.images.synthetic import SyntheticImages
 from engines.program.worker import Worker
+from engines.rank_server import RankServer, allow_during_step
 from engines.spatial.tiles import Tile
-from engines.whereabouts import StatusBoard
-from mpi4dl_nb.launch.ending import MARK
+from engines.status_board import StatusBoard
+from mpi4dl_nb.launch.reaper_process import MARK
 from tests.chaos.training import PLAN, SHAPE
 
 __all__ = [
@@ -173,13 +173,13 @@ def _role(words: str, process: psutil.Process) -> str:
     """A command line also holds that of what it starts, so that the outermost comes first."""
     if process.name() in ("prterun", "mpiexec"):
         return "mpiexec"
-    if "engines.guard" in words:
+    if "engines.supervisor" in words:
         return "guard"
     parent = " ".join(process.parent().cmdline())
     if "ipyparallel.controller" in words:
         return "other" if "ipyparallel.controller" in parent else "controller"
     if "ipyparallel.engine" in words:
-        return "rank" if "engines.guard" in parent else "nanny"
+        return "rank" if "engines.supervisor" in parent else "nanny"
     return "other"
 
 

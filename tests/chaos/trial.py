@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from engines.checkpoint.interrupts import StoppedError
 from engines.errors import Mpi4dlError
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.launch.ending import MARK, is_running
+from mpi4dl_nb.launch.reaper_process import MARK, is_running
 from mpi4dl_nb.training import Training
 from tests.chaos.faults import HELPERS, Fault, Images, aimed, arm, disarm, family, give_back, roles, strike
 from tests.chaos.training import PLAN, SHAPE, Heard, model

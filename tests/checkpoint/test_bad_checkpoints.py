@@ -16,7 +16,7 @@ from torch import nn
 
 from engines.checkpoint.load import load, open_checkpoint
 from engines.checkpoint.manifest import serialise_manifest
-from engines.checkpoint.plain import optimiser_state
+from engines.checkpoint.to_plain_torch import optimiser_state
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError
 from engines.training import RankTraining, Recipe

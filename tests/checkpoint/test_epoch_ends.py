@@ -10,10 +10,10 @@ import pytest
 
 from engines.checkpoint.folder import list_checkpoints
 from engines.errors import CheckpointError, PlanError
-from engines.images.order import Sampler, SamplerState
+from engines.images.sampler import Sampler, SamplerState
 from engines.images.synthetic import SyntheticImages
 from mpi4dl_nb import Cluster, Training
-from mpi4dl_nb import fitting as fits
+from mpi4dl_nb import fit_run as fits
 from tests.chaos.training import Heard
 from tests.checkpoint.test_bad_checkpoints import changed, flip
 from tests.checkpoint.test_notebook_checkpoints import close, made
@@ -82,7 +82,7 @@ def test_no_epoch_that_is_left_is_said(cluster, straight):
 def test_where_nothing_is_trained_that_is_said(cluster, straight, monkeypatch):
     """Such as where all images that were left of an epoch turn out to be bad."""
     training = made(cluster)
-    monkeypatch.setattr(fits, "run_case", lambda *given: iter(()))
+    monkeypatch.setattr(fits, "run", lambda *given: iter(()))
     with pytest.warns(UserWarning, match="Nothing was trained: no step was left"):
         training.fit(IMAGES, progress=False)
 

@@ -15,15 +15,15 @@ import torch
 from engines.checkpoint import folder as folders
 from engines.checkpoint import writer as writers
 from engines.checkpoint.folder import list_checkpoints, lock_folder
-from engines.checkpoint.keeper import make_rank_manager
+from engines.checkpoint.json_values import decode_value, encode_value
 from engines.checkpoint.load import open_checkpoint
+from engines.checkpoint.manager import make_rank_manager
 from engines.checkpoint.save import save
 from engines.checkpoint.tensor_file import TensorFile
-from engines.checkpoint.values import decode_value, encode_value
 from engines.checkpoint.writer import check_writable
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError
-from engines.images.order import SamplerState
+from engines.images.sampler import SamplerState
 from engines.training import RankTraining, Recipe
 from tests.checkpoint.trainings import data, on_ranks
 

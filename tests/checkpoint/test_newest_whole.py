@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from engines.checkpoint import checkpoint_reader as stored_files
 from engines.checkpoint import manifest as manifests
-from engines.checkpoint import stored as stored_files
+from engines.checkpoint.checkpoint_reader import Checkpoint
 from engines.checkpoint.folder import list_checkpoints
 from engines.checkpoint.load import load, open_checkpoint
-from engines.checkpoint.plain import optimiser_state, scheduler_state
-from engines.checkpoint.stored import Checkpoint
+from engines.checkpoint.to_plain_torch import optimiser_state, scheduler_state
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError, DamagedError, UnreadableError
 from engines.inference.weights import load_weights

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from engines.checkpoint.folder import list_checkpoints
-from engines.checkpoint.plain import optimiser_state, scheduler_state
+from engines.checkpoint.to_plain_torch import optimiser_state, scheduler_state
 from engines.oracle import ReferenceTraining
 from engines.plan import Plan
 from engines.training import RankTraining

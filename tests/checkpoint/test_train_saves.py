@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 from engines.checkpoint.folder import list_checkpoints
-from engines.checkpoint.plain import optimiser_state
+from engines.checkpoint.to_plain_torch import optimiser_state
 from engines.comm.loopback import run_ranks
 from engines.errors import CheckpointError, ImageError, PlanError
 from engines.train_command import run_train

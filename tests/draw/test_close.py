@@ -23,10 +23,10 @@ from engines.program.instructions import Exchange
 from engines.program.receptive import ReceptiveFields
 from engines.spatial.tiles import Span, Tile
 from engines.training import RankTraining, prepare
-from mpi4dl_nb.draw import layers, numbers, panels, places
-from mpi4dl_nb.draw.layers import HaloLayers, with_fused_halos
-from mpi4dl_nb.draw.numbers import render_cells, render_values
-from mpi4dl_nb.draw.rasters import RasterCache
+from mpi4dl_nb.draw import figure_panels, halo_layers, navigation, pixel_values
+from mpi4dl_nb.draw.halo_layers import HaloLayers, with_fused_halos
+from mpi4dl_nb.draw.pixel_values import render_cells, render_values
+from mpi4dl_nb.draw.raster_cache import RasterCache
 from mpi4dl_nb.draw.slicing import LayerView, draw_slicing, show_slicing
 
 TISSUE = immunohistochemistry()[:96, :120]
@@ -197,6 +197,8 @@ def test_layers_and_fields_are_those_of_a_model():
             show_slicing(TISSUE, tiles_of("2x2"), **choices)
 
 
-@pytest.mark.parametrize("module", [places, layers, numbers, panels], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [navigation, halo_layers, pixel_values, figure_panels], ids=lambda module: module.__name__
+)
 def test_the_examples_run(module):
     assert doctest.testmod(module).failed == 0

@@ -7,13 +7,13 @@ from legible import read, unreadable
 from torch import nn
 
 from engines.errors import PlanError
+from engines.formatting import format_bytes
 from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.predict.machine import Machine
 from engines.predict.machines import MACHINES
-from engines.predict.moment import predict_plan_memory
-from engines.spoken import format_bytes
-from engines.traces import TraceCache
+from engines.predict.peak_memory import predict_plan_memory
+from engines.trace_cache import TraceCache
 from mpi4dl_nb import Cluster, Training, show_memory
 
 SHAPE = (4, 3, 64, 64)

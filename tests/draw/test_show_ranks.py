@@ -13,14 +13,14 @@ from engines.errors import PlanError
 from engines.layout import Layout
 from engines.models import resnet20_v1
 from engines.plan import Plan
-from engines.predict.load import count_loads
-from engines.predict.memory import predict_rank_memory
+from engines.predict.rank_load import count_loads
+from engines.predict.rank_memory import predict_rank_memory
 from engines.program.compile import compile_plan
 from engines.program.traffic import count_traffic
 from engines.training import RankTraining, prepare
 from mpi4dl_nb import show_ranks
 from mpi4dl_nb.draw.figure import format_bytes
-from mpi4dl_nb.draw.ranks import draw_ranks
+from mpi4dl_nb.draw.rank_map import draw_ranks
 
 SHAPE = (4, 3, 32, 32)
 ALL = Plan(split_size=3, slice_method="2x3", bidirectional=True, data_parallel=2, parts=2)

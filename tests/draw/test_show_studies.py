@@ -8,11 +8,11 @@ import pytest
 from legible import read, unreadable
 
 from engines.errors import PlanError
+from engines.formatting import format_bytes, format_number, format_percent
 from engines.plan import Plan
 from engines.predict.capabilities import select_plans
-from engines.predict.kinds import describe_plan
+from engines.predict.parallelism import describe_plan
 from engines.predict.sizes import Sizes
-from engines.spoken import format_bytes, format_number, format_percent
 from mpi4dl_nb import (
     capabilities,
     forecast,

@@ -27,7 +27,7 @@ from engines.training import RankTraining, prepare
 from mpi4dl_nb.draw import figure as drawings
 from mpi4dl_nb.draw import slicing
 from mpi4dl_nb.draw.figure import format_bytes, get_alt_text
-from mpi4dl_nb.draw.halos import find_halo_points, find_point
+from mpi4dl_nb.draw.halo_points import find_halo_points, find_point
 from mpi4dl_nb.draw.slicing import show_slicing
 from mpi4dl_nb.draw.tilemap import HALO, OTHER_HALO
 

@@ -13,8 +13,8 @@ from PIL import Image
 from engines import table_command
 from engines.errors import ImageError
 from engines.images.annotations import write_boxes_table, write_masks_table
-from engines.images.opened import open_cached
 from engines.images.picture import open_image
+from engines.images.picture_cache import open_cached
 from engines.images.tables import COLUMNS, table_images, write_table
 from engines.spatial.tiles import Grid, Tile
 from tests.images.made_slides import shared, tissue, write_pages

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engines.errors import ImageError
 from engines.images.augmented import KINDS, Augmented
-from engines.images.labelled import SingleLabelImages
+from engines.images.dataset import SingleLabelImages
 from engines.images.samples import immunohistochemistry
 from engines.images.stains import compute_dab, restain
 from engines.images.synthetic import SyntheticImages

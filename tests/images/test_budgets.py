@@ -22,8 +22,8 @@ from engines.images.cifar import load_cifar_images
 from engines.images.jpeg import count_jpeg_scans
 from engines.images.ome import OmeImage
 from engines.images.picture import open_image
-from engines.images.reader import DecodeBlock, Level, PictureReader, Pixels
-from engines.images.stored import open_raw_image
+from engines.images.picture_reader import DecodeBlock, Level, PictureReader, Pixels
+from engines.images.raw_image import open_raw_image
 from engines.spatial.tiles import Tile
 from tests.images.made_slides import tissue
 from tests.images.test_annotations import make_voc

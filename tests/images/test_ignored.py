@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from engines.errors import ImageError
 from engines.images.augmented import Augmented
-from engines.images.ignored import IGNORED, find_ignored_label
+from engines.images.ignored_label import IGNORED, find_ignored_label
 from engines.images.tables import table_images
 from engines.plan import Plan
 from engines.spatial.tiles import Tile

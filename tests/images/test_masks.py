@@ -13,7 +13,7 @@ from PIL import Image
 from engines.errors import ImageError
 from engines.images.example import Example
 from engines.images.examples import ExampleImages
-from engines.images.masks import MaskFile
+from engines.images.mask_file import MaskFile
 from engines.spatial.tiles import Span, Tile
 from tests.images.example_files import CLASSES, FRAMES, PIXELS, saved
 

@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 
 from engines.errors import ImageError
-from engines.images import picture, pillow, reader
+from engines.images import picture, picture_reader, pillow
 from engines.images.arrays import ArrayPicture
-from engines.images.decoded import DecodeCache
+from engines.images.decode_cache import DecodeCache
 from engines.images.picture import Picture, Pixels, open_image
 from engines.images.samples import immunohistochemistry
 
@@ -256,7 +256,7 @@ def test_a_file_is_decoded_once_for_all_who_open_it(tmp_path, monkeypatch):
 
 
 def test_what_nobody_uses_is_forgotten(tmp_path, monkeypatch):
-    monkeypatch.setattr("engines.images.decoded.KEPT_BYTES", 2 * COLOURS.nbytes)
+    monkeypatch.setattr("engines.images.decode_cache.KEPT_BYTES", 2 * COLOURS.nbytes)
     cache = DecodeCache(pillow._decode)
     paths = [saved(tmp_path / f"{number}.png", Image.fromarray(COLOURS)) for number in range(4)]
     for path in paths:
@@ -294,7 +294,7 @@ def test_numbers_that_are_no_picture_are_refused(source, reason):
         open_image(source)
 
 
-@pytest.mark.parametrize("module", [picture, reader], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [picture, picture_reader], ids=lambda module: module.__name__)
 def test_the_examples_run(module):
     assert doctest.testmod(module).failed == 0
 

@@ -16,7 +16,7 @@ from engines.errors import ImageError
 from engines.images import openslide as reader
 from engines.images.openslide import OpenSlidePicture, SlideLikePicture
 from engines.images.picture import Picture, open_image
-from engines.images.reader import Level
+from engines.images.picture_reader import Level
 from engines.images.tiff import TiffPicture
 
 PIXELS = tissue(600, 800)

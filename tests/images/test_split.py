@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.errors import ImageError
-from engines.images.some import Subset, split_by_slide
 from engines.images.split import split_indices
+from engines.images.subset import Subset, split_by_slide
 from engines.images.synthetic import SyntheticImages
 from engines.spatial.tiles import Tile
 

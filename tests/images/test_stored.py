@@ -15,8 +15,8 @@ import zarr
 from PIL import Image, ImageCms, PngImagePlugin
 
 from engines.errors import ImageError
-from engines.images.ignored import IGNORED
-from engines.images.masks import MaskFile, read_mask_shape
+from engines.images.ignored_label import IGNORED
+from engines.images.mask_file import MaskFile, read_mask_shape
 from engines.images.picture import open_image
 from engines.spatial.tiles import Span, Tile
 from tests.images.example_files import CLASSES

@@ -14,8 +14,8 @@ from engines.images import thumbnails
 from engines.images.arrays import ArrayPicture
 from engines.images.crops import StainCrops
 from engines.images.picture import Picture, open_image
-from engines.images.reader import Level, PictureReader
-from engines.images.region import crop_picture
+from engines.images.picture_reader import Level, PictureReader
+from engines.images.region_picture import crop_picture
 from engines.plan import Plan
 from mpi4dl_nb import show_slicing
 

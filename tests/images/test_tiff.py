@@ -14,8 +14,8 @@ from PIL import Image
 
 from engines.errors import ImageError
 from engines.images.picture import open_image
+from engines.images.picture_reader import Level
 from engines.images.pillow import PillowPicture
-from engines.images.reader import Level
 from engines.images.tiff import TiffPicture
 
 PIXELS = tissue(203, 301)

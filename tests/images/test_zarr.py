@@ -13,7 +13,7 @@ from made_slides import tissue
 from engines.errors import ImageError
 from engines.images import zarr as reader
 from engines.images.picture import open_image
-from engines.images.reader import Level
+from engines.images.picture_reader import Level
 
 PIXELS = tissue(150, 200)
 BOX = (31, 50, 70, 90)

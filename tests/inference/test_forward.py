@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.world import Message, Pending
 from engines.errors import PlanError, TraceError
-from engines.inference.forward import RankPredictor, fetch_tensors, join_predictions, prepare_prediction
+from engines.inference.rank_predictor import RankPredictor, fetch_tensors, join_predictions, prepare_prediction
 from engines.models.unet import UNet
 from engines.plan import Plan
 from engines.program.compile import compile_plan

@@ -16,7 +16,7 @@ from engines.comm.loopback import run_ranks
 from engines.errors import CheckpointError, ImageError, PlanError
 from engines.images.picture import open_image
 from engines.inference.command import predict
-from engines.inference.region import make_padded_region
+from engines.inference.padded_region import make_padded_region
 from engines.inference.weights import load_weights
 from engines.models.unet import UNet
 from engines.plan import Plan

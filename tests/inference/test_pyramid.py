@@ -10,7 +10,7 @@ import pytest
 import tifffile
 
 from engines.images.picture import open_image
-from engines.inference.pyramid import PyramidSink
+from engines.inference.pyramid_sink import PyramidSink
 from engines.spatial.tiles import Grid
 
 RANDOM = np.random.default_rng(1)

@@ -18,12 +18,12 @@ from engines.comm.loopback import run_ranks
 from engines.errors import ImageError, PlanError, TraceError
 from engines.images.arrays import ArrayPicture
 from engines.images.picture import Picture, open_image
-from engines.inference.fitting import fit_tiles
-from engines.inference.prepare import prepare_region
-from engines.inference.pyramid import make_pyramid
-from engines.inference.region import make_padded_region
-from engines.inference.sink import ArraySink
-from engines.inference.sweep import PredictionRequest, TiledPrediction, TiledPredictor
+from engines.inference.padded_region import make_padded_region
+from engines.inference.prepare_region import prepare_region
+from engines.inference.pyramid_sink import make_pyramid
+from engines.inference.tile_fitting import fit_tiles
+from engines.inference.tile_sink import ArraySink
+from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction, TiledPredictor
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
 from engines.spatial.tiles import Tile

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional
 
 from engines.errors import PlanError, TraceError
-from engines.inference.forward import prepare_prediction
+from engines.inference.rank_predictor import prepare_prediction
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
-from engines.program.turns import TilePasses
+from engines.program.tile_passes import TilePasses
 from engines.spatial.tiles import Grid
 from tests.exact import whole_numbers, with_whole_weights
 from tests.inference.turning import ALONE, in_turn, plain

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engines.errors import TraceError
-from engines.layer.answers import collect_tensors, get_prediction
 from engines.layer.graph import TensorSpec
+from engines.layer.model_output import collect_tensors, get_prediction
 from engines.layer.stages import find_layers
 from engines.layer.trace import infer_output_spec, trace
 from engines.plan import Plan

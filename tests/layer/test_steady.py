@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from engines.errors import PlanError, TraceError
 from engines.layer.graph import TensorSpec
-from engines.layer.steady import check_side_effects, make_traceable
+from engines.layer.traceability import check_side_effects, make_traceable
 from engines.plan import Plan
-from engines.traces import TraceCache
+from engines.trace_cache import TraceCache
 from mpi4dl_nb import Cluster, Training
 
 # Of torch 2.14: what is told of TorchScript is not what is tried here.

@@ -9,11 +9,11 @@ from torch import nn
 
 from engines.bench.verify import make_batches
 from engines.layer.graph import TensorSpec
-from engines.loss.classes import LabelSpec, find_label_specs, has_accuracy
+from engines.loss.label_spec import LabelSpec, find_label_specs, has_accuracy
 from engines.plan import Plan
 from engines.training import prepare
 from mpi4dl_nb import Cluster, Training
-from mpi4dl_nb.courses import check_classes
+from mpi4dl_nb.loops import check_classes
 from tests.loss.losses import SIZE, Loss
 
 PLAN = Plan(split_size=1, num_spatial_parts=4)

@@ -21,7 +21,7 @@ from engines.replica.synchronous import with_global_loss
 from engines.spatial.tiles import Tile
 from engines.training import RankTraining, prepare
 from mpi4dl_nb import Cluster, Training
-from mpi4dl_nb.facts import describe_training
+from mpi4dl_nb.describe_training import describe_training
 from tests.loss.losses import SIZE, WHOLE, dice, segmenter, unbalanced
 
 SEVERAL = Plan(split_size=2, spatial_size=0, parts=2, precision="float64")

@@ -14,7 +14,7 @@ from engines.bench.verify import make_batches, record_rank_run, verify
 from engines.comm.loopback import run_ranks
 from engines.layer.graph import TensorSpec
 from engines.plan import Plan
-from engines.streaming.training import StreamedTraining
+from engines.streaming.streamed_training import StreamedTraining
 from engines.training import RankTraining, Recipe, prepare
 from tests.loss.losses import RATE, SIZE, WHOLE, Loss, dice, dice_of_images, focal, plain, segmenter, unbalanced
 

@@ -18,10 +18,10 @@ import torch
 from nbclient import NotebookClient
 
 from mpi4dl_nb import Cluster, Plan, Training
-from mpi4dl_nb.alive import count_alive_ranks, get_running_clusters
-from mpi4dl_nb.launch.ending import is_running
-from mpi4dl_nb.launch.starting import StartupMonitor
-from mpi4dl_nb.replaced import THREAD, find_holder_name
+from mpi4dl_nb.launch.reaper_process import is_running
+from mpi4dl_nb.launch.startup_monitor import StartupMonitor
+from mpi4dl_nb.notebook_cleanup import THREAD, find_holder_name
+from mpi4dl_nb.owned_ranks import count_alive_ranks, get_running_clusters
 from tests.notebook.test_orphans import within
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +105,7 @@ def test_python_ends_with_clusters_that_nobody_has_stopped():
 BEGIN = """
 import json, sys, threading, time, torch
 from mpi4dl_nb import Cluster, Plan, Training
-from mpi4dl_nb.alive import alive
+from mpi4dl_nb.owned_ranks import alive
 def left():
     deadline = time.monotonic() + 10
     while alive() > 2 and time.monotonic() < deadline: time.sleep(0.05)
@@ -211,12 +211,12 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    from mpi4dl_nb.launch import starting
+    from mpi4dl_nb.launch import startup_monitor
 
     clock = Clock()
-    monkeypatch.setattr(starting, "time", clock)
-    monkeypatch.setattr(starting, "compute_load_factor", lambda: 1.0)
-    monkeypatch.setattr(starting.os, "getloadavg", lambda: (4.0 * starting.count_cores(), 0.0, 0.0))
+    monkeypatch.setattr(startup_monitor, "time", clock)
+    monkeypatch.setattr(startup_monitor, "compute_load_factor", lambda: 1.0)
+    monkeypatch.setattr(startup_monitor.os, "getloadavg", lambda: (4.0 * startup_monitor.count_cores(), 0.0, 0.0))
     monkeypatch.setattr(StartupMonitor, "usual_s", 4.0)
     return clock
 

@@ -23,12 +23,12 @@ import psutil
 import pytest
 import torch
 
+from engines.comm.all_reduce import all_reduce
+from engines.comm.collective_errors import run_on_all
 from engines.comm.device import compute_threads_per_rank
-from engines.comm.together import run_on_all
-from engines.comm.total import all_reduce
 from engines.errors import CheckpointError, ImageError, LossError, PlanError, RankError, TraceError
 from engines.packing import pack
-from engines.whereabouts import get_status_board
+from engines.status_board import get_status_board
 from mpi4dl_nb.cluster import Cluster
 
 N = 3
@@ -116,7 +116,7 @@ def test_a_failure_releases_those_that_wait_and_is_told_at_once(cluster, waiting
     assert watch.s < 1.5
     assert caught.value.rank == 1
     assert 'raise ValueError("no such pixel")' in caught.value.remote_traceback
-    assert "host.py" not in caught.value.remote_traceback
+    assert "rank_server.py" not in caught.value.remote_traceback
     check_usable(cluster)
 
 

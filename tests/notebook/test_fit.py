@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from engines.errors import ImageError, PlanError
 from engines.images.augmented import Augmented
-from engines.images.labelled import LabelledImages, shuffle_indices
+from engines.images.dataset import LabelledImages, shuffle_indices
 from engines.images.synthetic import SyntheticImages
 from engines.metrics import count_predictions
 from engines.models.unet import UNet
 from engines.oracle import ReferenceTraining
-from engines.spatial.draws import compute_step_seed
+from engines.spatial.rng import compute_step_seed
 from engines.spatial.tiles import Tile
 from engines.training import sgd
-from mpi4dl_nb import Cluster, Plan, Training, fitting
-from mpi4dl_nb.fitting import History
+from mpi4dl_nb import Cluster, Plan, Training, fit_run
+from mpi4dl_nb.fit_run import History
 
 SIZE, BATCH = (12, 20), 2
 TILES = Plan(split_size=1, num_spatial_parts=4, precision="float64")
@@ -229,7 +229,7 @@ class Waiting(SyntheticImages):
 def test_an_interrupt_ends_fit_and_its_workers_and_it_goes_on(ranks, monkeypatch, interrupts: int, done: int):
     whole = training(ranks).fit(SyntheticImages(7, SIZE, 3), progress=False, drop_last=True)
     mine = training(ranks)
-    monkeypatch.setattr(fitting, "_LAST_S", 60.0)  # a second interrupt does not wait for it
+    monkeypatch.setattr(fit_run, "_LAST_S", 60.0)  # a second interrupt does not wait for it
     _ENOUGH.clear()
     second, begin = threading.Event(), mine.cluster.call
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from engines.checkpoint import stored
+from engines.checkpoint import checkpoint_reader
 from engines.errors import DamagedError, UnreadableError
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.healing import FailureRecovery, FitPosition
+from mpi4dl_nb.recovery import FailureRecovery, FitPosition
 from mpi4dl_nb.training import Training
 from tests.chaos.training import Heard
 from tests.notebook.test_healing import DATA, hurt, training
@@ -86,6 +86,6 @@ def test_want_of_handles_is_no_reason_to_go_further_back(cluster, tmp_path, monk
     def no_handles(*given: object) -> object:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "it")
 
-    monkeypatch.setattr(stored, "open_regular", no_handles)
+    monkeypatch.setattr(checkpoint_reader, "open_regular", no_handles)
     with pytest.raises(UnreadableError, match=r"00007-step-6: .* cannot be read now: Too many open files"):
         fitted(cluster, tmp_path / "saved", tmp_path, 99)

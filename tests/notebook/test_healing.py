@@ -16,17 +16,17 @@ import torch
 
 from engines.checkpoint.interrupts import StoppedError
 from engines.errors import LossError, PlanError, RankError
-from engines.host import RankServer
 from engines.images.synthetic import SyntheticImages
 from engines.models.unet import UNet
 from engines.plan import Plan
 from engines.predict.machines import MACHINES
-from engines.report import Recovered, StepResult
+from engines.rank_server import RankServer
+from engines.training_events import Recovered, StepResult
+from mpi4dl_nb.calibration_cache import CalibrationCache
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.healing import choose_plan
-from mpi4dl_nb.known_machine import CalibrationCache
+from mpi4dl_nb.progress import ProgressRecorder
+from mpi4dl_nb.recovery import choose_plan
 from mpi4dl_nb.training import Training
-from mpi4dl_nb.watching import ProgressRecorder
 from tests.chaos.faults import Fault, arm
 from tests.chaos.training import SHAPE, Heard, batches, model
 

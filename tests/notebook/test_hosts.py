@@ -20,13 +20,13 @@ import pytest
 
 from engines.errors import PlanError, RankError
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.launch import outpost, outposts
-from mpi4dl_nb.launch.across import HostLost, MultiHost, select_environment
+from mpi4dl_nb.launch import host_agent, host_agents
 from mpi4dl_nb.launch.allocation import choose_hosts, expand_nodes, read_allocation
-from mpi4dl_nb.launch.environment import find_mpiexec
+from mpi4dl_nb.launch.guard_reports import RankExit
+from mpi4dl_nb.launch.host_agents import BOOT, HostAgents
 from mpi4dl_nb.launch.hosts import Hosts, read_hosts
-from mpi4dl_nb.launch.outposts import BOOT, HostAgents
-from mpi4dl_nb.launch.reports import RankExit
+from mpi4dl_nb.launch.mpi_environment import find_mpiexec
+from mpi4dl_nb.launch.multi_host import HostLost, MultiHost, select_environment
 
 FAR = "192.0.2.1"  # belongs to nobody: what reaches it is the program that stands for ssh
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
@@ -87,7 +87,7 @@ def test_hosts_may_be_a_dict_or_a_hostfile(tmp_path):
     ],
 )
 def test_hosts_that_make_no_sense_are_refused_before_anything_starts(monkeypatch, hosts, said):
-    monkeypatch.setattr(outposts, "HostAgent", None)
+    monkeypatch.setattr(host_agents, "HostAgent", None)
     with pytest.raises(PlanError, match=said.replace("$", r"\$")):
         Cluster(4, hosts=hosts).start()
 
@@ -216,7 +216,7 @@ def test_what_ssh_says_is_told_with_what_to_do(ssh, says, meaning):
 
 
 def test_a_host_that_does_not_answer_is_not_waited_for_for_ever(ssh, monkeypatch):
-    monkeypatch.setattr(outposts, "_TELL_S", 1.0)
+    monkeypatch.setattr(host_agents, "_TELL_S", 1.0)
     ssh("exec sleep 60")
     with pytest.raises(RankError, match=f"The host {FAR} can't be used: it has not answered within 1 s"):
         Cluster(2, hosts=[FAR]).start()
@@ -239,20 +239,20 @@ def test_a_host_with_other_code_is_told(ssh, tmp_path):
 
 @pytest.mark.parametrize("name", ["MPI", "mpi4py", "torch", "Python"])
 def test_other_versions_are_told(name):
-    own = outpost.collect_versions(find_mpiexec())
+    own = host_agent.collect_versions(find_mpiexec())
     told = {"versions": {**own, name: "0.1"}, "has_folder": True}
-    outposts.check_alike("far", {"versions": own, "has_folder": True}, own, "/here")
+    host_agents.check_alike("far", {"versions": own, "has_folder": True}, own, "/here")
     with pytest.raises(RankError, match=rf"The host far is not like this one: it has {name} 0.1 \(here: .*\). Install"):
-        outposts.check_alike("far", told, own, "/here")
+        host_agents.check_alike("far", told, own, "/here")
     told["versions"].pop(name)
     with pytest.raises(RankError, match=f"{name} not at all"):
-        outposts.check_alike("far", told, own, "/here")
+        host_agents.check_alike("far", told, own, "/here")
 
 
 def test_a_host_without_the_folder_is_told():
-    own = outpost.collect_versions(find_mpiexec())
+    own = host_agent.collect_versions(find_mpiexec())
     with pytest.raises(RankError, match="The host far has no folder /work/mine, where this notebook works"):
-        outposts.check_alike("far", {"versions": own, "has_folder": False}, own, "/work/mine")
+        host_agents.check_alike("far", {"versions": own, "has_folder": False}, own, "/work/mine")
 
 
 # ---- outposts
@@ -300,7 +300,7 @@ def test_a_controller_that_is_out_of_reach_is_told(post):
 
 
 def test_a_host_that_falls_silent_is_noticed_and_one_that_comes_back_too(post, monkeypatch):
-    monkeypatch.setattr(outposts, "SILENT_S", 1.0)
+    monkeypatch.setattr(host_agents, "SILENT_S", 1.0)
     posts, _ = post
     process = posts.posts["here"].process
     time.sleep(1.5)

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from engines.comm.container import count_cores
+from engines.comm.cgroup_limits import count_cores
 from engines.comm.world import Message
 from engines.errors import LossError, PlanError, RankError
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
-from engines.offload.store import OffloadStore
+from engines.offload.offload_store import OffloadStore
 from engines.program.instructions import Phase
 from mpi4dl_nb import Cluster, Plan, Training
 from tests.zoo import Chain

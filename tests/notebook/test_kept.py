@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from mpi4dl_nb.__main__ import main
-from mpi4dl_nb.launch import ending
-from mpi4dl_nb.launch.record import remove_stale_clusters
+from mpi4dl_nb.launch import reaper_process
+from mpi4dl_nb.launch.pid_file import remove_stale_clusters
 from tests.notebook.test_orphans import GONE_S, ROOT, within
 
 MODEL = """
@@ -62,7 +62,7 @@ def folders(tmp_path: Path) -> list[Path]:
 
 
 def gone(paths: list[Path], family: list[psutil.Process]) -> bool:
-    return not any(path.exists() for path in paths) and not any(map(ending.is_running, family))
+    return not any(path.exists() for path in paths) and not any(map(reaper_process.is_running, family))
 
 
 @pytest.mark.parametrize("who", ["mpiexec", "keeper"])
@@ -78,7 +78,7 @@ def test_after_a_kill_nothing_is_left(begin, tmp_path, who):
     if who == "mpiexec":
         assert gone(paths, family)
         return
-    assert within(GONE_S, lambda: not any(map(ending.is_running, family)))
+    assert within(GONE_S, lambda: not any(map(reaper_process.is_running, family)))
     assert remove_stale_clusters() == [paths[0].name]
     assert gone(paths, family)
 
@@ -107,7 +107,17 @@ def test_a_signal_is_passed_on(begin, tmp_path):
 
 def test_it_ends_where_nobody_is_told_of_children():
     """As whoever has started it may have left it."""
-    keep = [sys.executable, "-P", ending.__file__, "keep", "mpi4dl_nb-nobody", "--", sys.executable, "-c", "exit(3)"]
+    keep = [
+        sys.executable,
+        "-P",
+        reaper_process.__file__,
+        "keep",
+        "mpi4dl_nb-nobody",
+        "--",
+        sys.executable,
+        "-c",
+        "exit(3)",
+    ]
     done = subprocess.run(keep, preexec_fn=_deaf, timeout=20, check=False)
     assert done.returncode == 3
 

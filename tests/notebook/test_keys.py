@@ -23,7 +23,7 @@ from jupyter_client.session import Session
 from zmq.utils.monitor import parse_monitor_message
 
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.launch import ending
+from mpi4dl_nb.launch import reaper_process
 
 WAIT_S = 1.5
 NOBODY = 65534
@@ -41,7 +41,7 @@ def home(cluster) -> Path:
 
 
 def family(home: Path) -> list[psutil.Process]:
-    return list(ending._find_marked(home.name))
+    return list(reaper_process._find_marked(home.name))
 
 
 def listeners(home: Path) -> set[tuple[str, str, int]]:

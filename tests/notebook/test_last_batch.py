@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from engines.comm.loopback import run_ranks
 from engines.errors import ImageError, PlanError, TraceError
-from engines.images.labelled import shuffle_indices
+from engines.images.dataset import shuffle_indices
 from engines.images.synthetic import SyntheticImages
 from engines.spatial.tiles import Tile
 from engines.train_command import run_train
@@ -360,8 +360,8 @@ def test_drop_last_is_true_or_false(cluster):
 
 def test_ranks_hold_the_same_weights_in_a_smaller_step():
     """Where stages are balanced by cost, few images may cost otherwise; the ranks' weights are where they are."""
-    from engines.partial import make_smaller_recipe
-    from engines.traces import TraceCache
+    from engines.last_step import make_smaller_recipe
+    from engines.trace_cache import TraceCache
 
     plan = Plan(split_size=2, spatial_size=0)
     model = copy.deepcopy(net())

@@ -15,8 +15,8 @@ import pytest
 from engines.errors import PlanError, RankError
 from engines.packing import pack
 from mpi4dl_nb import Cluster
-from mpi4dl_nb.launch.ending import MARK
-from mpi4dl_nb.modules import UserModules
+from mpi4dl_nb.launch.reaper_process import MARK
+from mpi4dl_nb.user_modules import UserModules
 
 N = 2
 
@@ -204,7 +204,7 @@ def write(rate):
     os.utime(file, (1_000_000 + rate, 1_000_000 + rate))
 write(1)
 shell.run_cell("%load_ext autoreload\\n%autoreload 2")
-shell.run_cell("from auto_h import rate\\nfrom mpi4dl_nb.modules import Modules\\nmodules = Modules()")
+shell.run_cell("from auto_h import rate\\nfrom mpi4dl_nb.user_modules import Modules\\nmodules = Modules()")
 shell.run_cell("import pickle, auto_h\\nbefore = modules.pack([rate])[0]")
 by_name = len(shell.user_ns["before"])
 write(200)
@@ -258,7 +258,7 @@ def test_what_is_as_it_was_is_not_read_again(folder, monkeypatch):
 START = """
 import sys
 from mpi4dl_nb import Cluster
-from mpi4dl_nb.launch.ending import MARK
+from mpi4dl_nb.launch.reaper_process import MARK
 with Cluster(2) as cluster:
     def draws(host):
         import random

@@ -19,11 +19,11 @@ import pytest
 from jupyter_client import KernelManager
 
 from engines.errors import RankError
-from mpi4dl_nb.launch import ending, record
-from mpi4dl_nb.launch.ending import MARK
-from mpi4dl_nb.launch.leash import Reaper
-from mpi4dl_nb.launch.mpi import MpiRanks
-from mpi4dl_nb.launch.record import PidFile, remove_stale_clusters
+from mpi4dl_nb.launch import pid_file, reaper_process
+from mpi4dl_nb.launch.mpi_ranks import MpiRanks
+from mpi4dl_nb.launch.pid_file import PidFile, remove_stale_clusters
+from mpi4dl_nb.launch.reaper import Reaper
+from mpi4dl_nb.launch.reaper_process import MARK
 from tests.start_failures import CASES
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +93,7 @@ def notebooks(tmp_path_factory) -> Iterator[dict[str, Notebook]]:
 
 def family(name: str) -> list[psutil.Process]:
     """Processes of the cluster of that name, zombies left out."""
-    return [process for process in ending._find_marked(name) if ending.is_running(process)]
+    return [process for process in reaper_process._find_marked(name) if reaper_process.is_running(process)]
 
 
 def within(seconds: float, condition: Callable[[], object]) -> bool:
@@ -231,15 +231,15 @@ NAME = "mpi4dl_nb-testtest"
 def test_a_stopped_process_is_ended_too_and_one_of_another_cluster_is_not(sleeper):
     mine, other = sleeper(NAME), sleeper("mpi4dl_nb-anothers")
     mine.send_signal(signal.SIGSTOP)
-    ending.end_cluster(NAME)
+    reaper_process.end_cluster(NAME)
     assert mine.wait(1) == -signal.SIGTERM
     assert other.poll() is None
 
 
 def test_a_process_that_does_not_want_to_end_is_killed(sleeper, monkeypatch):
-    monkeypatch.setattr(ending, "_ORDERLY_S", 0.3)
+    monkeypatch.setattr(reaper_process, "_ORDERLY_S", 0.3)
     stubborn = sleeper(NAME, "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPER)
-    ending.end_cluster(NAME)
+    reaper_process.end_cluster(NAME)
     assert stubborn.wait(1) == -signal.SIGKILL
 
 
@@ -249,7 +249,7 @@ def test_the_leash_ends_all_when_its_notebook_is_killed(sleeper, tmp_path):
     rank = sleeper(NAME)
     script = f"""if True:
         import os, pathlib, signal
-        from mpi4dl_nb.launch.leash import Leash
+        from mpi4dl_nb.launch.reaper import Leash
         Leash({NAME!r}, [pathlib.Path({str(home)!r})])
         if os.fork():
             signal.pause()
@@ -298,10 +298,10 @@ def kept(tmp_path, monkeypatch) -> Callable[..., Path]:
         fields = {
             "name": NAME,
             "folders": [],
-            "processes": [[notebook.pid, began or ending.get_start_time(notebook.pid)]],
+            "processes": [[notebook.pid, began or reaper_process.get_start_time(notebook.pid)]],
         }
-        fields |= dict(zip(("host", "boot", "pids"), record._identify_machine(), strict=True)) | changes
-        path = record._find_runtime_folder() / f"{fields['name']}.json"
+        fields |= dict(zip(("host", "boot", "pids"), pid_file._identify_machine(), strict=True)) | changes
+        path = pid_file._find_runtime_folder() / f"{fields['name']}.json"
         path.write_text(json.dumps(fields))
         return path
 
@@ -402,19 +402,19 @@ def test_a_folder_that_others_can_write_is_not_used(tmp_path, monkeypatch):
     folder = tmp_path / "mpi4dl_nb"
     folder.mkdir()
     folder.chmod(0o777)
-    assert record._find_runtime_folder() == tmp_path / "home" / ".cache" / "mpi4dl_nb"
-    assert record._find_runtime_folder().stat().st_mode & 0o777 == 0o700
+    assert pid_file._find_runtime_folder() == tmp_path / "home" / ".cache" / "mpi4dl_nb"
+    assert pid_file._find_runtime_folder().stat().st_mode & 0o777 == 0o700
 
 
 def test_without_any_folder_there_are_no_records(monkeypatch):
     for variable, value in (("XDG_RUNTIME_DIR", "relative"), ("XDG_CACHE_HOME", "/dev/null"), ("HOME", "/proc/self")):
         monkeypatch.setenv(variable, value)
-    assert record._find_runtime_folder() is None
+    assert pid_file._find_runtime_folder() is None
     assert remove_stale_clusters() == []
 
 
 def test_a_record_reads_as_it_was_written(tmp_path, monkeypatch):
-    from mpi4dl_nb.launch.place import RunDirectory
+    from mpi4dl_nb.launch.run_directory import RunDirectory
 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     place = RunDirectory(tmp_path / NAME, tmp_path / NAME)

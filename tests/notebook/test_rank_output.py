@@ -15,8 +15,8 @@ from engines.errors import RankError
 from engines.images.synthetic import SyntheticImages
 from engines.output import LineBuffer, OutputLine, RankStream, RateLimiter, redirect_streams
 from mpi4dl_nb import Cluster, Plan, Training
-from mpi4dl_nb.launch.spoken import RankOutput
-from mpi4dl_nb.shown import OutputPrinter
+from mpi4dl_nb.launch.rank_output import RankOutput
+from mpi4dl_nb.output_printer import OutputPrinter
 
 N = 2
 BACKENDS = ("loopback", "in_turn", "mpi")

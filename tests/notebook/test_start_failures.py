@@ -13,10 +13,10 @@ import pytest
 
 from engines.errors import RankError
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.launch import library, mpi
-from mpi4dl_nb.launch.causes import find_startup_cause, format_excerpt
-from mpi4dl_nb.launch.ending import is_running
-from mpi4dl_nb.launch.environment import find_mpiexec
+from mpi4dl_nb.launch import mpi_library, mpi_ranks
+from mpi4dl_nb.launch.mpi_environment import find_mpiexec
+from mpi4dl_nb.launch.reaper_process import is_running
+from mpi4dl_nb.launch.startup_errors import find_startup_cause, format_excerpt
 from tests.start_failures import CASES, failure
 
 
@@ -48,18 +48,18 @@ def test_after_a_failed_start_the_cluster_is_not_started(tmp_path, monkeypatch):
 
 
 def test_the_mpi_here_goes_on_after_a_failure():
-    assert library.find_mpi_library(find_mpiexec()).flags == ("--with-ft", "ulfm")
+    assert mpi_library.find_mpi_library(find_mpiexec()).flags == ("--with-ft", "ulfm")
 
 
 @pytest.fixture
 def without_ulfm(monkeypatch):
     """As an Open MPI that was built without it."""
-    real = library._query_mpi4py
-    monkeypatch.setattr(library, "_query_mpi4py", lambda python: (*real(python)[:4], False))
-    library._query_library.cache_clear()
-    library._warn.cache_clear()
+    real = mpi_library._query_mpi4py
+    monkeypatch.setattr(mpi_library, "_query_mpi4py", lambda python: (*real(python)[:4], False))
+    mpi_library._query_library.cache_clear()
+    mpi_library._warn.cache_clear()
     yield
-    library._query_library.cache_clear()
+    mpi_library._query_library.cache_clear()
 
 
 def test_without_ulfm_that_is_said_once_and_a_failure_ends_the_set(without_ulfm):
@@ -78,7 +78,7 @@ def test_without_ulfm_that_is_said_once_and_a_failure_ends_the_set(without_ulfm)
         with pytest.raises(RankError, match=r"Call heal\(\)"):
             cluster.call(lambda host: None)
         assert (
-            library.find_mpi_library(find_mpiexec()).flags == ()
+            mpi_library.find_mpi_library(find_mpiexec()).flags == ()
         )  # and no second warning, which would be an error here
     finally:
         cluster.stop()
@@ -111,12 +111,12 @@ def test_what_was_said_is_shown_from_the_cause_on():
 
 def test_little_shared_memory_is_left_alone(monkeypatch, tmp_path):
     """As in a container, where Docker gives 64 MB: more ranks than fit would die of SIGBUS."""
-    from mpi4dl_nb.launch import place
+    from mpi4dl_nb.launch import run_directory
 
-    monkeypatch.setattr(place, "_SEGMENT_BYTES", 1 << 60)
-    made = place.RunDirectory.make(2)
+    monkeypatch.setattr(run_directory, "_SEGMENT_BYTES", 1 << 60)
+    made = run_directory.RunDirectory.make(2)
     try:
         assert made.memory == made.home
     finally:
         made.home.rmdir()
-    assert mpi.RunDirectory is place.RunDirectory
+    assert mpi_ranks.RunDirectory is run_directory.RunDirectory

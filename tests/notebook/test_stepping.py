@@ -18,7 +18,7 @@ from engines.errors import ImageError, LossError, PlanError
 from engines.layer.graph import TensorSpec
 from engines.spatial.tiles import Tile
 from mpi4dl_nb import Cluster, Plan, Training
-from mpi4dl_nb.stepping import StepDebugger
+from mpi4dl_nb.step_debugger import StepDebugger
 from tests.exact import Same, close, weighted_sum, whole_numbers, with_whole_weights
 
 TILES = Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(2, 1), precision="float64")
@@ -256,7 +256,7 @@ def test_an_interrupt_gives_the_step_up(five, monkeypatch):
     stepping = training.stepping(*batch())
     stepping.until(kind="stage", rank=0)
     with monkeypatch.context() as patched:
-        patched.setattr("mpi4dl_nb.calls.Call._collect", _interrupted)
+        patched.setattr("mpi4dl_nb.remote_call.RemoteCall._collect", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             stepping.finish()
     with pytest.raises(PlanError, match="interrupted"):

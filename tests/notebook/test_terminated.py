@@ -16,7 +16,7 @@ import torch
 from engines.checkpoint.folder import list_checkpoints
 from engines.checkpoint.interrupts import Interrupts
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.launch.ending import MARK
+from mpi4dl_nb.launch.reaper_process import MARK
 from mpi4dl_nb.training import Training
 from tests.chaos.training import SHAPE, batches, model
 from tests.mpi import mpi_environment

@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 from engines.errors import PlanError, RankError
-from engines.predict.kinds import classify_plan
+from engines.formatting import format_bytes, format_number
 from engines.predict.machine import Machine
 from engines.predict.noise import Noise
+from engines.predict.parallelism import classify_plan
 from engines.program.compile import compile_plan
 from engines.program.program import Program
 from engines.program.traffic import count_traffic
-from engines.spoken import format_bytes, format_number
 from mpi4dl_nb import Cluster, Training, tune
+from mpi4dl_nb.calibration_cache import CalibrationCache
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.tuning import show_tuning
-from mpi4dl_nb.known_machine import CalibrationCache
-from mpi4dl_nb.tuning import Candidate, PlanTuner, sort_candidates
+from mpi4dl_nb.plan_tuner import Candidate, PlanTuner, sort_candidates
 from mpi4dl_nb.widgets.tuner import Tuner
 from tests.draw.legible import read, unreadable
 

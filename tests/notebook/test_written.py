@@ -7,21 +7,21 @@ import sys
 from pathlib import Path
 
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.launch import written
-from mpi4dl_nb.launch.written import ProcessOutput
+from mpi4dl_nb.launch import process_output
+from mpi4dl_nb.launch.process_output import ProcessOutput
 
 
-def run(written: ProcessOutput, code: str) -> None:
+def run(output: ProcessOutput, code: str) -> None:
     """As a launcher of ipyparallel does: it opens the path to append."""
     try:
-        with Path(written.path).open("ab") as file:
+        with Path(output.path).open("ab") as file:
             subprocess.run([sys.executable, "-c", code], stdout=file, check=True)
     finally:
-        written.begin()
+        output.begin()
 
 
 def test_every_line_is_told_and_the_end_is_kept(monkeypatch):
-    monkeypatch.setattr(written, "_KEPT_BYTES", 1000)
+    monkeypatch.setattr(process_output, "_KEPT_BYTES", 1000)
     told: list[bytes] = []
     output = ProcessOutput(told.append)
     run(output, "for i in range(3000): print(i)")  # what the pipe holds: nobody reads meanwhile
@@ -31,7 +31,7 @@ def test_every_line_is_told_and_the_end_is_kept(monkeypatch):
 
 
 def test_a_line_without_an_end_takes_no_memory(monkeypatch):
-    monkeypatch.setattr(written, "_KEPT_BYTES", 1000)
+    monkeypatch.setattr(process_output, "_KEPT_BYTES", 1000)
     told: list[bytes] = []
     output = ProcessOutput(told.append)
     output.begin()
@@ -46,7 +46,7 @@ def test_a_line_without_an_end_takes_no_memory(monkeypatch):
         writer.write(b"end\n")
     assert output.end == "x" * 996 + "end\n"
     assert len(told) == 1
-    assert len(told[0]) < 1000 + 2 * written._PART_BYTES
+    assert len(told[0]) < 1000 + 2 * process_output._PART_BYTES
 
 
 def stored_bytes(folder: Path) -> int:

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from engines.bench.live import LiveBytes
+from engines.bench.live_bytes import LiveBytes
 from engines.bench.verify import make_batches
 from engines.comm.loopback import run_ranks
 from engines.errors import LossError, RankError
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
-from engines.offload import shelf
-from engines.offload.store import OffloadStore
+from engines.offload import offloader
+from engines.offload.offload_store import OffloadStore
 from engines.plan import Plan
-from engines.predict.memory import predict_rank_memory
+from engines.predict.rank_memory import predict_rank_memory
 from engines.training import RankTraining, Recipe, prepare
 from tests.predict.measured import live_bytes
 
@@ -37,7 +37,7 @@ PLANS = {
 MODELS = {"ResNet": resnet20_v1, "U-Net": UNet}
 
 
-class Copying(shelf.Offloader):
+class Copying(offloader.Offloader):
     """As of a GPU, which cannot read a file: what has been put away is copied back."""
 
     def __init__(self, *arguments: object, reads_files: bool) -> None:
@@ -58,8 +58,8 @@ def uncounted(work):
 def reads_files(request, monkeypatch) -> bool:
     """A processor computes with what lies in the file."""
     if request.param == "brought back":
-        monkeypatch.setattr("engines.training.Shelf", Copying)
-        monkeypatch.setattr(shelf, "_make_storageless", uncounted(shelf._make_storageless))
+        monkeypatch.setattr("engines.training.Offloader", Copying)
+        monkeypatch.setattr(offloader, "_make_storageless", uncounted(offloader._make_storageless))
     return request.param == "where it lies"
 
 
@@ -83,7 +83,7 @@ def trained(recipe: Recipe) -> list[tuple[dict, list]]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_same_bits(model: str, name: str, reads_files: bool, monkeypatch):
-    monkeypatch.setattr(shelf, "LEAST_BYTES", 1)
+    monkeypatch.setattr(offloader, "LEAST_BYTES", 1)
     recipe = recipe_of(model, PLANS[name])
     expected = trained(recipe)
     away = replace(recipe, plan=replace(recipe.plan, offload_activations=True))
@@ -166,7 +166,7 @@ def test_a_full_disk_is_told_and_the_training_goes_on_when_there_is_room(monkeyp
     def work(world):
         training = RankTraining(world, recipe)
         with monkeypatch.context() as patch:
-            patch.setattr("engines.offload.store._reserve", full)
+            patch.setattr("engines.offload.offload_store._reserve", full)
             with pytest.raises(RankError, match=r"is full: .* more are to be stored"):
                 training.step(training.cut(batch))
         training.abort_step()
@@ -196,7 +196,7 @@ def test_what_is_computed_again_is_not_written(monkeypatch):
 
 def test_only_the_pixels_of_a_rank_are_stored(monkeypatch):
     """Labels and images of one channel are cut as views of the whole batch."""
-    monkeypatch.setattr(shelf, "LEAST_BYTES", 1)
+    monkeypatch.setattr(offloader, "LEAST_BYTES", 1)
     plan = Plan(split_size=1, slice_method="2x2", offload_activations=True)
     recipe = prepare(torch.nn.Conv2d(1, 2, 3, padding=1), plan, (1, 1, 64, 64), loss=torch.nn.CrossEntropyLoss())
     (batch,) = make_batches(recipe, 0, steps=1)

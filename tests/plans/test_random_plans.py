@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from torch import nn
 
-from engines import options, traces
+from engines import options, trace_cache
 from engines.bench.verify import verify
 from engines.comm.loopback import run_ranks
 from engines.layer.trace import trace
@@ -26,7 +26,7 @@ def _traced(model: nn.Module, *rest: Any) -> Any:
 @pytest.fixture(autouse=True)
 def traces_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model is traced once for each size: most of the time would go there."""
-    monkeypatch.setattr(traces, "trace", _traced)
+    monkeypatch.setattr(trace_cache, "trace", _traced)
     monkeypatch.setattr(nn, "CrossEntropyLoss", cache(nn.CrossEntropyLoss))
     build = options.build_model
     monkeypatch.setattr(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engines.bench.live import LiveBytes
+from engines.bench.live_bytes import LiveBytes
 from engines.bench.verify import make_batches
 from engines.comm.loopback import run_ranks
 from engines.program.program import Program

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from engines.errors import PlanError
-from engines.predict.between import interpolate
+from engines.predict.interpolation import interpolate
 from engines.predict.machine import Machine, Speed
 
 FIXED_S, BYTES_PER_S = 1e-4, 3e10

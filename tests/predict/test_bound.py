@@ -11,12 +11,12 @@ from engines.errors import PlanError
 from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.predict import search as searching
-from engines.predict.bound import BoundCalculator
 from engines.predict.cost import CostModel
 from engines.predict.forecast import forecast
+from engines.predict.lower_bound import BoundCalculator
 from engines.predict.machines import get_machine
 from engines.predict.search import generate_plans, search
-from engines.traces import TraceCache
+from engines.trace_cache import TraceCache
 from tests.predict.test_folding import APART
 from tests.zoo import Skips
 

@@ -6,7 +6,7 @@ import pytest
 
 from engines.errors import TraceError
 from engines.layer.graph import TensorSpec
-from engines.predict.effects import LocalTensor, infer_effect
+from engines.predict.kernel_effects import LocalTensor, infer_effect
 from engines.spatial import kernels
 from engines.spatial.kernels import register_kernel
 

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
+from engines.formatting import format_bytes, format_number
 from engines.plan import Plan
 from engines.predict.explain import explain, explain_forecasts
 from engines.predict.forecast import forecast
-from engines.predict.kinds import KINDS, classify_plan, describe_plan
+from engines.predict.parallelism import KINDS, classify_plan, describe_plan
 from engines.predict.search import generate_plans, search
-from engines.predict.shares import SHARES, compute_time_shares
-from engines.spoken import format_bytes, format_number
-from engines.traces import TraceCache
+from engines.predict.time_breakdown import SHARES, compute_time_shares
+from engines.trace_cache import TraceCache
 from tests.predict.test_simulate import FLAT
 from tests.zoo import Chain
 

@@ -16,12 +16,12 @@ import engines.spatial.entries  # noqa: F401  (fills the operator table)
 from engines.layer.flops import FlopCount, count_flops
 from engines.layer.graph import TensorSpec
 from engines.layer.trace import trace_inference
-from engines.predict.classes import BY_ARITHMETIC
-from engines.predict.effects import LocalTensor
-from engines.predict.segments import build_op_tally
-from engines.spatial.additions import is_user_defined
+from engines.predict.kernel_classes import BY_ARITHMETIC
+from engines.predict.kernel_effects import LocalTensor
+from engines.predict.segment_tally import build_op_tally
 from engines.spatial.kernels import get_operator
-from engines.spatial.ops import get_rules
+from engines.spatial.operator_table import get_rules
+from engines.spatial.user_ops import is_user_defined
 
 OPERATORS = sorted(
     name.removeprefix("aten.")

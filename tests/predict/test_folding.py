@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from engines.plan import Plan
-from engines.predict.classes import CLASSES
-from engines.predict.count import build_tally
 from engines.predict.forecast import count_copies, forecast
+from engines.predict.kernel_classes import CLASSES
 from engines.predict.machine import Link, Machine, Speed
+from engines.predict.rank_tally import build_tally
 from engines.predict.simulate import simulate
 from engines.program.compile import Compiler, compile_plan
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from engines.layer.graph import TensorSpec
+from engines.predict.all_reduce_cost import AllReduceCost
 from engines.predict.cost import CostModel
 from engines.predict.machine import Link, Machine, Speed
-from engines.predict.sums import AllReduceCost
 from engines.program.instructions import AllReduce, Exchange, Phase, SumGradients
 from engines.spatial.moves import Move
 from tests.predict.test_simulate import PX, compute, ends, run, toy

@@ -11,7 +11,7 @@ import torch
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
 from engines.plan import Plan
-from engines.predict.memory import predict_rank_memory
+from engines.predict.rank_memory import predict_rank_memory
 from engines.program.compile import compile_plan
 from engines.program.instructions import SumGradients
 from engines.training import prepare, sgd

@@ -8,9 +8,9 @@ from torch import nn
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
 from engines.plan import Plan
-from engines.predict.memory import predict_rank_memory
-from engines.predict.moment import predict_plan_memory
-from engines.traces import TraceCache
+from engines.predict.peak_memory import predict_plan_memory
+from engines.predict.rank_memory import predict_rank_memory
+from engines.trace_cache import TraceCache
 
 PLANS = [
     Plan(split_size=2),

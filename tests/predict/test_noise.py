@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from engines.comm.loopback import run_ranks
 from engines.errors import PlanError
 from engines.predict import calibrate as calibrating
+from engines.predict.calibration_runs import CalibrationTimes
 from engines.predict.machine import Machine
 from engines.predict.noise import MOST_ELSEWHERE, MOST_SPREAD, Noise, Spin, compute_foreign_share, compute_spread
-from engines.predict.rehearsal import CalibrationTimes
 from mpi4dl_nb import Cluster
-from mpi4dl_nb import calibrating as from_notebook
-from mpi4dl_nb.known_machine import CalibrationCache
+from mpi4dl_nb import calibrate_cluster as from_notebook
+from mpi4dl_nb.calibration_cache import CalibrationCache
 from tests.predict.test_simulate import FLAT
 
 QUIET, BUSY, HOPELESS = Noise(0.02, 0.05), Noise(0.35, 0.3), Noise(0.8, 1.5)
@@ -127,7 +127,7 @@ def measures(monkeypatch, *noises: Noise) -> list[bool]:
         asked.append(quick)
         return replace(FLAT, ranks=cluster.n, noise=next(left), quick=quick)
 
-    monkeypatch.setattr(from_notebook, "_measured", measured)
+    monkeypatch.setattr(from_notebook, "_measure", measured)
     monkeypatch.setattr(from_notebook, "CalibrationRecipes", _NoRehearsal)
     return asked
 

@@ -9,16 +9,16 @@ from unittest.mock import Mock
 import pytest
 from torch import Tensor, nn
 
-from engines.offload.least import LEAST_BYTES
+from engines.offload.min_bytes import LEAST_BYTES
 from engines.plan import Plan
-from engines.predict import samples
+from engines.predict import kernel_timer
 from engines.predict.actions import ComputeWork
-from engines.predict.classes import BY_ARITHMETIC, CLASSES, classify_kernel, get_convolution_shape
+from engines.predict.calibration_kernels import LayerSize, make_calls
 from engines.predict.cost import build_step_actions, estimate_segment_work
-from engines.predict.count import build_tally
+from engines.predict.kernel_classes import BY_ARITHMETIC, CLASSES, classify_kernel, get_convolution_shape
+from engines.predict.kernel_timer import KernelTimer, KernelTimes, build_op_tallies, compute_speeds
 from engines.predict.machine import Machine, Speed
-from engines.predict.sampled import LayerSize, make_calls
-from engines.predict.samples import KernelTimer, KernelTimes, build_op_tallies, compute_speeds
+from engines.predict.rank_tally import build_tally
 from engines.predict.tallies import OpTally, SegmentTally
 from engines.program.compile import compile_plan
 from engines.program.instructions import Phase
@@ -148,7 +148,7 @@ def test_samples_are_of_all_classes_whichever_comes_first():
 def test_others_see_a_rank_that_samples_go_on_with_each_kernel(monkeypatch):
     """A whole turn takes seconds where cores are shared; `hang_after_s` may be one."""
     board = Mock()
-    monkeypatch.setattr(samples, "here", lambda: board)
+    monkeypatch.setattr(kernel_timer, "get_status_board", lambda: board)
     found = timed((LayerSize(4, 8),))
     kernels = sum(len(each.forward + each.backward + each.inputs + each.weights) for _, each in found)
     assert board.at.call_count == kernels > 0

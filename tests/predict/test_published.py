@@ -9,7 +9,7 @@ import pytest
 
 from engines.predict.machines import MACHINES
 from engines.predict.published import PUBLISHED
-from engines.predict.replay import MEASURES, PublishedReplay, ReplayOutcome, RunResult
+from engines.predict.published_replay import MEASURES, PublishedReplay, ReplayOutcome, RunResult
 from engines.published_command import format_outcomes, run_published
 
 ROWS = {row.name: row for row in PUBLISHED}

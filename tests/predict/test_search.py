@@ -12,7 +12,7 @@ from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.predict.forecast import forecast
 from engines.predict.search import generate_plans, search
-from engines.traces import TraceCache
+from engines.trace_cache import TraceCache
 from tests.predict.test_simulate import FLAT
 
 

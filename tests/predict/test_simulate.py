@@ -14,9 +14,9 @@ from engines.errors import PlanError
 from engines.layer.graph import TensorSpec
 from engines.models import resnet20_v1
 from engines.plan import Plan
-from engines.predict.classes import CLASSES
-from engines.predict.count import build_tally
+from engines.predict.kernel_classes import CLASSES
 from engines.predict.machine import Machine, Speed
+from engines.predict.rank_tally import build_tally
 from engines.predict.simulate import simulate
 from engines.predict.tallies import DirectionTally, OpTally, RankTally, SegmentTally
 from engines.program.compile import compile_plan

@@ -11,13 +11,13 @@ from engines.plan import Plan
 from engines.predict import limits
 from engines.predict.capabilities import capabilities, select_plans
 from engines.predict.forecast import forecast
-from engines.predict.kinds import KINDS, classify_plan
 from engines.predict.limits import largest_image
-from engines.predict.moment import predict_plan_memory
+from engines.predict.parallelism import KINDS, classify_plan
+from engines.predict.peak_memory import predict_plan_memory
 from engines.predict.scaling import scaling
 from engines.predict.search import generate_plans
-from engines.predict.shares import compute_time_shares
 from engines.predict.sizes import Sizes
+from engines.predict.time_breakdown import compute_time_shares
 from tests.predict.test_simulate import FLAT
 from tests.zoo import Chain
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from engines.comm import streams
 from engines.comm.loopback import LoopbackWorld
 from engines.comm.world import Message, Pending
-from engines.program import carry, parcels, update
+from engines.program import exchange_runner, message_buffers, update
 
 HOST_MEMORY = torch.device("cpu", 1)  # another one than that of kernels, for those who ask
 _UNREAD = ("aten::empty_like", "aten::zeros_like", "aten::full_like", "aten::new_empty", "aten::new_zeros")
@@ -266,9 +266,9 @@ class _Torch:
 def use_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have ranks believe that what they compute with lies elsewhere than on their host."""
     monkeypatch.setattr(streams, "torch", _Torch)
-    monkeypatch.setattr(streams, "_beside", lambda device: rank().beside)
+    monkeypatch.setattr(streams, "_get_copy_streams", lambda device: rank().beside)
     monkeypatch.setattr(Tensor, "record_stream", _record)
-    for module in (carry, parcels, update):
+    for module in (exchange_runner, message_buffers, update):
         monkeypatch.setattr(module, "choose_message_device", lambda device, world: HOST_MEMORY)
-    for module in (carry, update):
+    for module in (exchange_runner, update):
         monkeypatch.setattr(module, "make_message_allocator", _host_memory)

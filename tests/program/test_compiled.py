@@ -18,7 +18,7 @@ from engines.bench.verify import make_batches, verify
 from engines.comm.world import World
 from engines.errors import PlanError, RankError
 from engines.plan import Plan
-from engines.streaming.relay import RankScheduler
+from engines.streaming.rank_scheduler import RankScheduler
 from engines.training import RankTraining, Recipe, prepare
 from tests.zoo import Chain, Segmenter, Skips
 

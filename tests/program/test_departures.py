@@ -11,20 +11,20 @@ from torch import Tensor
 from engines.bench.verify import make_batches, verify
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.world import Pending
+from engines.debug_step import RankStepper
 from engines.errors import RankError
 from engines.models import resnet20_v1
 from engines.models.unet import UNet
 from engines.plan import Plan
-from engines.program.carry import ExchangeRunner
+from engines.program.exchange_runner import ExchangeRunner
 from engines.program.instructions import Compute, ExchangeHalf
-from engines.program.outbox import SendQueue
-from engines.program.parcels import MessageBuffer
+from engines.program.message_buffers import MessageBuffer
 from engines.program.program import Step
+from engines.program.send_queue import SendQueue
 from engines.program.update import GradientBucket
 from engines.program.worker import Worker
-from engines.streaming.training import StreamedTraining
+from engines.streaming.streamed_training import StreamedTraining
 from engines.training import RankTraining, prepare
-from engines.walk import RankStepper
 
 CASES = {
     "tiles": (resnet20_v1, Plan(split_size=1, slice_method="2x2", overlap_halos=True, precision="float64")),

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engines.bench.verify import verify
-from engines.comm.link import ThrottledWorld
 from engines.comm.loopback import LoopbackWorld, run_ranks
+from engines.comm.throttled import ThrottledWorld
 from engines.models.unet import UNet
 from engines.plan import Plan
-from engines.program.carry import make_exchange_runners
+from engines.program.async_exchange import make_async_runners
 from engines.program.compile import compile_plan
-from engines.program.halves import make_async_runners
+from engines.program.exchange_runner import make_exchange_runners
 from engines.program.instructions import Compute, Exchange, ExchangeHalf, Phase
-from engines.program.outbox import SendQueue
 from engines.program.program import Program
+from engines.program.send_queue import SendQueue
 from engines.program.traffic import count_traffic
 from engines.spatial.tiles import Grid
 from engines.training import RankTraining, prepare

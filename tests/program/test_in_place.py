@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from engines.bench.live import LiveBytes
+from engines.bench.live_bytes import LiveBytes
 from engines.bench.verify import make_batches
 from engines.comm.loopback import run_ranks
 from engines.layer.graph import Ref, TensorSpec
 from engines.plan import Plan
-from engines.predict.effects import LocalTensor, infer_effect
+from engines.predict.kernel_effects import LocalTensor, infer_effect
 from engines.program import segment
 from engines.program.compile import compile_plan
 from engines.program.in_place import FORGETFUL, find_in_place

@@ -13,7 +13,7 @@ from engines.errors import PlanError
 from engines.plan import Plan
 from engines.program import compile as compiling
 from engines.program.compile import compile_plan
-from engines.program.gradients import make_buckets
+from engines.program.gradient_buckets import make_buckets
 from engines.program.instructions import Compute, Phase, SumGradients
 from engines.training import RankTraining, Recipe, prepare
 from tests.zoo import Chain

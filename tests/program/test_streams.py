@@ -14,7 +14,7 @@ from engines.models import resnet20_v1
 from engines.models.unet import UNet
 from engines.oracle import TrainingRecord
 from engines.plan import Plan
-from engines.program import carry, halves, update
+from engines.program import async_exchange, exchange_runner, update
 from engines.training import RankTraining, prepare
 from tests.program.streams import RaceError, rank, use_streams, watched
 
@@ -75,12 +75,14 @@ def test_what_leaves_too_early_is_found(monkeypatch: pytest.MonkeyPatch):
         with streams.torch.cuda.stream(rank().beside[0]):
             yield
 
-    monkeypatch.setattr(carry, "use_send_stream", early)
+    monkeypatch.setattr(exchange_runner, "use_send_stream", early)
     with pytest.raises(RaceError, match="in leaving, which has not waited for computing"):
         exact("tiles")
 
 
-@pytest.mark.parametrize(("module", "name"), [(carry, "tiles"), (halves, "halos meanwhile"), (update, "tiles")])
+@pytest.mark.parametrize(
+    ("module", "name"), [(exchange_runner, "tiles"), (async_exchange, "halos meanwhile"), (update, "tiles")]
+)
 def test_what_is_used_before_it_has_arrived_is_found(module, name: str, monkeypatch: pytest.MonkeyPatch):
     use_streams(monkeypatch)
 
@@ -93,7 +95,7 @@ def test_what_is_used_before_it_has_arrived_is_found(module, name: str, monkeypa
         exact(name)
 
 
-@pytest.mark.parametrize(("module", "name"), [(carry, "tiles"), (update, "both ways, replicas")])
+@pytest.mark.parametrize(("module", "name"), [(exchange_runner, "tiles"), (update, "both ways, replicas")])
 def test_a_message_that_leaves_before_it_is_packed_is_found(module, name: str, monkeypatch: pytest.MonkeyPatch):
     use_streams(monkeypatch)
     monkeypatch.setattr(module, "record_event", lambda device, memory: streams._PASSED)

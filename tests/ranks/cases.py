@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from engines.bench.verify import verify
-from engines.comm.total import AllReduceRequest, all_reduce
+from engines.comm.all_reduce import AllReduceRequest, all_reduce
 from engines.comm.world import Message, World
 from engines.errors import RankError
 from engines.models import amoebanetd, resnet20_v1, resnet_v2

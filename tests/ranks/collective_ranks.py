@@ -22,7 +22,7 @@ from engines.bench.verify import make_batches, verify
 from engines.comm import mpi
 from engines.comm.mpi import MpiWorld
 from engines.comm.nccl import Collectives, NcclAllReduce, OrderedStarter
-from engines.comm.store import PATIENCE
+from engines.comm.rendezvous import PATIENCE
 from engines.errors import RankError, ReleasedError
 from engines.models import resnet20_v1
 from engines.plan import Plan

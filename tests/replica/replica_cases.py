@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from engines.bench.verify import verify
-from engines.comm.subworld import SubGroup
+from engines.comm.subgroup import SubGroup
 from engines.comm.world import World
 from engines.errors import RankError
 from engines.oracle import to_plain_names, train_reference
 from engines.plan import Plan
 from engines.replica.asynchrony import Asynchrony
-from engines.replica.replay import replay
 from engines.replica.study import ReplicaStudy
-from engines.replica.training import train_replicas
+from engines.replica.study_replay import replay
+from engines.replica.train_replicas import train_replicas
 from engines.training import Recipe, prepare
 from tests.zoo import Chain, Skips
 

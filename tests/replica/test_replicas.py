@@ -11,13 +11,13 @@ import pytest
 from torch import Tensor
 
 from engines.comm.loopback import run_ranks
-from engines.comm.subworld import SubGroup
+from engines.comm.subgroup import SubGroup
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.replica.asynchrony import Asynchrony
-from engines.replica.replay import replay
 from engines.replica.study import ReplicaStudy
-from engines.replica.training import train_replicas
+from engines.replica.study_replay import replay
+from engines.replica.train_replicas import train_replicas
 from tests.replica.replica_cases import ALONE, CASES, LOSS, RANKS, STAGES, Chain, feed, made, recipe_of
 
 

@@ -13,8 +13,8 @@ from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.instructions import Exchange
 from engines.program.program import Program
-from engines.spatial.fusion import WindowRead, extend_tiles
-from engines.spatial.grouping import HaloCost, ValueCost, group_cheapest
+from engines.spatial.fusion_search import HaloCost, ValueCost, group_cheapest
+from engines.spatial.halo_fusion import WindowRead, extend_tiles
 from engines.spatial.tiles import Grid, Span, Tile
 from engines.spatial.windows import Shift, SlidingWindow
 from engines.training import prepare

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.program.carry import make_exchange_runners
+from engines.program.exchange_runner import make_exchange_runners
 from engines.program.instructions import Exchange
-from engines.program.outbox import SendQueue
+from engines.program.send_queue import SendQueue
 from engines.spatial.moves import Move, compute_moves
 from engines.spatial.tiles import Grid, Span, Tile
 from tests.exact import whole_numbers

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from engines.errors import TraceError
 from engines.plan import Plan
-from engines.spatial import kernels, ops
-from engines.spatial.additions import UserOps, is_user_defined
+from engines.spatial import kernels, operator_table
 from engines.spatial.kernels import get_kernel, register_kernel
-from engines.spatial.ops import register_rule
+from engines.spatial.operator_table import register_rule
+from engines.spatial.user_ops import UserOps, is_user_defined
 from engines.spatial.windows import SlidingWindow
 from mpi4dl_nb import Cluster, Training
 from tests.exact import assert_exact, close, tiled, whole_numbers, with_whole_weights
@@ -23,7 +23,12 @@ SHAPE = 2, 3, 10, 14
 
 @pytest.fixture(autouse=True)
 def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch):
-    for module, name in ((ops, "_TABLE"), (ops, "_IMAGES"), (ops, "_EVERYWHERE"), (kernels, "_KERNELS")):
+    for module, name in (
+        (operator_table, "_TABLE"),
+        (operator_table, "_IMAGES"),
+        (operator_table, "_EVERYWHERE"),
+        (kernels, "_KERNELS"),
+    ):
         monkeypatch.setattr(module, name, getattr(module, name).copy())
 
 
@@ -128,5 +133,5 @@ def test_ranks_get_them_by_value(backend: str):
 
 
 def test_the_examples_run():
-    for module in (ops, kernels):
+    for module in (operator_table, kernels):
         assert doctest.testmod(module).failed == 0

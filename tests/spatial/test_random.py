@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.plan import Plan
-from engines.spatial import draws
-from engines.spatial.draws import compute_step_seed, sample_uniform
+from engines.spatial import rng
+from engines.spatial.rng import compute_step_seed, sample_uniform
 from engines.spatial.tiles import Grid
 from mpi4dl_nb import Cluster, Training
 from tests.exact import assert_exact, close, finish, ready, tiled, whole_numbers, with_whole_weights
@@ -135,8 +135,8 @@ def test_numbers_are_those_of_splitmix():
     """The first outputs for seed 1234567, as published with the reference implementation (Vigna, splitmix64.c)."""
     state, mixed = 1234567, []
     for _ in range(3):
-        state = (state + draws._GOLDEN) % 2**64
-        mixed.append(draws._mix(state))
+        state = (state + rng._GOLDEN) % 2**64
+        mixed.append(rng._mix(state))
     assert mixed == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 

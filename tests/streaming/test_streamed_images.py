@@ -12,8 +12,8 @@ from engines.models.unet import UNet
 from engines.oracle import ReferenceTraining
 from engines.plan import Plan
 from engines.spatial.tiles import Tile
-from engines.streaming.images import make_tile_loader
-from engines.streaming.training import StreamedTraining
+from engines.streaming.streamed_training import StreamedTraining
+from engines.streaming.tile_loader import make_tile_loader
 from engines.training import prepare
 
 SIZE = (48, 32)

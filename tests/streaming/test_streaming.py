@@ -14,10 +14,10 @@ from torch import nn
 from engines.bench.verify import make_batches
 from engines.errors import LossError, PlanError, RankError
 from engines.layer.graph import to_user_name
-from engines.offload import shelf
+from engines.offload import offloader
 from engines.oracle import ReferenceTraining
 from engines.plan import Plan
-from engines.streaming.training import StreamedTraining
+from engines.streaming.streamed_training import StreamedTraining
 from engines.training import prepare
 
 SHAPE = (2, 3, 48, 40)
@@ -53,7 +53,7 @@ PLANS = {
 
 @pytest.fixture(autouse=True)
 def nothing_stays(monkeypatch):
-    monkeypatch.setattr(shelf, "LEAST_BYTES", 1)
+    monkeypatch.setattr(offloader, "LEAST_BYTES", 1)
 
 
 @pytest.fixture

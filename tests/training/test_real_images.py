@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engines.images.augmented import Augmented
-from engines.images.labelled import LabelledImages
+from engines.images.dataset import LabelledImages
 from mpi4dl_nb import Cluster, Plan, Training
 from tests import real
 

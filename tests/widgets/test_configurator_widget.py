@@ -10,15 +10,15 @@ import pytest
 from torch import nn
 
 from engines.errors import PlanError, TraceError
-from engines.knobs import GROUPS
+from engines.formatting import format_seconds
 from engines.models import resnet20_v1
 from engines.plan import Plan
+from engines.plan_options import GROUPS
 from engines.predict.forecast import forecast
 from engines.predict.machines import MACHINES
-from engines.spoken import format_seconds
 from mpi4dl_nb import Cluster, show_ranks
-from mpi4dl_nb.later import LatestOnly
-from mpi4dl_nb.planning import describe_cluster_fit
+from mpi4dl_nb.background import LatestOnly
+from mpi4dl_nb.plan_cache import describe_cluster_fit
 from mpi4dl_nb.widgets import configurator as module
 from mpi4dl_nb.widgets.configurator import Configurator
 
@@ -194,8 +194,8 @@ def test_without_a_cluster_it_makes_one(chosen, monkeypatch):
 
 def test_a_cluster_that_does_not_start_says_why(chosen, monkeypatch):
     cluster = Cluster(5)
-    monkeypatch.setattr("mpi4dl_nb.launch.environment.sys.prefix", "/nowhere")
-    monkeypatch.setattr("mpi4dl_nb.launch.environment.shutil.which", lambda name: None)
+    monkeypatch.setattr("mpi4dl_nb.launch.mpi_environment.sys.prefix", "/nowhere")
+    monkeypatch.setattr("mpi4dl_nb.launch.mpi_environment.shutil.which", lambda name: None)
     chosen.cluster = cluster
     chosen.start.click()
     assert chosen.wait()

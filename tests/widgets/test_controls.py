@@ -5,7 +5,7 @@ from __future__ import annotations
 from engines.errors import PlanError
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.widgets.controls import Slider
-from mpi4dl_nb.widgets.instrument import FigureWidget
+from mpi4dl_nb.widgets.figure_widget import FigureWidget
 
 
 def drawing(alt: str) -> Drawing:

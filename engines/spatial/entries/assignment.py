@@ -10,16 +10,16 @@ from torch import Tensor
 
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
-from engines.program.holdings import ValueLayout
 from engines.program.instructions import DEVICE
-from engines.spatial.entries.axes import check_along_other_axes
-from engines.spatial.entries.picking import read_line_numbers
+from engines.program.value_layout import ValueLayout
+from engines.spatial.align import align_arguments, cut_to_tile, get_spec
+from engines.spatial.entries.channels import check_along_other_axes
+from engines.spatial.entries.indexing import read_line_numbers
 from engines.spatial.kernels import register_kernel
-from engines.spatial.ops import register_rule
-from engines.spatial.places import align_arguments, cut_to_tile, get_spec
-from engines.spatial.plain import apply_locally
-from engines.spatial.refusals import make_gather_error
+from engines.spatial.local_rules import apply_locally
+from engines.spatial.operator_table import register_rule
 from engines.spatial.tiles import Span
+from engines.spatial.unsupported import make_gather_error
 from engines.spatial.windows import AssignmentWindow, Shift, TableWindow
 
 __all__: list[str] = []

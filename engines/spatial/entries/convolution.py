@@ -7,8 +7,8 @@ from typing import Any
 
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
-from engines.spatial.ops import register_rule
-from engines.spatial.places import get_spec
+from engines.spatial.align import get_spec
+from engines.spatial.operator_table import register_rule
 from engines.spatial.windows import SlidingWindow, TransposedWindow, Window
 
 __all__ = ["fold_padding", "to_pair"]

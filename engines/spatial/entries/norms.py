@@ -11,12 +11,12 @@ from torch import Tensor
 from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
 from engines.program.instructions import RunningStatistics
-from engines.spatial.entries.axes import reduce_other_axes
+from engines.spatial.align import cut_to_tile, get_local_shape, get_spatial_axes
+from engines.spatial.entries.channels import reduce_other_axes
 from engines.spatial.kernels import compute_batch_statistics, get_kernel, get_sum_type, register_kernel
-from engines.spatial.ops import register_rule
-from engines.spatial.places import cut_to_tile, get_local_shape, get_spatial_axes
-from engines.spatial.plain import apply_locally
-from engines.spatial.refusals import make_gather_error, make_unsupported_error
+from engines.spatial.local_rules import apply_locally
+from engines.spatial.operator_table import register_rule
+from engines.spatial.unsupported import make_gather_error, make_unsupported_error
 
 __all__: list[str] = []
 

@@ -13,8 +13,8 @@ from engines.program.builder import Builder
 from engines.spatial.entries.convolution import fold_padding, to_pair
 from engines.spatial.entries.reduction import reduce_mean
 from engines.spatial.kernels import get_operator, get_sum_type, register_kernel
-from engines.spatial.ops import register_rule
-from engines.spatial.plain import apply_locally, split_arguments
+from engines.spatial.local_rules import apply_locally, split_arguments
+from engines.spatial.operator_table import register_rule
 from engines.spatial.tiles import Span, Tile
 from engines.spatial.windows import MonotoneWindow, SlidingWindow
 

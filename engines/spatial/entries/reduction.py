@@ -11,13 +11,13 @@ from torch.nn import functional
 
 from engines.layer.graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
-from engines.spatial.entries.axes import reduce_other_axes
-from engines.spatial.entries.partial import all_gather_partials, find_spatial_dims
+from engines.spatial.align import align_arguments, cut_to_tile, get_spatial_axes, get_spec
+from engines.spatial.entries.channels import reduce_other_axes
+from engines.spatial.entries.partial_reductions import all_gather_partials, find_spatial_dims
 from engines.spatial.kernels import register_kernel
-from engines.spatial.ops import register_rule
-from engines.spatial.places import align_arguments, cut_to_tile, get_spatial_axes, get_spec
-from engines.spatial.plain import apply_locally
-from engines.spatial.refusals import make_gather_error
+from engines.spatial.local_rules import apply_locally
+from engines.spatial.operator_table import register_rule
+from engines.spatial.unsupported import make_gather_error
 
 __all__ = ["reduce_mean"]
 

@@ -1,0 +1,98 @@
+"""A halo exchange as one would write it by hand with torch and mpi4py, for one convolution on fixed memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engines.comm.device import choose_memory_format
+from engines.comm.mpi import MpiWorld
+from engines.comm.raw_mpi import RawMessages
+from engines.comm.world import Message
+from engines.program.instructions import Exchange
+from engines.spatial.moves import Move
+from engines.spatial.tiles import Tile
+
+__all__ = ["ManualExchange"]
+
+_TAG = 1  # this benchmark runs alone on its communicator
+
+
+@dataclass(frozen=True, slots=True)
+class _StripBuffer:
+    """A border and its contiguous host buffer: views made once, before anything is timed."""
+
+    peer: int
+    pixels: Tensor
+    grad: Tensor
+    buffer: Tensor
+
+    @property
+    def message(self) -> Message:
+        """The buffer as a row of memory."""
+        return Message(self.peer, _TAG, self.buffer.permute(0, 2, 3, 1).reshape(-1))
+
+
+class ManualExchange:
+    """The window and its gradient, once for all; borders are copied out of them and into them."""
+
+    def __init__(self, world: MpiWorld, exchange: Exchange, device: torch.device) -> None:
+        shape = exchange.compute_shape(exchange.window)
+        dtype = getattr(torch, exchange.dtype)
+        self.window, self.grad = (
+            torch.zeros(shape, dtype=dtype, device=device).to(memory_format=choose_memory_format(len(shape)))
+            for _ in range(2)
+        )
+        self.tile = self._get_view(self.window, exchange, exchange.own)
+        self.lent = self._make_strips(exchange, exchange.sends, lambda move: move.target)
+        self.borrowed = self._make_strips(exchange, exchange.receives, lambda move: move.source)
+        lent, borrowed = ([strip.message for strip in strips] for strips in (self.lent, self.borrowed))
+        self.messages_there = RawMessages(world, lent, borrowed)
+        self.messages_back = RawMessages(world, borrowed, lent)
+
+    @staticmethod
+    def _get_view(tensor: Tensor, exchange: Exchange, tile: Tile) -> Tensor:
+        return tensor[..., *tile.to_slices(exchange.window)]
+
+    def _make_strips(
+        self, exchange: Exchange, moves: Sequence[Move], peer: Callable[[Move], int]
+    ) -> list[_StripBuffer]:
+        return [
+            _StripBuffer(
+                peer(move),
+                pixels := self._get_view(self.window, exchange, move.tile),
+                self._get_view(self.grad, exchange, move.tile),
+                _make_cpu_buffer(pixels),
+            )
+            for move in moves
+        ]
+
+    def prepare(self, pixels: Tensor) -> Callable[[], None]:
+        """With a fresh tile in the middle of the window, what is to be timed."""
+        self.tile.copy_(pixels)
+        return self.forward
+
+    def forward(self) -> None:
+        """Borders to the neighbours, theirs into the window."""
+        for strip in self.lent:
+            strip.buffer.copy_(strip.pixels)
+        self.messages_there()
+        for strip in self.borrowed:
+            strip.pixels.copy_(strip.buffer)
+
+    def backward(self) -> None:
+        """Gradients of borrowed borders to their owners, who add them."""
+        for strip in self.borrowed:
+            strip.buffer.copy_(strip.grad)
+        self.messages_back()
+        for strip in self.lent:
+            strip.grad.add_(strip.buffer.to(strip.grad.device))
+
+
+def _make_cpu_buffer(like: Tensor) -> Tensor:
+    """What MPI reads and writes; pinned where a GPU copies to it."""
+    buffer = torch.empty(like.shape, dtype=like.dtype, memory_format=torch.channels_last)
+    return buffer.pin_memory() if like.is_cuda else buffer

@@ -1,0 +1,227 @@
+"""A checkpoint on the disk, as it is read: nothing in it is trusted before it is checked."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import warnings
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engines.checkpoint.checkpoint_errors import make_damaged_error, make_read_error
+from engines.checkpoint.folder import find_checkpoints, is_outside_link
+from engines.checkpoint.manifest import read_manifest
+from engines.checkpoint.tensor_file import HEADER_BYTES
+from engines.checkpoint.weight_state import WeightState
+from engines.errors import DamagedError, Mpi4dlError
+from engines.layer.state_names import OWNERS
+from engines.regular_file import open_regular
+
+__all__ = ["STATE", "Checkpoint", "get_tensor_file"]
+
+STATE = "training.safetensors"
+"""The file of the optimiser's tensors."""
+
+_CHUNK_BYTES = 1 << 22
+_LARGE_BYTES = 1 << 30
+_WRONG = (
+    OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError,
+    MemoryError,
+)  # fmt: skip
+
+
+def get_tensor_file(owner: str) -> str:
+    """The file with the `state_dict()` of the model, or of the loss."""
+    return f"{owner}.safetensors"
+
+
+_FILES = (*map(get_tensor_file, OWNERS), STATE)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint: `manifest` is its JSON, checked to be whole and of a format that is known.
+
+    `passed_over` says of each newer one of its folder what is wrong with it.
+    """
+
+    path: Path
+    manifest: Mapping[str, Any]
+    passed_over: tuple[str, ...] = ()
+
+    @classmethod
+    def from_path(cls, path: Path) -> Checkpoint:
+        """The checkpoint that is there, of which `checkpoint.json` alone is read. Raises CheckpointError."""
+        return cls(path, read_manifest(path))
+
+    @classmethod
+    def open(
+        cls, path: Path, hold: Callable[[Checkpoint], object] | None = None, only: Collection[str] | None = None
+    ) -> Checkpoint:
+        """The checkpoint that is there, or the newest whole one of a folder of them; every byte of it is read.
+
+        Of its files `only` these are looked at: others may be missing where nobody needs them. `hold` compares a
+        checkpoint with what it is for: that is asked before gigabytes are read.
+        Raises DamagedError where it, or every one of the folder, is damaged; UnreadableError where memory, file
+        handles or permission are wanting, which says nothing of the files; and CheckpointError.
+        """
+        found = find_checkpoints(path)
+        wrong: list[DamagedError] = []
+        for each in found:
+            try:
+                if each != path and is_outside_link(each):
+                    raise make_damaged_error(each, "it is a link that leads out of its folder")
+                checkpoint = cls(each, read_manifest(each), tuple(map(_describe_passed_over, found, wrong)))
+                checkpoint.check_files(hold, only)
+                return checkpoint
+            except DamagedError as error:
+                wrong.append(error)
+        if len(wrong) == 1:
+            raise wrong[0]
+        listed = "".join(f"\n{each.name}: {error.why}" for each, error in zip(found, wrong, strict=True))
+        raise DamagedError(f"{path}: none of its {len(found)} checkpoints is whole.{listed}")
+
+    def warn_of_passed_over(self, stacklevel: int) -> None:
+        """Warn of each newer checkpoint that is damaged: the training goes on from further back than expected."""
+        for text in self.passed_over:
+            warnings.warn(text, stacklevel=stacklevel + 1)
+
+    @property
+    def step(self) -> int:
+        """How many steps the training had done."""
+        return int(self.manifest["step"])
+
+    @property
+    def feed(self) -> Any:
+        """What the feed said of itself."""
+        return self.manifest.get("feed")
+
+    @cached_property
+    def weight_states(self) -> dict[str, WeightState]:
+        """The optimiser's state of each weight that it moved."""
+        with self.translate_errors():
+            stored = self.manifest["optimiser"] or {"options": [], "weights": {}}
+            return {name: _parse_weight_state(stored["options"], each) for name, each in stored["weights"].items()}
+
+    def check_files(
+        self, hold: Callable[[Checkpoint], object] | None = None, only: Collection[str] | None = None
+    ) -> None:
+        """Read every file once, as in `open`. Raises DamagedError where one is missing, cut short or changed."""
+        sums: dict[str, int] = {}
+        size = 0
+        for name, told in self.manifest["files"].items():
+            if only is not None and name not in only:
+                continue
+            with self.translate_errors():
+                file, sums[name] = self.path / name, int(told["crc32"])
+                if file.parent != self.path or file.is_symlink():
+                    raise make_damaged_error(self.path, f"{name!r} is no file of its own")
+                size += self._check_size(file, int(told["bytes"]))
+        if other := sums.keys() - set(_FILES):
+            raise make_damaged_error(self.path, f"{min(other)!r} is no file of a checkpoint")
+        if hold and size > _LARGE_BYTES:
+            hold(self)
+        for name, crc32 in sums.items():
+            self._check_crc32(self.path / name, crc32)
+
+    def _check_size(self, file: Path, size: int) -> int:
+        try:
+            found = file.stat()
+        except OSError as error:
+            raise make_read_error(self.path, file.name, error) from error
+        if not stat.S_ISREG(found.st_mode):
+            raise make_damaged_error(
+                self.path, f"{file.name} is no regular file"
+            )  # a pipe, say, which would be waited for
+        if found.st_size != size:
+            raise make_damaged_error(self.path, f"{file.name} has {found.st_size:,} bytes instead of {size:,}")
+        return size
+
+    def _check_crc32(self, file: Path, crc32: int) -> None:
+        try:
+            found = _compute_file_crc32(file)
+        except (OSError, MemoryError) as error:
+            raise make_read_error(self.path, file.name, error) from error
+        if found != crc32:
+            raise make_damaged_error(self.path, f"the contents of {file.name} are not those that were written")
+
+    def read_shapes(self, file: str) -> dict[str, tuple[tuple[int, ...], str]]:
+        """The shape of each tensor of a file, and its type in the format's words."""
+        with self._open_file(file) as opened:
+            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
+            return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+
+    def read_tensors(self, file: str, names: Mapping[str, str]) -> dict[str, Tensor]:
+        """Some tensors of a file, by the names that `names` gives to each."""
+        if not names:
+            return {}
+        with self._open_file(file) as opened:
+            return {wanted: opened.get_tensor(name) for wanted, name in names.items()}
+
+    def read_tensor(self, file: str, name: str) -> Tensor:
+        """One tensor of a file."""
+        return self.read_tensors(file, {name: name})[name]
+
+    @contextmanager
+    def _open_file(self, file: str) -> Iterator[Any]:
+        """A file that `check_files` has seen, as the library reads it."""
+        if file not in self.manifest["files"]:
+            raise make_damaged_error(self.path, f"{file} is not among the files that it lists")
+        with self.translate_errors():
+            with open_regular(self.path / file) as own:
+                header = own.read(8)
+            if len(header) == 8 and (size := int.from_bytes(header, "little")) > HEADER_BYTES:
+                raise make_damaged_error(self.path, f"the header of {file} would have {size:,} bytes")
+            try:
+                opened = safe_open(self.path / file, "pt")
+            except FileNotFoundError as error:  # the library says so of every file that it cannot open
+                open_regular(self.path / file).close()
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from error
+            with opened:
+                yield opened
+
+    @contextmanager
+    def translate_errors(self) -> Iterator[None]:
+        """Within it, whatever is not as it should be is a CheckpointError, unless it is an error of ours already."""
+        try:
+            yield
+        except Mpi4dlError:
+            raise
+        except _WRONG as error:
+            raise make_read_error(self.path, "", error) from error
+
+
+def _describe_passed_over(path: Path, error: DamagedError) -> str:
+    return f"{path} is damaged, and an older checkpoint is taken: {error.why}."
+
+
+def _parse_weight_state(options: Any, each: Any) -> WeightState:
+    """Raises TypeError, LookupError or ValueError where it is none."""
+    number = each["options"]
+    if not isinstance(options, list) or isinstance(number, bool) or not 0 <= number < len(options):
+        raise IndexError(f"there are no options {str(number)[:20]}")
+    tensors, values = each["tensors"], each["values"]
+    if not all(isinstance(found, dict) for found in (options[number], values)):
+        raise TypeError("the options or values of a weight are no dict")
+    if not isinstance(tensors, list) or not all(isinstance(key, str) for key in tensors):
+        raise TypeError("the names of a weight's tensors are no list of texts")
+    if reserved := {"params", "param_names"} & options[number].keys():
+        raise ValueError(f"{min(reserved)!r} is no option")
+    return WeightState(options[number], values, tuple(tensors))
+
+
+def _compute_file_crc32(file: Path) -> int:
+    crc32 = 0
+    with open_regular(file) as opened:
+        while chunk := opened.read(_CHUNK_BYTES):
+            crc32 = zlib.crc32(chunk, crc32)
+    return crc32

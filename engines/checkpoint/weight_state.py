@@ -1,0 +1,108 @@
+"""The state of an optimiser, weight by weight and by the weights' names: no matter which rank moves which weight.
+
+`torch.optim` numbers the weights in the order in which it was given them, and every rank is given others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.checkpoint.json_values import check_like, decode_value, encode_value
+from engines.errors import CheckpointError
+
+__all__ = ["WeightState", "collect_weight_states", "get_class_name", "make_optimiser_state"]
+
+
+@dataclass(frozen=True)
+class WeightState:
+    """Of one weight: what the optimiser's group says (`options`, such as lr), what it keeps, and in which tensors.
+
+    `options` and `values` are JSON.
+    """
+
+    options: Mapping[str, Any]
+    values: Mapping[str, Any]
+    tensors: tuple[str, ...]
+
+
+def get_class_name(made: object) -> str:
+    """An optimiser's, or a scheduler's, class by name."""
+    return type(made).__name__
+
+
+def collect_weight_states(
+    optimiser: torch.optim.Optimizer, names: Mapping[int, str]
+) -> tuple[dict[str, WeightState], dict[str, Tensor]]:
+    """The state of each weight by name, and its tensors as `weight's name/key`. `names` go by the weights' ids.
+
+    Raises CheckpointError where the optimiser keeps what is of no single weight, or no number or tensor.
+    """
+    kind = get_class_name(optimiser)
+    if strange := [key for key in optimiser.state if id(key) not in names]:
+        raise CheckpointError(f"{kind} keeps {strange[0]!r}, which is of no weight. A checkpoint has state by weight.")
+    states: dict[str, WeightState] = {}
+    tensors: dict[str, Tensor] = {}
+    for group in optimiser.param_groups:
+        options = {
+            key: encode_value(value, kind) for key, value in group.items() if key not in ("params", "param_names")
+        }
+        for weight in group["params"]:
+            name, kept = names[id(weight)], optimiser.state.get(weight, {})
+            held = {key: value for key, value in kept.items() if isinstance(value, Tensor)}
+            values = {key: encode_value(value, kind) for key, value in kept.items() if key not in held}
+            states[name] = WeightState(options, values, tuple(held))
+            tensors |= {f"{name}/{key}": tensor for key, tensor in held.items()}
+    return states, tensors
+
+
+def make_optimiser_state(
+    optimiser: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    states: Mapping[str, WeightState],
+    tensor: Callable[[str], Tensor],
+) -> dict[str, Any]:
+    """What `optimiser.load_state_dict` takes, for those weights that this optimiser moves and `states` has.
+
+    `tensor` reads one by its name; one on the meta device stays there. Raises CheckpointError where weights of one
+    group have had several options.
+    """
+    made = optimiser.state_dict()
+    for group, packed in zip(optimiser.param_groups, made["param_groups"], strict=True):
+        said = [names[id(weight)] for weight in group["params"]]
+        options = _get_shared_options([name for name in said if name in states], states)
+        known = options.keys() & packed.keys()  # schedulers add others, which no step reads
+        check_like({key: options[key] for key in known}, {key: packed[key] for key in known}, get_class_name(optimiser))
+        packed.update(options)
+        for index, name, weight in zip(packed["params"], said, group["params"], strict=True):
+            if name in states and (kept := _read_weight_state(name, weight, states[name], tensor)):
+                made["state"][index] = kept
+    return made
+
+
+def _get_shared_options(names: list[str], states: Mapping[str, WeightState]) -> dict[str, Any]:
+    found = [states[name].options for name in names]
+    if other := next((name for name, options in zip(names, found, strict=True) if options != found[0]), None):
+        raise CheckpointError(
+            f"{names[0]} and {other} were in groups of the optimiser with other options, and are in one group now. "
+            "Make the optimiser with the groups that it had."
+        )
+    return decode_value(found[0]) if found else {}
+
+
+def _read_weight_state(
+    name: str, weight: Tensor, state: WeightState, tensor: Callable[[str], Tensor]
+) -> dict[str, Any]:
+    kept = {key: decode_value(value) for key, value in state.values.items()}
+    for key in state.tensors:
+        read = tensor(f"{name}/{key}")  # memory of the file, which others may write over
+        if read.is_meta:
+            kept[key] = read
+            continue
+        like = weight if read.shape == weight.shape else read  # in memory as the weight is, or steps would be slower
+        kept[key] = torch.empty_like(like, dtype=read.dtype, device="cpu", requires_grad=False).copy_(read)
+    return kept

@@ -1,0 +1,74 @@
+"""A world whose messages take the time of a slower link: what ranks on one machine see as if they were on several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engines.comm.wait_time import measure_wait
+from engines.comm.world import Message, Pending, World
+
+__all__ = ["ThrottledWorld"]
+
+
+class ThrottledWorld:
+    """Ranks of one host behind links of `bytes_per_s` each, as behind network cards that work by themselves.
+
+    A rank's messages arrive one after another, and each passes from when it was sent or the link is free, whether
+    this rank looks or not. A message that says when it was sent goes with it: of one host, ranks have one clock.
+    """
+
+    def __init__(self, world: World, bytes_per_s: float) -> None:
+        self.world, self.bytes_per_s = world, bytes_per_s
+        self.rank, self.size = world.rank, world.size
+        self.free_s = 0.0
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Start messages."""
+        now, stamps = torch.tensor([time.perf_counter()], dtype=torch.float64), [_make_stamp() for _ in receives]
+        both = [part for message in sends for part in (message, Message(message.peer, message.tag, now))]
+        pairs = zip(receives, stamps, strict=True)
+        arriving = [part for message, stamp in pairs for part in (message, Message(message.peer, message.tag, stamp))]
+        count_bytes = sum(message.tensor.nbytes for message in receives)
+        return _DelayedMessages(self.world.exchange(both, arriving), self, count_bytes, stamps)
+
+    def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
+        """Messages to be started again and again."""
+        return partial(self.exchange, sends, receives)
+
+    def __getattr__(self, name: str) -> object:
+        """What is no message passes by: values, rests, failures."""
+        return getattr(self.world, name)
+
+
+def _make_stamp() -> Tensor:
+    return torch.empty(1, dtype=torch.float64)
+
+
+class _DelayedMessages:
+    """Messages that are complete when their bytes have passed the link."""
+
+    def __init__(self, pending: Pending, world: ThrottledWorld, count_bytes: int, stamps: Sequence[Tensor]) -> None:
+        self.pending, self.world, self.count_bytes, self.stamps = pending, world, count_bytes, stamps
+        self.end_s: float | None = None
+
+    def _compute_end(self) -> float:
+        """When they have passed, once they are here."""
+        if self.end_s is None:
+            sent_s = max((stamp.item() for stamp in self.stamps), default=0.0)
+            self.end_s = max(sent_s, self.world.free_s) + self.count_bytes / self.world.bytes_per_s
+            self.world.free_s = max(self.world.free_s, self.end_s) if self.stamps else self.world.free_s
+        return self.end_s
+
+    def wait(self) -> None:
+        """Sleeps meanwhile."""
+        self.pending.wait()
+        with measure_wait():
+            time.sleep(max(0.0, self._compute_end() - time.perf_counter()))
+
+    def is_completed(self) -> bool:
+        return (self.end_s is not None or self.pending.is_completed()) and time.perf_counter() >= self._compute_end()

@@ -1,0 +1,47 @@
+"""Python values as messages: sealed, behind their length.
+
+MPI has calls for this, but they wait inside of MPI: where a communicator was revoked just as such a call began, one in
+about two hundred waited for ever. Messages are waited for by those who look whether a rank has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engines.comm.value_codec import pack_value, unpack_value
+from engines.comm.world import Message, Pending, World
+
+__all__ = ["VALUE", "all_gather", "receive", "send"]
+
+VALUE = (1 << 23) - 1
+"""A tag that no program has."""
+
+
+def all_gather(world: World, value: Any, check: Callable[[], None] = lambda: None) -> list[Any]:
+    """The values of all ranks, in rank order, on every rank; collective."""
+    sealed = pack_value(value)
+    under_way = [send(world, peer, sealed) for peer in range(world.size) if peer != world.rank]
+    found = [unpack_value(sealed) if peer == world.rank else receive(world, peer, check) for peer in range(world.size)]
+    for pending in under_way:
+        pending.wait()
+    return found
+
+
+def send(world: World, peer: int, sealed: bytearray) -> Pending:
+    """Start to send what `seal` has made of a value."""
+    parts = torch.tensor([len(sealed)]), torch.frombuffer(sealed, dtype=torch.uint8)
+    return world.exchange([Message(peer, VALUE, part) for part in parts], [])
+
+
+def receive(world: World, peer: int, check: Callable[[], None] = lambda: None) -> Any:
+    """The next value of a rank. `check` raises where what has come may have no sense in it."""
+    length = torch.zeros(1, dtype=torch.int64)
+    world.exchange([], [Message(peer, VALUE, length)]).wait()
+    check()
+    sealed = torch.empty(int(length), dtype=torch.uint8)
+    world.exchange([], [Message(peer, VALUE, sealed)]).wait()
+    check()
+    return unpack_value(sealed.numpy().data)

@@ -1,0 +1,250 @@
+"""The images of each step of a training, in the seed's order: read ahead of time, by each rank its own pixels only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.comm.collective_errors import all_gather_or_raise, make_released_error
+from engines.comm.world import World
+from engines.errors import ImageError, PlanError
+from engines.images.sampler import Sample, Sampler, SamplerState
+from engines.images.shard_reader import ReadRequest, ShardReader
+from engines.output import LineBuffer
+from engines.program.worker import Inputs
+from engines.status_board import get_status_board
+
+__all__ = ["LoadedBatch", "LoaderOptions", "NotReady", "RankLoader", "SamplerState", "describe_read_error"]
+
+_AHEAD = 2  # steps that are read while one is computed
+_ON_BAD = ("raise", "skip")
+_NAMED = 5  # bad images that an error names
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How a training is fed.
+
+    Epochs of at most `steps` steps go in the order of `seed`. `workers` threads of each rank read ahead, 0: the
+    training itself reads. A bad image ends the training (`on_bad_image="raise"`), or is left out ("skip").
+    The images that do not fill the last step of an epoch make a smaller step, or wait for another epoch (`drop_last`).
+    Raises PlanError.
+    """
+
+    seed: int = 0
+    steps: int | None = None
+    workers: int = 0
+    on_bad_image: str = "raise"
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.on_bad_image not in _ON_BAD:
+            raise PlanError(f"on_bad_image={self.on_bad_image!r} must be one of {', '.join(map(repr, _ON_BAD))}.")
+        if not isinstance(self.workers, int) or self.workers < 0:
+            raise PlanError(f"workers={self.workers!r} must be a whole number of threads, or 0 for none.")
+        if self.steps is not None and self.steps < 1:
+            raise PlanError(f"steps={self.steps!r} must be at least 1, or None for whole epochs.")
+        if not isinstance(self.drop_last, bool):
+            raise PlanError(f"drop_last={self.drop_last!r} must be True or False.")
+
+
+@dataclass(frozen=True)
+class NotReady:
+    """The next step has so many `images`, for which the rank is not ready yet."""
+
+    images: int
+
+
+@dataclass(frozen=True)
+class LoadedBatch:
+    """This rank's parts of the step at a place, of `images` images, and how long it waited for them."""
+
+    place: SamplerState
+    parts: Inputs
+    wait_s: float
+    images: int
+
+
+@dataclass(frozen=True, slots=True)
+class _BadImage:
+    """Why an image cannot be read. What is `odd` is a failure of the program, and not skipped."""
+
+    text: str
+    odd: bool = False
+
+
+@dataclass
+class _ReadResult:
+    """What has been read of a step, and which images cannot be."""
+
+    pieces: dict[ReadRequest, Tensor] = field(default_factory=dict)
+    bad: dict[int, _BadImage] = field(default_factory=dict)
+    cause: Exception | None = None
+
+
+class RankLoader:
+    """Serves the steps of a training, `count` images each, to one rank; every rank has one, and they agree.
+
+    The order follows from seed and epoch alone, and the draw of an image's augmentation from seed, epoch and image:
+    not from plan, ranks or workers. A step takes the next `count` images that are not left out; those that are left
+    over at the end of an epoch make a smaller step, of a multiple of `unit` images, unless `feeding.drop_last` lets
+    them wait for another epoch. An image that is found bad when its step needs it is left out by all ranks, then and in
+    all later epochs, as if it were not in the order.
+
+    `is_ready` says whether the rank can take a step of so many images.
+    """
+
+    def __init__(
+        self, world: World, own: ShardReader, count: int, feeding: LoaderOptions | None = None, unit: int = 1,
+        is_ready: Callable[[int], bool] = lambda images: True,
+    ) -> None:  # fmt: skip
+        self.world, self.own, self.count, self.is_ready = world, own, count, is_ready
+        self.feeding = feeding or LoaderOptions()
+        self.order = Sampler(len(own.images), count, self.feeding.steps, self.feeding.drop_last, unit)
+        self.place = SamplerState(self.feeding.seed)
+        self._next = self.place
+        self.bad: list[str] = []  # of each image that was found bad and left out, which one it is and why
+        self._reading: dict[ReadRequest, Future[Tensor]] = {}
+        workers = self.feeding.workers
+        begin = partial(_begin_worker, get_status_board().output)
+        self._pool = ThreadPoolExecutor(workers, "feed", begin) if workers else None
+        if (total := len(own.images)) < count:
+            raise ImageError(f"There are {total} images, but a step takes {count}. Use smaller batches, or add images.")
+
+    # ---- where it is
+
+    def get_state(self) -> dict[str, Any]:
+        """Plain JSON: where the training goes on, once the last step that was served is done."""
+        return self.place.to_dict(len(self.own.images))
+
+    def resume(self, state: Mapping[str, Any], anew: bool = False) -> None:
+        """Go on from there: the same images, draws and order as without the break. Raises ImageError.
+
+        `anew`: whoever begins here has heard of no step of the epoch; where none is left of it the next one begins.
+        """
+        if state["images"] != len(self.own.images):
+            raise ImageError(
+                f"The training that is to go on had {state['images']} images, but there are {len(self.own.images)}. "
+                "Give it the same images, or begin a new one."
+            )
+        place = SamplerState.of(state)
+        self.place = self.order.skip_finished_epoch(place) if anew else place
+
+    def advance(self) -> None:
+        """The step that was served is done."""
+        self.place = self._next
+
+    # ---- steps
+
+    def load_next(self) -> LoadedBatch | NotReady | None:
+        """This rank's parts of the next step; None where the epoch is over, and then the next one is begun. Collective.
+
+        Unready where the step is a smaller one, for which ranks have to be made ready: then it can be asked for again.
+        Raises ImageError, on every rank, where an image cannot be read, or where too few are left for one step.
+        """
+        start_s = time.perf_counter()
+        waited_s = 0.0
+        while (step := self.order.get_samples(self.place)) is not None:
+            if not self.is_ready(len(step)):
+                return NotReady(len(step))
+            read = self._read(step, self.order.get_next_state(self.place))
+            waited_s += time.perf_counter() - start_s
+            found = all_gather_or_raise(self.world, read.bad, self._make_error(read.bad, read))
+            bad = {index: why for rank in reversed(found) for index, why in rank.items()}
+            if not bad:
+                self._next = self.order.get_next_state(self.place)
+                for piece in read.pieces:
+                    self._reading.pop(piece, None)
+                return LoadedBatch(self.place, self.own.assemble(step, read.pieces.__getitem__), waited_s, len(step))
+            if failure := self._make_error(bad, read):
+                raise failure
+            self.bad += [bad[index].text for index in sorted(bad)]
+            self.place = replace(self.place, skipped=(*self.place.skipped, *sorted(bad)))
+            start_s = time.perf_counter()
+        self._end_epoch()
+        return None
+
+    def _end_epoch(self) -> None:
+        if not self.place.step:
+            some = "".join(f"\n{text}" for text in self.bad[:_NAMED])
+            raise ImageError(
+                f"{len(self.place.skipped)} of {len(self.own.images)} images cannot be read, and the others are not "
+                f"enough for a step of {self.count}. Mend them, or lower the batch size.{some}"
+            )
+        self.place = self.place.next_epoch
+
+    # ---- reading
+
+    def _read(self, step: Sequence[Sample], then: SamplerState) -> _ReadResult:
+        wanted = list(self.own.make_read_requests(step))
+        if self._pool is not None:
+            self._prefetch(wanted, then)
+        read = _ReadResult()
+        for piece in wanted:
+            self._take(piece, read)
+        return read
+
+    def _take(self, piece: ReadRequest, read: _ReadResult) -> None:
+        """One piece into what is read. Of an image that is known to be bad nothing more is read."""
+        if piece.index in read.bad:
+            return
+        try:
+            read.pieces[piece] = self.own.fetch(piece) if self._pool is None else self._reading[piece].result()
+        except Exception as error:
+            odd = not isinstance(error, ImageError | OSError)
+            read.cause = error
+            read.bad[piece.index] = _BadImage(describe_read_error(self.own.images.name(piece.index), error, odd), odd)
+
+    def _prefetch(self, wanted: Sequence[ReadRequest], then: SamplerState) -> None:
+        """Have workers read the step and the next ones; what was begun and is not needed any more is given up."""
+        coming = (step for step, _ in zip(self.order.iterate_steps(then), range(_AHEAD), strict=False))
+        known = (step for step in coming if self.is_ready(len(step)))
+        pieces = dict.fromkeys([*wanted, *(piece for step in known for piece in self.own.make_read_requests(step))])
+        for piece in self._reading.keys() - pieces.keys():
+            self._reading.pop(piece).cancel()
+        for piece in pieces:
+            if piece not in self._reading:
+                self._reading[piece] = self._pool.submit(self.own.fetch, piece)
+
+    def _make_error(self, bad: Mapping[int, _BadImage], read: _ReadResult) -> ImageError | None:
+        """What is to be raised where these images are bad. The rank that is named is one that has read the image."""
+        if not bad:
+            return None
+        first = next((index for index, why in bad.items() if why.odd), min(bad))
+        if self.feeding.on_bad_image != "raise" and not bad[first].odd:
+            return None
+        failure = ImageError(bad[first].text)
+        failure.__cause__ = read.cause if first in read.bad else make_released_error()
+        return failure
+
+    def close(self) -> None:
+        """End the workers; those that read finish their piece first."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._reading.clear()
+
+    def __enter__(self) -> RankLoader:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+
+def _begin_worker(output: LineBuffer | None) -> None:
+    """What a worker prints is its rank's."""
+    torch.set_num_threads(1)  # or each would start as many threads as the training has
+    get_status_board().output = output
+
+
+def describe_read_error(name: str, error: Exception, odd: bool = False) -> str:
+    """Why an image cannot be read, with its name once."""
+    text = str(error) or type(error).__name__
+    text = f"{type(error).__name__}: {text}" if odd else text
+    return text if name in text else f"{name}: {text}"

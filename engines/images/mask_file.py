@@ -1,0 +1,138 @@
+"""Masks: the class of each pixel, read rectangle by rectangle."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.errors import ImageError
+from engines.images.ignored_label import IGNORED
+from engines.images.picture_cache import FileCache
+from engines.images.raw_image import RawImage, open_raw_image
+from engines.spatial.tiles import Tile
+
+__all__ = ["Classes", "Ignore", "MaskFile", "parse_ignored_numbers", "read_mask_shape"]
+
+Classes = NDArray[np.int64]
+
+Ignore = int | Iterable[int] | None
+"""The numbers of a mask that are no class, such as 255 for void: one, several or none."""
+
+_NEARLY_GREY = 16  # by so much may the channels of a grey mask differ, where it was saved as a coloured JPEG
+
+_open_mask: FileCache[RawImage] = FileCache(open_raw_image)
+
+
+class MaskFile:
+    """A mask in a picture file (grey, or of a palette), or an (H, W) array in a `.npy` file.
+
+    The numbers that the file stores are the classes, from 0 to `classes` - 1: neither a palette's colours nor black and
+    white exchanged nor transparency change them. Those in `ignore` become `IGNORED`. With a `threshold`, whatever is
+    above it is class 1 and the rest class 0: so a mask can be a JPEG, whose numbers are not quite those that were
+    saved. Of a file with 1, 2 or 4 bits for a pixel, it is held against these spread over 0 ... 255.
+    Raises ImageError, which names the file, where it cannot be read.
+    """
+
+    def __init__(self, path: Path, classes: int, threshold: int | None = None, ignore: Ignore = None) -> None:
+        self.path, self.classes, self.threshold = path, classes, threshold
+        self.ignore = parse_ignored_numbers(ignore)
+        self._source = _open_mask(path)
+        if threshold is not None and self._source.is_indexed:
+            raise ImageError(
+                f"The mask {path} has a palette: its numbers are places in a list of colours, for which a threshold of "
+                "shades means nothing. Leave the threshold away and say how many classes there are (classes=), or "
+                "save the mask as grey."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return self._source.shape
+
+    def read(self, tile: Tile) -> Classes:
+        """(h, w): raises ImageError, which names file and pixel, where a number is no class."""
+        found = self._select_channel(self._source.read(tile), tile)
+        ignored = np.isin(found, self.ignore)
+        if self.threshold is not None:
+            found = np.where(np.isnan(found), found, self._scale_shades(found) > self.threshold)
+        valid = (found >= 0) & (found < self.classes) & (found == np.floor(found))  # of NaN nothing is true
+        if not (valid | ignored).all():
+            row, col = np.argwhere(~(valid | ignored))[0]
+            raise ImageError(
+                f"The mask {self.path} holds {found[row, col]:g} at {_describe_pixel(tile, row, col)}, which is no "
+                f"class: there are {self.classes}, numbered from 0. Mend the mask, say which number means that a pixel "
+                "has no class (ignore=), or give a threshold where its numbers are shades."
+            )
+        return np.where(ignored, IGNORED, np.where(ignored, 0, found).astype(np.int64))
+
+    def _scale_shades(self, found: NDArray[Any]) -> NDArray[Any]:
+        bits = self._source.bits
+        return found.astype(np.int64) * (255 // ((1 << bits) - 1)) if bits in (1, 2, 4) else found
+
+    def _select_channel(self, found: NDArray[Any], tile: Tile) -> NDArray[Any]:
+        """(h, w, channels) -> (h, w). Raises ImageError where no channel alone says what the class is."""
+        alpha = self._source.alpha
+        if alpha is not None:
+            self._check_opaque(found[..., alpha], tile)
+            found = np.delete(found, alpha, axis=2)
+        if found.shape[2] not in (1, 3):
+            raise ImageError(
+                f"The mask {self.path} has {found.shape[2]} channels, and it is not known which of them holds the "
+                "classes. Save that one by itself."
+            )
+        if found.shape[2] == 1:
+            return found[..., 0]
+        self._check_grey(found, tile)
+        return found[..., 0] if self.threshold is None else found.sum(2, dtype=np.float64) // 3
+
+    def _check_opaque(self, alpha: NDArray[Any], tile: Tile) -> None:
+        full = np.iinfo(alpha.dtype).max if alpha.dtype.kind in "iu" else 1
+        if (alpha != full).any():
+            row, col = np.argwhere(alpha != full)[0]
+            raise ImageError(
+                f"The mask {self.path} is transparent at {_describe_pixel(tile, row, col)}, and it is not known which "
+                "class that is. Save it as grey; if what is opaque is class 1, save its alpha channel alone, by "
+                "PIL.Image.open(...).getchannel('A').save(...), and give threshold=127."
+            )
+
+    def _check_grey(self, found: NDArray[Any], tile: Tile) -> None:
+        """Colours have no order. With a threshold they may differ a little, or be on one side of it all three."""
+        low, high = found.min(2), found.max(2)
+        odd = low != high
+        if self.threshold is not None:
+            far = high.astype(np.float64) - low > _NEARLY_GREY
+            odd = far & ((low > self.threshold) != (high > self.threshold))
+        if odd.any():
+            row, col = np.argwhere(odd)[0]
+            raise ImageError(
+                f"The mask {self.path} is coloured, {tuple(found[row, col].tolist())} at "
+                f"{_describe_pixel(tile, row, col)}, and it is not known which class a colour is. Save it as grey, or "
+                "with a palette, so that numbers are classes."
+            )
+
+
+def parse_ignored_numbers(ignore: Ignore) -> tuple[int, ...]:
+    """The numbers as a tuple. Raises ImageError where they are no whole numbers.
+
+    >>> parse_ignored_numbers(None), parse_ignored_numbers(255), parse_ignored_numbers([254, 255])
+    ((), (255,), (254, 255))
+    """
+    given = () if ignore is None else ignore if isinstance(ignore, Iterable) else (ignore,)
+    try:
+        return tuple(operator.index(number) for number in given)
+    except TypeError:
+        raise ImageError(f"ignore={ignore!r} must be a whole number of the masks, such as 255, or several.") from None
+
+
+def read_mask_shape(path: Path) -> tuple[int, int]:
+    """Height and width in pixels. Raises ImageError, which names the file, where it is no mask."""
+    return _open_mask(path).shape
+
+
+def _describe_pixel(tile: Tile, row: int, col: int) -> str:
+    return f"row {tile.rows.start + row}, column {tile.cols.start + col}"

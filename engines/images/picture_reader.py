@@ -1,0 +1,158 @@
+"""What all readers share: levels, rectangles that may reach outside, and an account of what was read."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import SupportsIndex
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.errors import ImageError
+from engines.images.display import describe_picture, make_picture_html
+from engines.images.thumbnails import make_thumbnail
+
+__all__ = ["WHITE", "DecodeBlock", "Level", "PictureReader", "Pixels", "split_row_bands"]
+
+Pixels = NDArray[np.uint8]
+"""(H, W, 3), red, green, blue."""
+
+BAND_BYTES = 1 << 24  # of memory beside the pixels that were asked for
+WHITE = 255  # outside of the picture: the paper that transparent pixels are laid on too
+
+
+@dataclass(frozen=True)
+class Level:
+    """One resolution of a picture: its size in pixels, and how many pixels of level 0 one of its pixels spans."""
+
+    height: int
+    width: int
+    downsample: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return self.height, self.width
+
+
+@dataclass(frozen=True)
+class DecodeBlock:
+    """What is decoded at once, and how long that takes: as long as decoding so many pixels."""
+
+    rows: int = 1
+    cols: int = 1
+    cost_px: int = 1
+
+
+class ByteCounter:
+    """Bytes counted by any number of threads. A copy of it in another process begins with 0."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        """Count these too."""
+        with self._lock:
+            self.count += count
+
+    def __reduce__(self) -> tuple[type[ByteCounter], tuple[()]]:
+        return ByteCounter, ()
+
+
+class PictureReader(ABC):
+    """A picture that hands out rectangles; a subclass has to say only what lies in one that is wholly inside.
+
+    Reads may come from several threads at once. Pickled, a reader of a file is its path: the file is opened again
+    where the copy is first read, so every rank has a handle of its own.
+    """
+
+    def __init__(self, name: str, levels: Sequence[Level], microns_per_px: float | None = None) -> None:
+        self.name, self.levels, self.microns_per_px = name, tuple(levels), microns_per_px
+        self._tally = ByteCounter()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the picture's own pixels that `read` has handed out so far, white beyond its edges not counted."""
+        return self._tally.count
+
+    def shape(self, level: int = 0) -> tuple[int, int]:
+        """Height and width in pixels of one level. Raises ImageError where there is no such level."""
+        if level not in range(len(self.levels)):
+            raise ImageError(
+                f"{getattr(self, 'path', self.name)} has no level {level}: its levels are 0 to {len(self.levels) - 1} "
+                f"({', '.join(f'{each.height} x {each.width}' for each in self.levels)} px)."
+            )
+        return self.levels[level].shape
+
+    def read(self, y0: int, x0: int, height_px: int, width_px: int, level: int = 0) -> Pixels:
+        """A fresh (height_px, width_px, 3) rectangle of one level, in pixels of that level; white outside.
+
+        Raises ImageError where it has no pixels, or the file cannot be read.
+        """
+        (rows, cols), box = self.shape(level), _normalise_box(self.name, (y0, x0, height_px, width_px))
+        y0, x0, height_px, width_px = box
+        top, bottom = (min(max(edge, 0), rows) for edge in (y0, y0 + height_px))
+        left, right = (min(max(edge, 0), cols) for edge in (x0, x0 + width_px))
+        found = _make_white(self.name, height_px, width_px)
+        inside = found[top - y0 : bottom - y0, left - x0 : right - x0]
+        if inside.size:
+            self._fill(inside, top, left, level)
+            self._tally.add(inside.nbytes)
+        return found
+
+    def get_decode_block(self, level: int) -> DecodeBlock:
+        """What of a level is decoded at once, where that is more than the pixels that are asked for."""
+        return DecodeBlock()
+
+    def thumbnail(self, longest_px: int) -> Pixels:
+        """The whole picture, shrunk until neither side is longer than `longest_px`; see `thumbnails.shrunk`."""
+        return make_thumbnail(self, longest_px)
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {'; '.join(describe_picture(self).values())}>"
+
+    def _repr_html_(self) -> str:
+        return make_picture_html(self)
+
+    @abstractmethod
+    def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
+        """Put a rectangle into `out`, (h, w, 3), all white: its first pixel is (y0, x0), and it lies inside the level.
+
+        It is as large as what was asked for: whoever needs memory besides takes it piece by piece, see `bands`.
+        """
+
+
+def split_row_bands(start: int, stop: int, row_bytes: int, step: int = 1) -> Iterator[tuple[int, int]]:
+    """Rows `start` to `stop` in parts of about `BAND_BYTES`, cut at multiples of `step` (the rows of a tile).
+
+    >>> list(split_row_bands(5, 40, row_bytes=BAND_BYTES // 20, step=8))
+    [(5, 16), (16, 32), (32, 40)]
+    """
+    step *= max(1, BAND_BYTES // (row_bytes * step))
+    for first in range(start - start % step, stop, step):
+        yield max(first, start), min(first + step, stop)
+
+
+def _make_white(name: str, height_px: int, width_px: int) -> Pixels:
+    try:
+        return np.full((height_px, width_px, 3), WHITE, np.uint8)
+    except (MemoryError, ValueError) as error:
+        raise ImageError(f"{height_px} x {width_px} px of {name} do not fit into memory: {error}.") from error
+
+
+def _normalise_box(name: str, box: Sequence[SupportsIndex]) -> tuple[int, int, int, int]:
+    try:
+        y0, x0, height_px, width_px = map(operator.index, box)
+    except TypeError as error:
+        raise ImageError(f"A rectangle of {name} is given in whole pixels, not as {box}.") from error
+    if min(height_px, width_px) < 1:
+        raise ImageError(
+            f"A rectangle of {height_px} x {width_px} px of {name}, from row {y0}, column {x0}, has no pixels. "
+            "Ask for at least 1 x 1."
+        )
+    return y0, x0, height_px, width_px

@@ -1,0 +1,241 @@
+"""The numbers that a file stores for its pixels, as they are: what a mask is read from.
+
+A picture's numbers mean light, so a reader of pictures inverts them where white is 0, looks them up in a palette, lays
+what is transparent on white and stretches few bits to 0 ... 255. Here nothing of that is done. Only the place of a
+pixel follows the file: where it says that it is turned (EXIF, TIFF's Orientation), it is set upright, as pictures are.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import weakref
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from tifffile import TiffFile, TiffPage
+
+from engines.errors import ImageError
+from engines.images.budget import check_budget
+from engines.images.decode_cache import DecodeCache
+from engines.images.files import make_changed_error, read_head, translate_errors
+from engines.images.pillow import allow_any_size, check_decoding, map_row_bands, read_whole_file
+from engines.images.tiff_layout import find_picture
+from engines.images.tiff_page import DECODED, JPEG, TiffPageReader, check_segment_size, find_alpha_channel
+from engines.images.zarr import is_zarr
+from engines.spatial.tiles import Tile
+from engines.working_folder import make_absolute
+
+__all__ = ["RawImage", "open_raw_image"]
+
+Numbers = NDArray[Any]
+_PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_NPY = b"\x93NUMPY"
+_FAX = (2, 3, 4)
+_ORIENTATION = 0x0112
+_WHITE_IS_ZERO, _GREY, _RGB, _PALETTE, _MASK, _YCBCR = 0, 1, 2, 3, 4, 6
+_SAVE = "Save it as a grey PNG or TIFF file, or as an (H, W) array in a .npy file, whose numbers are the classes."
+
+
+class RawImage(Protocol):
+    """A file of numbers, with one channel or more.
+
+    `bits` says how many a number has; where they are fewer than 8, shades would be spread over 0 ... 255. `alpha` is
+    the channel of transparency, if there is one. `is_indexed` where numbers are places in a palette of colours.
+    """
+
+    shape: tuple[int, int]
+    bits: int
+    alpha: int | None
+    is_indexed: bool
+
+    def read(self, tile: Tile) -> Numbers:
+        """(h, w, channels) of the file's own type. Raises ImageError, which names the file."""
+
+
+def open_raw_image(path: Path) -> RawImage:
+    """The numbers in a PNG, JPEG, TIFF or `.npy` file, known by what is in it.
+
+    Only its header is read at first. Raises ImageError, which names the file, where its numbers cannot be had.
+    """
+    with translate_errors(path):
+        if is_zarr(path):
+            raise ImageError(f"{path} is a Zarr store, and masks are not read from these. {_SAVE}")
+    head = read_head(path, 8)
+    if path.suffix.lower() == ".npy" or head.startswith(_NPY):
+        return _RawNpy(path)
+    if head.startswith(_TIFF):
+        return _RawTiff(path)
+    if head.startswith((_PNG, _JPEG)):
+        return _RawPillow(path)
+    raise ImageError(f"{path} is not a PNG, JPEG or TIFF file, nor a NumPy array, so it is no mask. {_SAVE}")
+
+
+class _RawNpy:
+    """An (H, W) array in a `.npy` file, mapped into memory."""
+
+    alpha: int | None = None
+    is_indexed = False
+
+    def __init__(self, path: Path) -> None:
+        with translate_errors(path):
+            values = np.load(path, mmap_mode="r", allow_pickle=False)
+            if values.ndim != 2 or not values.size or values.dtype.kind not in "biuf":
+                raise ImageError(f"{path} holds {values.dtype} of shape {values.shape}, but a mask is (H, W) numbers.")
+        self._values, self.shape = values, (int(values.shape[0]), int(values.shape[1]))
+        self.bits = 1 if values.dtype == bool else 8 * values.dtype.itemsize
+
+    def read(self, tile: Tile) -> Numbers:
+        return np.array(_cut(self._values, tile))[..., None]
+
+
+class _RawPillow:
+    """A PNG or JPEG file. Pillow gives the stored numbers, but spreads 2 and 4 bits of grey over 0 ... 255."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = make_absolute(path)
+        data = read_whole_file(path)
+        with translate_errors(path), allow_any_size(), _open_bytes(data) as image:
+            _check_decoding(path, image, data)
+            turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
+            self.shape = image.size if turned else (image.height, image.width)
+            self.bits = _read_png_bits(path) if image.format == "PNG" else 8
+            _check_channels(path, image, self.bits)
+            self.alpha = {"LA": 1, "RGBA": 3}.get(image.mode)
+            self.is_indexed = image.mode == "P" and _has_colours(image)
+
+    def read(self, tile: Tile) -> Numbers:
+        values = _WHOLE.get_pixels(self.path)
+        if values.shape[:2] != self.shape:
+            raise make_changed_error(self.path)
+        return _cut(values, tile)
+
+
+class _RawTiff:
+    """A TIFF file, of which the tiles or strips are decoded that a rectangle touches."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = make_absolute(path)
+        with translate_errors(path), TiffFile(path) as file:
+            base = find_picture(path, file).base
+            for page in base:
+                _check_page(path, page)
+            first = base[0]
+            self._pages = [TiffPageReader(path, page) for page in base]
+            self._orientation = int(first.tags.valueof(_ORIENTATION, 1))
+            self.bits, self.alpha = int(first.bitspersample), find_alpha_channel(first)
+            self.is_indexed = first.photometric == _PALETTE and not _is_grey_ramp(np.asarray(first.colormap) >> 8)
+        self._channels = sum(page.channels for page in self._pages)
+        rows, cols = self._pages[0].shape
+        self.shape = (cols, rows) if self._orientation in (5, 6, 7, 8) else (rows, cols)
+        with translate_errors(path):
+            self._fd = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._fd)
+
+    def read(self, tile: Tile) -> Numbers:
+        if self._orientation in range(2, 9):
+            wanted = 2 * math.prod(self.shape) * self._channels * self._pages[0].dtype.itemsize
+            check_budget(self.path, wanted, "it is turned, so that it is read all at once", "Save it upright.")
+            return _cut(_apply_orientation(self._read(Tile.whole(*self._pages[0].shape)), self._orientation), tile)
+        return self._read(tile)
+
+    def _read(self, tile: Tile) -> Numbers:
+        with translate_errors(self.path):
+            found = np.zeros((*tile.shape, self._channels), self._pages[0].dtype)
+            for number, page in enumerate(self._pages):
+                part = found[..., number : number + page.channels]
+                page.fill(self._fd, part, tile.rows.start, tile.cols.start)
+            return found
+
+
+def _cut(values: Numbers, tile: Tile) -> Numbers:
+    return values[tile.rows.start : tile.rows.stop, tile.cols.start : tile.cols.stop]
+
+
+def _apply_orientation(values: Numbers, orientation: int) -> Numbers:
+    """(H, W, ...) of a file whose first row and column are elsewhere (TIFF 6.0, p. 36, Orientation)."""
+    turned = values.swapaxes(0, 1) if orientation in (5, 6, 7, 8) else values
+    rows, cols = orientation in (3, 4, 7, 8), orientation in (2, 3, 6, 7)
+    return turned[:: -1 if rows else 1, :: -1 if cols else 1]
+
+
+# ---- PNG and JPEG
+
+
+def _open_bytes(data: bytes) -> Image.Image:
+    return Image.open(BytesIO(data), formats=("PNG", "JPEG"))
+
+
+def _read_png_bits(path: Path) -> int:
+    """Bits of a channel, by the first chunk of the file (PNG, 11.2.2)."""
+    with path.open("rb") as file:
+        (bits,) = struct.unpack(">B", file.read(25)[24:])
+    return int(bits)
+
+
+def _check_channels(path: Path, image: Image.Image, bits: int) -> None:
+    if bits > 8 and not image.mode.startswith("I"):
+        raise ImageError(
+            f"The mask {path} has several channels of {bits} bits ({image.mode}), and it is not known which of them "
+            f"are classes. {_SAVE}"
+        )
+    if not image.mode.startswith("I") and image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA"):
+        raise ImageError(f"The mask {path} is of mode {image.mode}, whose numbers are no classes. {_SAVE}")
+
+
+def _has_colours(image: Image.Image) -> bool:
+    palette = np.array(image.getpalette("RGB"), np.int64).reshape(-1, 3).T
+    return not _is_grey_ramp(palette)
+
+
+def _is_grey_ramp(palette: NDArray[np.integer[Any]]) -> bool:
+    """Whether a palette, (3, N), gives each index the grey of the same number, so that an index is a shade."""
+    return bool((palette == np.arange(palette.shape[1])).all())
+
+
+def _decode(path: Path, _page: int) -> Numbers:
+    """(H, W, channels) of a PNG or JPEG file, upright."""
+    with translate_errors(path):
+        data = read_whole_file(path)
+        with allow_any_size():
+            image = _open_bytes(data)
+            _check_decoding(path, image, data)
+            orientation = int(image.getexif().get(_ORIENTATION, 1))
+        bits = _read_png_bits(path) if image.format == "PNG" else 8
+        factor = 255 // ((1 << bits) - 1) if image.mode == "L" and bits in (2, 4) else 1
+        values = map_row_bands(image, lambda band: np.array(band) // factor if factor > 1 else np.array(band))
+        return _apply_orientation(np.atleast_3d(values), orientation)
+
+
+def _check_decoding(path: Path, image: Image.Image, data: bytes) -> None:
+    """Before anything is asked of the image that Pillow would decode it for, such as whether it is turned."""
+    bytes_per_pixel = np.dtype(np.int32).itemsize if image.mode == "I" else len(image.getbands())
+    check_decoding(path, image, data, bytes_per_pixel)
+
+
+_WHOLE = DecodeCache(_decode)
+
+
+# ---- TIFF
+
+
+def _check_page(path: Path, page: TiffPage) -> None:
+    check_segment_size(path, page)
+    kind = np.dtype(page.dtype).kind if page.dtype else ""
+    if not isinstance(page.bitspersample, int) or kind not in tuple("biuf") or page.imagedepth != 1:
+        raise ImageError(f"The mask {path} holds no plain numbers, one for each pixel. {_SAVE}")
+    if page.compression in _FAX:
+        raise ImageError(
+            f"The mask {path} is compressed as a fax is, for which programs differ in whether ink is 0 or 1. {_SAVE}"
+        )
+    if page.compression not in DECODED:
+        raise ImageError(f"The mask {path} is compressed in a way that is not read here ({page.compression}). {_SAVE}")
+    decoded_to_rgb = page.photometric == _YCBCR and page.compression == JPEG
+    if page.photometric not in (_WHITE_IS_ZERO, _GREY, _RGB, _PALETTE, _MASK) and not decoded_to_rgb:
+        raise ImageError(f"The mask {path} holds colours of another kind than RGB ({page.photometric}). {_SAVE}")

@@ -1,0 +1,94 @@
+"""How much memory a turn takes: its program is run on the meta device, where tensors have sizes but no memory."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from engines.comm.device import choose_memory_format
+from engines.comm.loopback import make_loopback_worlds
+from engines.layer.graph import ModelGraph, TensorSpec
+from engines.program.tile_passes import TilePass
+from engines.program.worker import Worker
+
+__all__ = ["estimate_pass_bytes"]
+
+
+class _MetaMemoryMode(TorchDispatchMode):
+    """Counts the bytes of the tensors that are alive, and the most that there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.holders: dict[int, int] = {}
+
+    def count(self, tensor: Tensor) -> Tensor:
+        """Hold this tensor's memory until nobody does."""
+        storage = tensor.untyped_storage()
+        memory, size = storage._cdata, storage.nbytes()
+        if memory not in self.holders:
+            self.now += size
+            self.most = max(self.most, self.now)
+        self.holders[memory] = self.holders.get(memory, 0) + 1
+        weakref.finalize(tensor, self._release, memory, size)
+        return tensor
+
+    def _release(self, memory: int, size: int) -> None:
+        self.holders[memory] -= 1
+        if not self.holders[memory]:
+            del self.holders[memory]
+            self.now -= size
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            self.count(tensor)
+        if "convolution" in func._schema.name:
+            self.most = max(self.most, self.now + _estimate_workspace(args[0], args[1], *tensors))
+        return made
+
+
+def _estimate_workspace(x: Tensor, weight: Tensor, *made: Tensor) -> int:
+    """What a convolution takes beside its tensors. In float64 ATen unfolds every window of one image (`im2col`)."""
+    if x.dtype is torch.float64:
+        unfolded = made[0] if made and made[0].shape[-1] <= x.shape[-1] else x
+        return math.prod(weight.shape[1:]) * math.prod(unfolded.shape[2:]) * x.element_size()
+    return 0
+
+
+def estimate_pass_bytes(turn: TilePass, graph: ModelGraph, sums: Mapping[str, TensorSpec]) -> int:
+    """The most bytes of tensors that one turn holds at once, weights and the image's pixels as bytes not counted.
+
+    `sums` are those that are known by then. Raises NotImplementedError where a kernel has no meta function.
+    """
+    device = torch.device("meta")
+    weights = {name: _make_empty(graph.weights[name]) for name in turn.program.weights}
+    buffers = {name: _make_empty(graph.buffers[name]) for name in turn.program.buffers}
+    worker = Worker(turn.program, make_loopback_worlds(1)[0], weights, buffers, device=device)
+    live = _MetaMemoryMode()
+    with torch.no_grad(), live:
+        inputs = {name: live.count(_make_empty(spec)) for name, spec in sums.items()}
+        if turn.window is not None:
+            inputs["images"] = live.count(_make_empty(_get_window_spec(graph.inputs["images"], turn)))
+        worker.run({0: inputs})
+    return live.most
+
+
+def _get_window_spec(images: TensorSpec, turn: TilePass) -> TensorSpec:
+    tile = turn.window.tile if turn.window else None
+    return images if tile is None else TensorSpec((*images.shape[:2], *tile.shape), images.dtype)
+
+
+def _make_empty(spec: TensorSpec) -> Tensor:
+    made = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+    return made.to(memory_format=choose_memory_format(made.dim()))

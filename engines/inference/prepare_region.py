@@ -1,0 +1,51 @@
+"""What ranks must know to predict a region of a picture tile after tile."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from engines.errors import TraceError
+from engines.inference.padded_region import PaddedRegion
+from engines.inference.rank_predictor import prepare_prediction
+from engines.plan import Plan
+from engines.training import Recipe
+
+__all__ = ["prepare_region"]
+
+_MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def prepare_region(
+    model: nn.Module, region: PaddedRegion, precision: str = "float32", device: str = "auto"
+) -> tuple[Recipe, PaddedRegion]:
+    """The model at the region's size; the region is padded where the model takes only multiples of some power of two.
+
+    Raises TraceError where it takes none of them.
+    """
+    plan = Plan(split_size=1, spatial_size=0, precision=precision)
+    refusals: list[TraceError] = []
+    for px in _MULTIPLES:
+        padded = region.pad_to_multiple(px)
+        if refusals and padded.size_px == region.size_px:
+            continue
+        try:
+            with _hide_trace_log():
+                return prepare_prediction(model, plan, (1, 3, *padded.size_px), device), padded
+        except TraceError as error:
+            refusals.append(error)
+    raise refusals[0]
+
+
+@contextmanager
+def _hide_trace_log() -> Iterator[None]:
+    """torch writes what it cannot trace to stderr, beside raising it."""
+    told = logging.getLogger("torch._subclasses.fake_tensor")
+    before, told.disabled = told.disabled, True
+    try:
+        yield
+    finally:
+        told.disabled = before

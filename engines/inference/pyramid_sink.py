@@ -1,0 +1,212 @@
+"""A prediction as a tiled TIFF with all its resolutions, written in bounded memory; there is never half a file.
+
+Tiles lie uncompressed in a scratch file beside it until all are there, for a TIFF wants them in order. The scratch file
+has no name, so that nothing is left of it whatever happens, and its room is taken before the first tile is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tifffile
+from numpy.typing import NDArray
+
+from engines.inference.padded_region import PaddedRegion
+from engines.inference.tile_sink import Shape
+from engines.spatial.tiles import Span, Tile
+from engines.status_board import get_status_board
+
+__all__ = ["PyramidSink", "make_pyramid"]
+
+Halve = Callable[[NDArray[Any]], NDArray[Any]]
+
+TILE_PX, GROUP_PX = 256, 4096  # a tile of the file, and how much of a row of tiles is read at once
+SMALLEST_PX = 512  # the coarsest level has no longer side
+
+
+class _ScratchArray:
+    """An (H, W, C) array in a file without a name."""
+
+    def __init__(self, folder: Path, shape: Shape, dtype: np.dtype[Any]) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.pixel_bytes = shape[2] * dtype.itemsize
+        self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (it lives as long as this)
+        count = shape[0] * shape[1] * self.pixel_bytes
+        try:
+            os.posix_fallocate(self.file.fileno(), 0, count)
+        except OSError as error:
+            self.file.close()
+            raise OSError(
+                f"{folder} has no room for the {count} bytes of {shape[0]} x {shape[1]} px ({error.strerror}). "
+                "Free some, or write to another folder."
+            ) from error
+
+    def _compute_offset(self, row: int, tile: Tile) -> int:
+        return (row * self.shape[1] + tile.cols.start) * self.pixel_bytes
+
+    def write(self, tile: Tile, pixels: NDArray[Any]) -> None:
+        for row, line in zip(range(tile.rows.start, tile.rows.stop), pixels, strict=True):
+            _write_all(self.file.fileno(), np.ascontiguousarray(line).tobytes(), self._compute_offset(row, tile))
+
+    def read(self, tile: Tile) -> NDArray[Any]:
+        found = np.empty((*tile.shape, self.shape[2]), self.dtype)
+        for row, line in zip(range(tile.rows.start, tile.rows.stop), found, strict=True):
+            os.preadv(self.file.fileno(), [line], self._compute_offset(row, tile))
+        return found
+
+
+def _write_all(file: int, data: bytes, place: int) -> None:
+    """Where a disk fills up, the first write may be short; the next one says why."""
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(file, view, place)
+        view, place = view[done:], place + done
+
+
+class PyramidSink:
+    """Tiles of an image of `shape`, which become the TIFF file at `path`.
+
+    `microns_per_px` is written where it is known. `mixes`: coarser levels are means of 2 x 2 pixels; else, for numbers
+    of classes, one of the four. Raises OSError where there is no room, or the folder may not be written to.
+    """
+
+    def __init__(
+        self, path: Path, shape: Shape, dtype: np.dtype[Any], microns_per_px: float | None = None, mixes: bool = False
+    ) -> None:
+        self.path, self.dtype, self.microns_per_px = path, dtype, microns_per_px
+        self.halve = _compute_mean if mixes else _pick_nearest
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder. Give the path of a file.")
+        self.raw = _ScratchArray(path.parent, shape, dtype)
+
+    def put(self, tile: Tile, pixels: NDArray[Any]) -> None:
+        """At its place in the scratch file."""
+        self.raw.write(tile, pixels)
+
+    def finish(self) -> str:
+        """Write the file under another name, and give it its own when it is whole; the path."""
+        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.", suffix=".part")
+        os.close(handle)
+        try:
+            self._write_file(name)
+            _set_default_mode(name)
+            Path(name).replace(self.path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                Path(name).unlink()
+            self.close()
+        return str(self.path)
+
+    def close(self) -> None:
+        """Give the scratch file's room back."""
+        self.raw.file.close()
+
+    def _write_file(self, name: str) -> None:
+        levels = _count_halvings(*self.raw.shape[:2])
+        with tifffile.TiffWriter(name, bigtiff=True) as writer:
+            for level in range(levels + 1):
+                if level:
+                    coarser = _write_halved(self.raw, self.path.parent, self.halve)
+                    self.raw.file.close()
+                    self.raw = coarser
+                writer.write(
+                    _read_tiles(self.raw),
+                    shape=_drop_single_channel(self.raw.shape),
+                    dtype=self.dtype,
+                    tile=(TILE_PX, TILE_PX),
+                    compression="zlib",
+                    photometric="minisblack",
+                    planarconfig="contig",
+                    metadata=None,
+                    maxworkers=1,
+                    subifds=levels if not level else None,
+                    subfiletype=int(level > 0),
+                    **self._make_resolution(level),
+                )
+            writer.filehandle.flush()
+            os.fsync(writer.filehandle.fileno())
+
+    def _make_resolution(self, level: int) -> dict[str, Any]:
+        if self.microns_per_px is None:
+            return {}
+        per_cm = 1e4 / (self.microns_per_px * 2**level)
+        return {"resolution": (per_cm, per_cm), "resolutionunit": "CENTIMETER"}
+
+
+def make_pyramid(path: Path, region: PaddedRegion, kind: str, shape: Shape, dtype: np.dtype[Any]) -> PyramidSink:
+    """The file at `path` for a prediction of a region."""
+    known = region.picture.microns_per_px
+    scaled = None if known is None else known * region.picture_px[0] / shape[0]
+    return PyramidSink(path, shape, dtype, scaled, mixes=kind != "classes")
+
+
+def _drop_single_channel(shape: Shape) -> tuple[int, ...]:
+    return shape[:2] if shape[2] == 1 else shape
+
+
+def _count_halvings(height: int, width: int) -> int:
+    """How often an image is halved.
+
+    >>> _count_halvings(1024, 4000), _count_halvings(512, 512)
+    (3, 0)
+    """
+    count = 0
+    while max(height, width) > SMALLEST_PX:
+        height, width, count = -(-height // 2), -(-width // 2), count + 1
+    return count
+
+
+def _split_blocks(shape: Shape, rows_px: int, cols_px: int) -> Iterator[Tile]:
+    for y0, x0 in product(range(0, shape[0], rows_px), range(0, shape[1], cols_px)):
+        get_status_board().report(b"writes a pyramid")  # one rank does, the others wait for it
+        yield Tile(Span(y0, min(y0 + rows_px, shape[0])), Span(x0, min(x0 + cols_px, shape[1])))
+
+
+def _read_tiles(raw: _ScratchArray) -> Iterator[NDArray[Any]]:
+    """The tiles of the file in its order; those at the edges are filled up with zeros."""
+    for block in _split_blocks(raw.shape, TILE_PX, GROUP_PX):
+        pixels = raw.read(block)
+        for x0 in range(0, pixels.shape[1], TILE_PX):
+            part = pixels[:, x0 : x0 + TILE_PX]
+            tile = np.zeros((TILE_PX, TILE_PX, raw.shape[2]), raw.dtype)
+            tile[: part.shape[0], : part.shape[1]] = part
+            yield tile[..., 0] if raw.shape[2] == 1 else tile
+
+
+def _write_halved(raw: _ScratchArray, folder: Path, halve: Halve) -> _ScratchArray:
+    height, width = (-(-px // 2) for px in raw.shape[:2])
+    coarser = _ScratchArray(folder, (height, width, raw.shape[2]), raw.dtype)
+    for block in _split_blocks(coarser.shape, TILE_PX, GROUP_PX):
+        rows, cols = (
+            Span(2 * span.start, min(2 * span.stop, px))
+            for span, px in zip((block.rows, block.cols), raw.shape[:2], strict=True)
+        )
+        coarser.write(block, halve(raw.read(Tile(rows, cols))))
+    return coarser
+
+
+def _pick_nearest(pixels: NDArray[Any]) -> NDArray[Any]:
+    """Every other pixel: between class 1 and class 3 lies no class 2."""
+    return pixels[::2, ::2]
+
+
+def _compute_mean(pixels: NDArray[Any]) -> NDArray[Any]:
+    """Means of 2 x 2; a last odd row or column counts twice."""
+    height, width = pixels.shape[:2]
+    even = np.pad(pixels, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge").astype(np.float32)
+    mean = (even[::2, ::2] + even[1::2, ::2] + even[::2, 1::2] + even[1::2, 1::2]) / 4
+    return (mean if np.issubdtype(pixels.dtype, np.floating) else np.rint(mean)).astype(pixels.dtype)
+
+
+def _set_default_mode(name: str) -> None:
+    """A temporary file is private; its successor has the rights that any new file has."""
+    mask = os.umask(0)
+    os.umask(mask)
+    Path(name).chmod(0o666 & ~mask)

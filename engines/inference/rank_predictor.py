@@ -1,0 +1,137 @@
+"""Prediction by all ranks together, under the plan of a training: its forward pass, in evaluation mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from engines.comm.device import (
+    choose_autocast_type,
+    choose_device,
+    choose_memory_format,
+    choose_thread_count,
+    use_threads,
+)
+from engines.comm.world import World
+from engines.errors import PlanError
+from engines.layer.graph import TensorSpec
+from engines.layer.trace import trace_inference
+from engines.plan import Plan
+from engines.program.compile import Compiler, compile_plan
+from engines.program.program import Program, ShardSpec
+from engines.program.step_labels import describe_steps
+from engines.program.worker import Inputs, Worker
+from engines.spatial.user_ops import UserOps
+from engines.trace_cache import get_micro_batch_spec, get_shard_spec
+from engines.training import Recipe, collect_state, copy_state_tensor, cut_inputs, sgd
+
+__all__ = ["Prediction", "RankPredictor", "fetch_tensors", "join_predictions", "prepare_prediction"]
+
+Prediction = Mapping[int, Tensor]
+"""A rank's parts of the predictions, by micro-batch, on the host."""
+
+
+def prepare_prediction(model: nn.Module, plan: Plan, image_shape: Sequence[int], device: str = "auto") -> Recipe:
+    """What ranks must know to compute `model.eval()(images)`; `image_shape` is (N, C, H, W) of one batch of the plan.
+
+    The model is only read. Raises TraceError or PlanError where it cannot be run so.
+    """
+    images = get_micro_batch_spec("images", TensorSpec(tuple(image_shape), plan.held_in), plan)
+    graph = trace_inference(model, images, plan.precision, choose_autocast_type(device))
+    if plan.local_dp > 1:
+        part = trace_inference(model, get_shard_spec(images, plan), plan.precision, choose_autocast_type(device))
+        graph = replace(graph, share=part)
+    compile_plan(graph, plan)
+    return Recipe(graph, plan, sgd, collect_state(model, None, graph), device, additions=UserOps.snapshot())
+
+
+class RankPredictor:
+    """One rank's weights and worker, going forward only; collective.
+
+    Weights are those `held` by the ranks of a training (by the graph's names); what a rank lacks of them it gets from
+    others, as it is now. Without `held` they are copies of the recipe's.
+    """
+
+    def __init__(self, world: World, recipe: Recipe, held: Mapping[str, Tensor] | None = None) -> None:
+        recipe.additions.register()
+        self.world, self.recipe, self.held = world, recipe, held
+        self.program = Compiler(recipe.graph, recipe.plan).compile_rank(world.rank)
+        self.device = choose_device(recipe.device, world.rank)
+        self.threads = choose_thread_count(recipe.plan, world.rank)
+        wanted = (*self.program.weights, *self.program.buffers)
+        tensors = self._collect_tensors(wanted)
+        weights, buffers = (
+            {name: tensors[name] for name in names} for names in (self.program.weights, self.program.buffers)
+        )
+        self.worker = Worker(self.program, world, weights, buffers, device=self.device, seed=recipe.seed)
+        self.worker.words = describe_steps(recipe.graph, recipe.plan, self.program)
+
+    def _collect_tensors(self, wanted: Sequence[str]) -> Mapping[str, Tensor]:
+        graph, state = self.recipe.graph, self.recipe.state
+        if self.held is not None:
+            learnt = [name for name in wanted if name not in graph.constants]
+            state = {**fetch_tensors(self.world, self.held, learnt), **graph.constants}
+        own = {n: copy_state_tensor(state[n], graph.specs[n], self.device) for n in wanted if n in state}
+        return {**(self.held or {}), **own}
+
+    def cut(self, inputs: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+        """This rank's parts of the whole inputs of a step."""
+        return cut_inputs(self.program, inputs)
+
+    def predict(self, inputs: Inputs) -> Prediction:
+        """This rank's parts of the predictions for its parts of the images; what all tiles have is told by one."""
+        use_threads(self.threads)
+        placed = {
+            number: {
+                name: part.to(self.device, memory_format=choose_memory_format(part.dim())) for name, part in own.items()
+            }
+            for number, own in inputs.items()
+        }
+        with torch.no_grad():
+            self.worker.run(placed)
+        found = {
+            number: self.worker.lanes[number].values[way.prediction].cpu().contiguous()
+            for number in self.program.directions
+            if (way := self.program.get_direction_program(number)).predicts is not None
+        }
+        self.worker.restart({})
+        return found
+
+
+def fetch_tensors(world: World, held: Mapping[str, Tensor], wanted: Iterable[str]) -> dict[str, Tensor]:
+    """What a rank wants of tensors that it does not hold, from the first rank that does; collective.
+
+    Raises PlanError, on every rank, where no rank holds it.
+    """
+    told = world.all_gather(([name for name in wanted if name not in held], tuple(held)))
+    asked = dict.fromkeys(name for lacking, _ in told for name in lacking)
+    owner = {name: rank for rank, (_, names) in reversed(list(enumerate(told))) for name in names}
+    if missing := [name for name in asked if name not in owner]:
+        raise PlanError(f"No rank holds {missing[0]}, which the prediction reads. Make the training anew.")
+    offers = world.all_gather({name: held[name].detach().cpu() for name in asked if owner[name] == world.rank})
+    return {name: offers[owner[name]][name] for name in told[world.rank][0]}
+
+
+def join_predictions(programs: Sequence[Program], parts: Sequence[Prediction], spec: TensorSpec) -> Tensor:
+    """The whole prediction for a step's images, of what all ranks have told; `spec` is that of one micro-batch."""
+    count = programs[0].micro_batches
+    shape = (count * spec.shape[0], *spec.shape[1:])
+    whole = torch.empty(shape, dtype=next(tensor.dtype for own in parts for tensor in own.values()))
+    for program, own in zip(programs, parts, strict=True):
+        for number, tensor in own.items():
+            chunk = whole.chunk(count)[number]
+            _get_view(chunk, program.get_direction_program(number).predicts).copy_(tensor)
+    return whole
+
+
+def _get_view(chunk: Tensor, feed: ShardSpec | None) -> Tensor:
+    """The part of a micro-batch's prediction that a rank has."""
+    if feed is not None and feed.tile is not None and feed.tile.images is not None:
+        chunk = chunk.narrow(0, feed.tile.images.start, len(feed.tile.images))
+    if feed is not None and feed.tile is not None and feed.axes is not None:
+        for axis, span in zip(feed.axes, (feed.tile.rows, feed.tile.cols), strict=True):
+            chunk = chunk.narrow(axis, span.start, len(span))
+    return chunk

@@ -1,0 +1,123 @@
+"""Into how many tiles an image is cut so that each fits into a bound of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engines.comm.collective_errors import run_on_first
+from engines.comm.device import read_process_bytes
+from engines.comm.world import World
+from engines.errors import PlanError, TraceError
+from engines.inference.pass_memory import estimate_pass_bytes
+from engines.layer.graph import ModelGraph, TensorSpec
+from engines.program.tile_passes import TilePass, TilePasses
+from engines.spatial.tiles import Grid
+
+__all__ = ["AT_WORK_BYTES", "LOOSE", "choose_grid", "fit_tiles", "iterate_passes", "make_tile_grid"]
+
+LOOSE = 1.15
+"""What a turn takes of the system, as a multiple of what its tensors hold (see `keep_memory_tight`): for the kernels'
+own needs. Measured with U-Nets and ResNets: 1.0 to 1.13."""
+
+_SIDES = tuple(round(128 * 2 ** (step / 4)) for step in range(29))  # to 16384 px
+
+
+_CLASS_BYTES, _SCORE_BYTES = 8, 8
+"""Of a pixel of the answer, beside the scores themselves: its class, and a probability or a copy of each score."""
+
+_READ_BYTES = 40
+"""Of a pixel as it is read: bytes as the file and as the picture have them, and numbers before and after scaling."""
+
+AT_WORK_BYTES = 40 * 10**6
+"""What libraries take as soon as they compute (oneDNN's kernels, buffers of messages)."""
+
+
+def make_tile_grid(size_px: tuple[int, int], side_px: int) -> Grid:
+    """Tiles of nearly one size, none with a side longer than `side_px`.
+
+    >>> str(make_tile_grid((3000, 1000), 1024))
+    '3x1'
+    """
+    return Grid(-(-size_px[0] // side_px), -(-size_px[1] // side_px))
+
+
+def iterate_passes(turns: TilePasses) -> Iterator[tuple[dict[str, TensorSpec], TilePass]]:
+    """The walks over an image, in order: the sums that are known by then, and what the middle tile does."""
+    known: dict[str, TensorSpec] = {}
+    middle = turns.grid.rows // 2 * turns.grid.cols + turns.grid.cols // 2
+    while True:
+        turn = turns.make_pass(middle, known)
+        yield dict(known), turn
+        if turn.is_last:
+            return
+        known |= {each.target: each.spec for each in turn.sums}
+
+
+def fit_tiles(graph: ModelGraph, ranks: int, bound_bytes: int) -> TilePasses:
+    """As few tiles as may be, each of which takes at most `bound_bytes`, but not fewer than there are ranks.
+
+    Raises PlanError where even the smallest tiles take more, TraceError where the model cannot be computed so.
+    """
+    size_px = graph.inputs["images"].shape[2:]
+    sides = [side for side in _SIDES if side < max(size_px)] + [max(size_px)]
+    sides = [side for side in sides if make_tile_grid(size_px, side).tiles >= ranks] or sides[:1]
+    best, low, high = None, 0, len(sides)
+    refusal: PlanError | TraceError | None = None
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            turns = TilePasses(graph, make_tile_grid(size_px, sides[middle]))
+            fits = (taken := _estimate_peak_bytes(turns, graph)) <= bound_bytes
+        except PlanError as error:  # so small that a late layer has fewer pixels than there are tiles
+            refusal, turns, fits, taken = error, None, True, 0
+        if fits:
+            best, low = turns or best, middle + 1
+        else:
+            high = middle
+            refusal = PlanError(
+                f"A tile of {sides[middle]} px takes {_to_mb(taken)} MB beside what a rank holds anyway, but only "
+                f"{_to_mb(bound_bytes)} MB of the bound are left for it. Allow {_to_mb(taken - bound_bytes)} MB more "
+                "(memory_mb), or predict a coarser level."
+            )
+    if best is None and refusal is not None:
+        raise refusal
+    return best or TilePasses(graph, make_tile_grid(size_px, sides[-1]))
+
+
+def choose_grid(world: World, graph: ModelGraph, bound_bytes: int, side_px: int | None = None) -> Grid:
+    """The tiles of all ranks, of which none may have more than `bound_bytes` in all; rank 0 chooses them; collective.
+
+    Raises PlanError, TraceError as `fitted` does, on every rank.
+    """
+    taken = max(world.all_gather(read_process_bytes("VmRSS")))
+    return run_on_first(world, lambda: _choose_grid(graph, world.size, bound_bytes, taken, side_px))
+
+
+def _choose_grid(graph: ModelGraph, ranks: int, bound_bytes: int, taken_bytes: int, side_px: int | None) -> Grid:
+    if side_px is not None:
+        return TilePasses(graph, make_tile_grid(graph.inputs["images"].shape[2:], side_px)).grid
+    left_bytes = bound_bytes - taken_bytes - AT_WORK_BYTES
+    if left_bytes <= 0:
+        raise PlanError(
+            f"A rank takes {_to_mb(taken_bytes + AT_WORK_BYTES)} MB before it computes anything, and the bound is "
+            f"{_to_mb(bound_bytes)} MB. Allow more (memory_mb)."
+        )
+    return fit_tiles(graph, ranks, left_bytes).grid
+
+
+def _estimate_peak_bytes(turns: TilePasses, graph: ModelGraph) -> int:
+    """What the walk that takes most takes, the answer for its tile and the pixels as they are read included."""
+    most = 0
+    for known, turn in iterate_passes(turns):
+        taken = estimate_pass_bytes(turn, graph, known)
+        if turn.prediction is not None and turn.prediction.tile is not None:
+            channels = graph.specs[graph.prediction].shape[1]
+            taken += turn.prediction.tile.pixels * (_CLASS_BYTES + _SCORE_BYTES * channels)
+        if turn.window is not None and turn.window.tile is not None:
+            taken = max(taken, _READ_BYTES * turn.window.tile.pixels)
+        most = max(most, taken)
+    return int(LOOSE * most)
+
+
+def _to_mb(count: int) -> int:
+    return -(-count // 10**6)

@@ -1,0 +1,96 @@
+"""The tiles of a prediction on their way to rank 0, which puts them where they belong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engines.comm.collective_errors import run_on_all
+from engines.comm.world import Message, World
+from engines.errors import TraceError
+from engines.inference.output_kinds import get_output_channels, get_output_dtype
+from engines.inference.padded_region import PaddedRegion
+from engines.inference.tile_sink import MakeSink
+from engines.layer.graph import TensorSpec
+from engines.program.program import ShardSpec
+from engines.spatial.tiles import Grid, Tile
+
+__all__ = ["TileStitcher"]
+
+_TAG = 2
+
+
+class TileStitcher:
+    """Takes one tile of each rank at a time; collective. `spec` is the whole prediction, `feed` a tile's part of it.
+
+    Raises TraceError where it is not a score for each class and pixel, ImageError where the sink cannot be made.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        grid: Grid,
+        spec: TensorSpec,
+        feed: ShardSpec,
+        region: PaddedRegion,
+        kind: str,
+        sink: MakeSink,
+    ) -> None:
+        if feed.axes != (-2, -1) or len(spec.shape) != 4:
+            raise TraceError(
+                f"The model answers with {spec.shape}; only (N, K, H, W), a score for each class and pixel, can be put "
+                "together from tiles."
+            )
+        self.world, self.grid, self.size_px = world, grid, spec.shape[-2:]
+        sides = zip(region.picture_px, self.size_px, region.size_px, strict=True)
+        self.out_px = tuple(-(-asked * out // padded) for asked, out, padded in sides)  # what was padded is left out
+        self.channels = get_output_channels(kind, spec.shape[1])
+        self.dtype = get_output_dtype(kind, spec.shape[1], spec.dtype)
+        self.late = ""  # what went wrong with tiles while other ranks were at work again: told with the next
+        height, width = self.out_px
+        shape = height, width, self.channels
+        self.sink = run_on_all(world, lambda: sink(shape, self.dtype) if world.rank == 0 else None)
+
+    def check(self) -> None:
+        """Raises OSError where tiles could not be put."""
+        if self.late:
+            raise OSError(self.late)
+
+    def add(self, first: int, own: NDArray[Any] | None) -> None:
+        """The tiles from number `first` on, one of each rank; (h, w, C), None where there are no more."""
+        if self.world.rank:
+            if own is not None:
+                sent = torch.from_numpy(own.view(np.uint8).reshape(-1))
+                self.world.exchange([Message(0, _TAG, sent)], []).wait()
+            return
+        for rank in range(min(self.world.size, self.grid.tiles - first)):
+            tile = self.grid.get_tile(first + rank, *self.size_px)
+            self._put(tile, self._receive(rank, tile) if rank or own is None else own)
+
+    def _receive(self, rank: int, tile: Tile) -> NDArray[Any]:
+        shape = (*tile.shape, self.channels)
+        buffer = torch.empty(math.prod(shape) * self.dtype.itemsize, dtype=torch.uint8)
+        self.world.exchange([], [Message(rank, _TAG, buffer)]).wait()
+        return buffer.numpy().view(self.dtype).reshape(shape)
+
+    def _put(self, tile: Tile, pixels: NDArray[Any]) -> None:
+        inside = tile & Tile.whole(*self.out_px)
+        if inside and not self.late and self.sink is not None:
+            try:
+                self.sink.put(inside, pixels[inside.to_slices(tile)])
+            except OSError as error:
+                self.late = str(error)
+
+    def finish(self) -> Any:
+        """What the sink answers, on rank 0. Raises OSError where it cannot."""
+        self.check()
+        return self.sink.finish() if self.sink is not None else None
+
+    def close(self) -> None:
+        """Leave nothing unfinished behind."""
+        if self.sink is not None:
+            self.sink.close()

@@ -1,0 +1,77 @@
+"""The last step of an epoch, where fewer images are left than a step takes.
+
+It has as many micro-batches as every other step, each with fewer images, and each image counts as much as the others of
+its step. So it is the step that a training made for that many images would do, and the loss is the mean over them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engines.errors import ImageError, PlanError, TraceError
+from engines.layer.stages import cut_stages, find_layers
+from engines.plan import Plan
+from engines.program.compile import compile_plan
+from engines.trace_cache import TraceCache
+from engines.training import Recipe, count_step_images, freeze_weights
+
+__all__ = ["check_divides", "compute_smallest_step", "count_left_over", "make_smaller_recipe"]
+
+_WAY_OUT = "Leave them out in each epoch (drop_last=True, --drop-last)"
+
+
+def compute_smallest_step(plan: Plan) -> int:
+    """The images of a step whose micro-batches have one image for each rank that shares them.
+
+    >>> compute_smallest_step(Plan(parts=2, data_parallel=3, local_dp=2))
+    12
+    """
+    return plan.micro_batches * plan.local_dp
+
+
+def count_left_over(total: int, recipe: Recipe, steps: int | None, drop_last: bool) -> int:
+    """How many of `total` images make a smaller step at the end of each epoch of at most `steps` steps; 0 for none.
+
+    Raises PlanError where the plan cannot divide them.
+    """
+    full, rest = divmod(total, count_step_images(recipe))
+    if drop_last or not full or (steps is not None and steps <= full):
+        return 0
+    check_divides(rest, recipe)
+    return rest
+
+
+def check_divides(images: int, recipe: Recipe) -> None:
+    """Raises PlanError where a step of so many images cannot be cut into the plan's micro-batches."""
+    plan, unit = recipe.plan, compute_smallest_step(recipe.plan)
+    if images % unit:
+        names = ("parts", "accumulate", "times", "data_parallel", "local_dp")
+        knobs = [f"{name}={getattr(plan, name)}" for name in names if getattr(plan, name) > 1]
+        knobs += ["bidirectional=True"] * plan.bidirectional
+        raise PlanError(
+            f"The last step of an epoch has {images} images, for a step takes {count_step_images(recipe)}. This plan "
+            f"divides a step's images by {unit} ({', '.join(knobs)}), which {images} is no multiple of. {_WAY_OUT}, "
+            f"give {images % unit} images less or {unit - images % unit} more, or use another plan."
+        )
+
+
+def make_smaller_recipe(recipe: Recipe, traces: TraceCache, images: int) -> Recipe:
+    """What ranks must know to do steps of `images` images beside the full ones: no weights, since they hold them.
+
+    `traces` are those of the model that the recipe is made of. Raises PlanError where the plan cannot divide the
+    images, and TraceError where the model or its loss does not take so few.
+    """
+    check_divides(images, recipe)
+    # Each rank must hold the weights that it has: the stages are those of the full step.
+    found, plan = find_layers(recipe.graph), recipe.plan
+    stages = cut_stages(found, plan)
+    counts = tuple(sum(layer.nodes.start in stage for layer in found) for stage in stages)
+    plan = replace(plan, balance=counts)
+    try:
+        graph = traces.with_batch(images // plan.batches).get_graph(plan)
+        graph = freeze_weights(graph, graph.trainable - recipe.graph.trainable)
+        compile_plan(graph, plan)
+    except (TraceError, ImageError, PlanError) as error:
+        why = f"The last step of an epoch has {images} images. {_WAY_OUT}, or mend this: {error}"
+        raise type(error)(why) from error
+    return replace(recipe, graph=graph, plan=plan, state={}, names={})

@@ -1,0 +1,116 @@
+"""Functions with a gradient of their own (`torch.autograd.Function`): a trace has their forward operators only.
+
+Ranks find the gradient of these operators by themselves. Where a function's own backward does the same, as that of
+memory-efficient activations does, nothing is lost; where it does not, it is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.errors import TraceError
+from engines.layer.constant_propagation import disable_tracing
+from engines.layer.source_location import find_current_line
+
+__all__ = ["check_custom_functions"]
+
+_LIMIT = 1 << 18
+"""Numbers of a tensor that a function is tried with; of larger ones rows and columns are left out."""
+
+_FEW_PX = 8
+
+
+class _NullContext:
+    """Stands for the context of a function whose backward is not asked: it forgets all that it is told."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+@contextmanager
+def check_custom_functions() -> Iterator[None]:
+    """While it lasts this thread calls no function whose backward is not that of its forward. Raises TraceError."""
+    own, thread = torch.autograd.Function.__dict__.get("apply"), threading.get_ident()
+    tried: list[Any] = []
+    plain = inspect.getattr_static(torch.autograd.Function, "apply")  # of torch 2.14 it is not a Python function
+
+    def apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
+        ours = cls.__module__.startswith(("torch.", "engines."))
+        if threading.get_ident() == thread and not ours and cls not in tried:
+            tried.append(cls)  # it calls itself here
+            _check(cls, arguments)
+            tried.remove(cls)
+        return plain.__get__(None, cls)(*arguments, **keywords)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        if own is None:
+            del torch.autograd.Function.apply
+        else:
+            torch.autograd.Function.apply = own  # type: ignore[method-assign]
+
+
+def _check(cls: Any, arguments: tuple[Any, ...]) -> None:
+    try:
+        agrees = _has_same_gradients(cls, arguments)
+    except Exception as error:
+        raise TraceError(_format_error(cls, f"it could not be tried ({type(error).__name__}: {error})")) from error
+    if not agrees:
+        raise TraceError(_format_error(cls, "it is another one"))
+
+
+def _format_error(cls: Any, why: str) -> str:
+    return (
+        f"{find_current_line()} calls {cls.__name__}, a torch.autograd.Function. A trace has what its forward "
+        f"computes, and the gradient of that in place of its backward: {why}. Write what you mean in forward, such as "
+        "x + (f(x) - x).detach() for a gradient that passes straight through."
+    )
+
+
+def _has_same_gradients(cls: Any, arguments: tuple[Any, ...]) -> bool:
+    """Whether backward finds the gradients of forward, for random numbers of about the same shapes."""
+    with disable_tracing(), torch.enable_grad():
+        random = torch.Generator().manual_seed(0)
+        given = [_make_trial_argument(each, random) for each in arguments]
+        theirs = _compute_gradients(cls.apply, given)
+        has_context = cls.setup_context is torch.autograd.Function.setup_context
+        ours = _compute_gradients(lambda *these: cls.forward(*([_NullContext()] if has_context else []), *these), given)
+    return len(theirs) == len(ours) and all(
+        (one is None) == (other is None) and (one is None or torch.allclose(one, other, rtol=1e-8, atol=1e-10))
+        for one, other in zip(theirs, ours, strict=True)
+    )
+
+
+def _make_trial_argument(argument: Any, random: torch.Generator) -> Any:
+    if not isinstance(argument, Tensor):
+        return argument
+    shape = list(argument.shape)
+    if argument.numel() > _LIMIT:
+        shape[2:] = [min(size, _FEW_PX) for size in shape[2:]]
+    if not argument.is_floating_point():
+        return torch.randint(0, 2, shape, generator=random).to(argument.dtype)
+    return torch.randn(shape, generator=random, dtype=torch.float64)
+
+
+def _compute_gradients(run: Callable[..., Any], given: list[Any]) -> list[Tensor | None]:
+    """Of what a function makes, weighted at random, by its arguments; behind them what it makes."""
+    leaves = [
+        each.clone().requires_grad_(each.is_floating_point()) if isinstance(each, Tensor) else each for each in given
+    ]
+    made = run(*(leaf * 1 if isinstance(leaf, Tensor) else leaf for leaf in leaves))  # it may write to them
+    results = [each for each in (made if isinstance(made, tuple | list) else [made]) if isinstance(each, Tensor)]
+    random = torch.Generator().manual_seed(1)
+    weighted = [(each * torch.randn(each.shape, generator=random, dtype=torch.float64)).sum() for each in results]
+    total = sum(weight for weight in weighted if weight.requires_grad)
+    wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    found = list(torch.autograd.grad(total, wanted, allow_unused=True)) if isinstance(total, Tensor) else []
+    return [*found, *(each.detach().double() for each in results)]

@@ -1,0 +1,185 @@
+"""Reads what `torch.export` made of a model into our own data."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from engines.errors import TraceError
+from engines.layer.flops import count_flops
+from engines.layer.graph import ModelGraph, Node, Ref, TensorSpec, find_gradient_targets, find_ref_names
+from engines.layer.inline import is_no_grad
+from engines.layer.source_location import describe_location, find_source_line, get_module_path
+
+__all__ = ["ExportReader", "is_check", "make_constant_name", "make_tensor_spec"]
+
+_BY_VALUE = (
+    "{} a tensor whose shape follows from the values of a tensor; only shapes are known. Choose with torch.where, or "
+    "assign numbers or whole tensors (y[mask] = 0, y[mask] = z[mask])."
+)
+_CHECKS = ("_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
+
+
+class ExportReader:
+    """Reads an exported module without in-place operators into our own data.
+
+    `first_names` maps every name of a weight or buffer to the first one of the same tensor. `has_loss`: the first
+    output is the loss.
+    """
+
+    def __init__(self, module: fx.GraphModule, first_names: Mapping[str, str], has_loss: bool = True) -> None:
+        self.module, self.first_names, self.has_loss = module, first_names, has_loss
+        self.names: dict[str, str] = {}  # fx name -> the value that the name stands for
+        self.nodes: list[Node] = []
+        self.inputs: dict[str, TensorSpec] = {}
+        self.owned: dict[str, Tensor] = {}
+        self.constants: dict[str, Tensor] = {}
+
+    def read_graph(self) -> ModelGraph:
+        outputs: tuple[str, ...] = ()
+        for node in self._order_nodes():
+            if node.op == "placeholder":
+                self.inputs[node.name] = make_tensor_spec(node.meta["val"])
+                self.names[node.name] = node.name
+            elif node.op == "get_attr":
+                self._read_attribute(node)
+            elif node.op == "output":
+                outputs = tuple(find_ref_names(self._to_refs(node.args[0])))
+            elif not is_check(node):
+                self._read_call(node)
+        return self._build_graph(outputs[0], outputs[1:]) if self.has_loss else self._build_graph(None, outputs)
+
+    def _build_graph(self, loss: str | None, answers: Sequence[str]) -> ModelGraph:
+        specs = {name: make_tensor_spec(tensor) for name, tensor in self.owned.items()}
+        weights = {name for name, tensor in self.owned.items() if isinstance(tensor, nn.Parameter)} - {*self.constants}
+        nodes = tuple(self._label_loss_nodes(answers))
+        reached = find_gradient_targets(loss, nodes) if loss else set()
+        graph = ModelGraph(
+            inputs=self.inputs,
+            weights={name: specs[name] for name in specs if name in weights},
+            trainable=frozenset(n for n in weights & reached if self.owned[n].requires_grad),
+            buffers={name: specs[name] for name in specs if name not in weights},
+            nodes=nodes,
+            answers=answers,
+            loss=loss,
+            constants=self.constants,
+        )
+        if loss and graph.specs[loss].shape != ():
+            raise TraceError(f"The loss must be one number, but its shape is {graph.specs[loss].shape}. Reduce it.")
+        return graph
+
+    def _label_loss_nodes(self, answers: Sequence[str]) -> Iterator[Node]:
+        """What follows the last answer, and is in no module, is the loss."""
+        made = [index for index, node in enumerate(self.nodes) if node.name in answers]
+        if not made:
+            raise TraceError("The model answers with its own input: there is nothing to compute.")
+        for index, node in enumerate(self.nodes):
+            yield replace(node, module="loss") if index > made[-1] and not node.module else node
+
+    def _order_nodes(self) -> Iterator[fx.Node]:
+        """Each `getitem` right behind the operator whose outputs it picks."""
+        for node in self.module.graph.nodes:
+            if node.target is not operator.getitem:
+                yield node
+                yield from (user for user in node.users if user.target is operator.getitem)
+
+    def _read_attribute(self, node: fx.Node) -> None:
+        tensor = operator.attrgetter(str(node.target))(self.module)
+        name = self.first_names.get(str(node.target))
+        if name is None:
+            name = make_constant_name(tensor)
+            self.constants[name] = tensor.detach()
+        self.owned[name], self.names[node.name] = tensor, name
+
+    def _to_refs(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return Ref(self.names[value.name])
+        if isinstance(value, list | tuple):
+            return tuple(self._to_refs(item) for item in value)
+        return value
+
+    def _read_call(self, node: fx.Node) -> None:
+        arguments = self._get_arguments(node)
+        if self._is_same(node, arguments):
+            self.names[node.name] = arguments["self"].name
+            return
+        _check_shape(node)
+        self.names[node.name] = arguments["self"].name if _is_counter_update(node) else node.name
+        self.nodes.append(
+            Node(
+                name=node.name,
+                operator=_get_operator_name(node),
+                arguments=arguments,
+                spec=make_tensor_spec(node.meta["val"]) if isinstance(node.meta["val"], Tensor) else None,
+                module=get_module_path(node),
+                source=find_source_line(node),
+                flops=count_flops(node),
+                graded=not is_no_grad(node),
+            )
+        )
+
+    def _is_same(self, node: fx.Node, arguments: Mapping[str, Any]) -> bool:
+        """Whether a node makes nothing new: a constant's own copy in each step, which nobody writes to."""
+        name = str(node.target)
+        return name == "aten.lift_fresh_copy.default" or (
+            name == "aten.detach.default" and arguments["self"].name in self.constants
+        )
+
+    def _get_arguments(self, node: fx.Node) -> dict[str, Any]:
+        """By name, in the schema's order, with defaults filled in."""
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return {str(position): self._to_refs(value) for position, value in enumerate(node.args)}
+        given = {schema.name: value for schema, value in zip(node.target._schema.arguments, node.args, strict=False)}
+        given.update(node.kwargs)
+        return {
+            schema.name: self._to_refs(given.get(schema.name, schema.default_value))
+            for schema in node.target._schema.arguments
+        }
+
+
+def is_check(node: fx.Node) -> bool:
+    """Whether a node only makes sure of something."""
+    return any(check in str(node.target) for check in _CHECKS)
+
+
+def make_tensor_spec(value: Tensor) -> TensorSpec:
+    """Shape and type of a tensor. Raises TraceError where the shape follows from values."""
+    if any(not isinstance(size, int) for size in value.shape):
+        raise TraceError(_BY_VALUE.format("The answer is"))
+    return TensorSpec(tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch."))
+
+
+def make_constant_name(tensor: Tensor) -> str:
+    """The name of a tensor that the model makes or finds while it runs: the same for the same numbers."""
+    numbers = tensor.detach().cpu().contiguous()
+    told = f"{tuple(numbers.shape)} {numbers.dtype} ".encode() + numbers.view(-1).view(torch.uint8).numpy().tobytes()
+    return f"constant.{hashlib.sha256(told).hexdigest()[:16]}"
+
+
+def _check_shape(node: fx.Node) -> None:
+    """Raises TraceError where a shape is not known."""
+    made = node.meta["val"]
+    if isinstance(made, Tensor) and any(not isinstance(size, int) for size in made.shape):
+        raise TraceError(_BY_VALUE.format(f"{node.target} in {describe_location(node)} makes"))
+
+
+def _is_counter_update(node: fx.Node) -> bool:
+    """Whether an operator counts up a buffer, which it answers with."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _get_operator_name(node: fx.Node) -> str:
+    """Its name; only operators of ATen's kind have one."""
+    if node.target is operator.getitem:
+        return "getitem"
+    if not isinstance(node.target, torch._ops.OpOverload):
+        raise TraceError(
+            f"{node.target} in {find_source_line(node)} computes with values of a tensor; only shapes are known."
+        )
+    return str(node.target)

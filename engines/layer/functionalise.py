@@ -1,0 +1,326 @@
+"""Writing in place made plain: the same graph without an operator that changes a tensor.
+
+A value is followed through its views. A write makes a new value of the written view, and from it one of the memory
+that the view lies in; whoever looks at that memory later, by whatever view, reads it anew (view replay, as PyTorch's
+own functionalisation has it). Gradients are those of autograd, which rewrites its graph in the same way.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from engines.errors import TraceError
+from engines.layer.graph import WITHOUT_GRADIENT, to_user_name
+from engines.layer.inline import is_no_grad
+from engines.layer.masked_assignment import make_masked_where
+from engines.layer.source_location import describe_location, find_source_line
+from engines.layer.views import find_storages, invert_view, is_idle_dropout, is_inplace_view, is_replayable
+
+__all__ = ["WRITTEN", "functionalise", "remove_dead_nodes"]
+
+WRITTEN = "written"
+"""The mark of what became of a write: the node whose type the result has, whatever it is computed from."""
+
+_MADE, _VIEW = "made_here", "view"
+_ATEN = torch.ops.aten
+
+_RENAMED = {  # in-place operators whose out-of-place form has another name
+    "bernoulli_.float": "bernoulli.p",
+    "bernoulli_.Tensor": "bernoulli.Tensor",
+    "normal_.default": "normal_functional.default",
+    "fill_.Scalar": "full_like.default",
+    "zero_.default": "zeros_like.default",
+}
+
+
+@dataclass
+class _Memory:
+    """What some aliases look at; its `base` is the alias that is no view. `outlives`: it is still there after a step.
+
+    `version` counts its writes, of which `writer` was the last.
+    """
+
+    outlives: bool
+    version: int = 0
+    writer: fx.Node | None = None
+
+
+@dataclass
+class _Alias:
+    """One look at a memory: all of it, or `view` of what `parent` looks at; `value` is what it saw at a `version`."""
+
+    memory: _Memory
+    parent: _Alias | None
+    view: fx.Node
+    value: fx.Node
+    version: int
+
+    @property
+    def base(self) -> _Alias:
+        """All of the memory."""
+        return self.parent.base if self.parent else self
+
+
+def functionalise(module: fx.GraphModule, owned: Collection[str]) -> fx.GraphModule:
+    """The module without in-place operators, but for those that count up a buffer; `owned` are weights and buffers.
+
+    Raises TraceError where something is read that was changed through what may be a view of it or a copy, where a
+    tensor with a gradient is written under `torch.no_grad()`, and where one is written that outlives a step.
+    """
+    walk = _Functionaliser(module, owned)
+    for node in list(module.graph.nodes):
+        walk.visit(node)
+    return module
+
+
+def remove_dead_nodes(module: fx.GraphModule) -> fx.GraphModule:
+    """The module without what nobody reads any more: views that were written, checks of sizes at run time."""
+    for node in reversed(list(module.graph.nodes)):
+        if not node.users and _is_dead(node):
+            module.graph.erase_node(node)
+    return module
+
+
+def _is_dead(node: fx.Node) -> bool:
+    """Whether a node that nobody reads is only in the way. (What draws random numbers is not.)"""
+    if node.op != "call_function" or _find_mutated_argument(node):
+        return False
+    name = str(node.target)
+    is_new = name.startswith("aten.new_") or (name in WITHOUT_GRADIENT and "rand" not in name)
+    checks = name.startswith(("aten.sym_size", "aten.item", "aten._assert_", "aten.index.Tensor"))
+    computes_sizes = not isinstance(node.target, torch._ops.OpOverload)
+    return _MADE in node.meta or is_new or checks or computes_sizes or _VIEW in node.meta
+
+
+class _Functionaliser:
+    """Walks a graph from the front and changes it."""
+
+    def __init__(self, module: fx.GraphModule, owned: Collection[str]) -> None:
+        self.module, self.graph, self.owned = module, module.graph, owned
+        self.aliases: dict[fx.Node, _Alias] = {}
+        self.memories = find_storages(module)
+        self.carrying: set[fx.Node] = set()
+        modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in self.graph.nodes)
+        self.mode = next(filter(None, modes), None) or FakeTensorMode(allow_non_fake_inputs=True)
+
+    def visit(self, node: fx.Node) -> None:
+        """Have the node read values as they are by now, and become out-of-place if it writes."""
+        written = _find_mutated_argument(node)
+        for argument in node.all_input_nodes:
+            alias = self.aliases[argument]
+            if not (argument is written and alias.memory.outlives):
+                node.replace_input_with(argument, self._get_current_value(alias, node))
+        if written is not None:
+            self._write(node, self.aliases[written])
+        elif node not in self.aliases:  # of several values each is known since they were made
+            for made in (node, *(user for user in node.users if user.target is operator.getitem)):
+                self._track_value(made, node)
+        self._track_gradient(node)
+
+    def _track_value(self, made: fx.Node, node: fx.Node) -> None:
+        """What `node` makes, itself or one of several values, is a view of what the node reads, or new."""
+        viewed = None if node.target is _ATEN.lift_fresh_copy.default else self._find_viewed_input(made, node)
+        if viewed is not None:
+            self._add_view(made, self.aliases[viewed])
+        else:
+            self.aliases[made] = _Alias(_Memory(node.op == "get_attr"), None, made, made, 0)
+
+    def _find_viewed_input(self, made: fx.Node, node: fx.Node) -> fx.Node | None:
+        if is_idle_dropout(node):
+            return node.all_input_nodes[0]
+        here = self.memories[made]
+        return next((each for each in node.all_input_nodes if here & self.memories.get(each, frozenset())), None)
+
+    def _add_view(self, node: fx.Node, of: _Alias) -> None:
+        node.meta[_VIEW] = True
+        self.aliases[node] = _Alias(of.memory, of, node, node, of.version)
+
+    def _track_gradient(self, node: fx.Node) -> None:
+        """Note whether a gradient leads back through the node. (Images have none in a training.)"""
+        if node.op == "get_attr":
+            carries = _get_attribute(self.module, node).requires_grad
+        elif node.op != "call_function" or is_no_grad(node) or str(node.target) in WITHOUT_GRADIENT:
+            carries = False
+        else:
+            carries = _can_carry_gradient(node) and any(each in self.carrying for each in node.all_input_nodes)
+        if carries:
+            self.carrying.add(node)
+
+    def _get_current_value(self, alias: _Alias, reader: fx.Node) -> fx.Node:
+        """What an alias sees by now: made anew before `reader` if its memory was written since."""
+        if alias.version != alias.memory.version:
+            if alias.parent is None or not is_replayable(alias.view):
+                raise _make_stale_read_error(reader, alias.memory.writer)
+            parent, view = self._get_current_value(alias.parent, reader), alias.view
+            made = self._make(reader, view, view.target, parent, *view.args[1:], **view.kwargs)
+            self._set_value(alias, made)
+        return alias.value
+
+    def _set_value(self, alias: _Alias, value: fx.Node) -> None:
+        """From now on the alias sees `value`."""
+        alias.value, alias.version = value, alias.memory.version
+        self.aliases[value], self.memories[value] = alias, self.memories[alias.view]
+
+    # ---- writes
+
+    def _write(self, node: fx.Node, alias: _Alias) -> None:
+        if alias.memory.outlives:
+            self._count_up_buffer(node, alias)
+            return
+        if is_inplace_view(node):
+            self._write_inplace_view(node, alias)
+            return
+        base = alias.base
+        if is_no_grad(node) and base.version == base.memory.version and base.value in self.carrying:
+            raise TraceError(
+                f"{node.target} in {describe_location(node)} changes, under torch.no_grad(), a tensor that has a "
+                "gradient: the gradient would be that of other values. Make that operator out-of-place."
+            )
+        made = self._make_out_of_place(node, alias.value)
+        made.meta[WRITTEN] = alias.value
+        self._propagate_write(node, alias, made)
+        node.replace_all_uses_with(made)
+        self.graph.erase_node(node)
+
+    def _count_up_buffer(self, node: fx.Node, alias: _Alias) -> None:
+        """A buffer may only count: other changes would not be those of one process in its order."""
+        base, target = alias.base, str(alias.base.view.target)
+        counts = node.target is _ATEN.add_.Tensor and isinstance(node.args[1], int)
+        if not counts or alias.parent is not None or target not in self.owned:
+            what = f"the buffer {to_user_name(target)}" if target in self.owned else "a tensor that it has not made"
+            raise TraceError(
+                f"{node.target} in {describe_location(node)} changes {what} while the model runs. Only counting up a "
+                "buffer by a whole number has a rule: keep such values outside."
+            )
+        base.memory.version, base.memory.writer = base.memory.version + 1, node
+        self.aliases[node] = alias
+
+    def _write_inplace_view(self, node: fx.Node, alias: _Alias) -> None:
+        """`unsqueeze_` and the like: whoever says the old name means the new shape."""
+        node.target = _find_functional_target(node)
+        self._add_view(node, alias)
+        renamed = self.aliases[node]
+        for name in [name for name, each in self.aliases.items() if each is alias]:
+            self.aliases[name] = renamed
+
+    def _propagate_write(self, node: fx.Node, alias: _Alias, made: fx.Node) -> None:
+        """The written alias sees `made` now, and its memory holds it, as far as that can be known."""
+        path, part = [(alias, made)], made
+        while alias.parent is not None:
+            whole = self._find_parent_value(alias, node)
+            back = whole and invert_view(partial(self._make, node, node), alias.view, whole, part)
+            if back is None:
+                break
+            if back is not part:
+                back.meta[WRITTEN] = whole
+            alias, part = alias.parent, back
+            path.append((alias, part))
+        memory = alias.memory
+        memory.version, memory.writer = memory.version + 1, made
+        for each, value in path:
+            self._set_value(each, value)
+
+    def _find_parent_value(self, alias: _Alias, node: fx.Node) -> fx.Node | None:
+        """What a written view is a view of; None where that is not known, or not with its gradient."""
+        if is_no_grad(alias.view) and not is_no_grad(node):
+            return None
+        try:
+            return self._get_current_value(alias.parent, node) if alias.parent else None
+        except TraceError:
+            return None
+
+    def _make_out_of_place(self, node: fx.Node, value: fx.Node) -> fx.Node:
+        make = partial(self._make, node, node)
+        if node.target in (_ATEN.copy_.default, _ATEN.fill_.Tensor):
+            return self._make_copy(node, value, node.args[1])  # type: ignore[arg-type]
+        if (made := make_masked_where(make, node, value)) is not None:
+            return made
+        target = _find_functional_target(node)
+        count = len(target._schema.arguments)
+        made = make(target, value, *_get_positional_arguments(node)[1:count], **node.kwargs)
+        kind = value.meta["val"].dtype
+        return made if made.meta["val"].dtype == kind else make(_ATEN._to_copy.default, made, dtype=kind)
+
+    def _make_copy(self, node: fx.Node, value: fx.Node, source: fx.Node) -> fx.Node:
+        """`source` in the type and shape of `value`."""
+        make, like, made = partial(self._make, node, node), value.meta["val"], source
+        if made.meta["val"].dtype != like.dtype:
+            made = make(_ATEN._to_copy.default, made, dtype=like.dtype)
+        if made.meta["val"].shape != like.shape:
+            made = make(_ATEN.expand.default, made, list(like.shape))
+        return made if made is not source else make(_ATEN.alias.default, made)
+
+    def _make(self, reader: fx.Node, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """An operator before `reader`, which stands where `origin` stands in the user's code."""
+        with self.graph.inserting_before(reader):
+            made = self.graph.call_function(target, args, kwargs)
+        live = fx.node.map_aggregate(
+            (args, kwargs), lambda each: each.meta["val"] if isinstance(each, fx.Node) else each
+        )
+        with self.mode, torch.no_grad():
+            value = target(*live[0], **live[1])  # type: ignore[index]
+        made.meta = {**origin.meta, "val": value, _MADE: True}
+        made.meta.pop(WRITTEN, None)
+        self.aliases[made] = _Alias(_Memory(False), None, made, made, 0)
+        self._track_gradient(made)
+        return made
+
+
+def _get_attribute(module: fx.GraphModule, node: fx.Node) -> Any:
+    found: Any = module
+    for name in str(node.target).split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _can_carry_gradient(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
+
+
+def _find_mutated_argument(node: fx.Node) -> fx.Node | None:
+    """What an in-place operator writes to."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    for place, schema in enumerate(node.target._schema.arguments):
+        if schema.alias_info and schema.alias_info.is_write:
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(schema.name)
+            if isinstance(given, fx.Node):
+                return given
+    return None
+
+
+def _find_functional_target(node: fx.Node) -> Any:
+    """`relu_` -> `relu`. Raises TraceError where there is none."""
+    if (name := str(node.target).removeprefix("aten.")) in _RENAMED:
+        packet, overload = _RENAMED[name].split(".")
+        return getattr(getattr(_ATEN, packet), overload)
+    packet, overload = name.split(".")
+    plain = getattr(_ATEN, packet.removesuffix("_"), None) if packet.endswith("_") else None
+    if plain is None or not hasattr(plain, overload):
+        raise TraceError(
+            f"{node.target} in {find_source_line(node)} writes to its input and has no out-of-place form. Replace it."
+        )
+    return getattr(plain, overload)
+
+
+def _get_positional_arguments(node: fx.Node) -> list[Any]:
+    """The arguments by position, defaults too: `bernoulli_` has one for what `bernoulli.p` must be told."""
+    left_out = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
+    return [*node.args, *(each.default_value for each in left_out if not each.kwarg_only)]
+
+
+def _make_stale_read_error(reader: fx.Node, writer: fx.Node | None) -> TraceError:
+    told = f"{writer.target} in {describe_location(writer)}" if writer else "another operator"
+    return TraceError(
+        f"{reader.target} in {describe_location(reader)} reads memory that {told} has changed through another view. "
+        "Make that operator out-of-place."
+    )

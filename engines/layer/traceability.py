@@ -1,0 +1,171 @@
+"""What a model keeps beside its weights: what is refused before it is traced, and what a trace would get wrong.
+
+A trace is made once and then runs in every step. So it has what a Python attribute says when it is made, and whatever
+the model writes into its attributes or puts in a weight's place while it runs is not done again.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from engines.errors import TraceError
+from engines.layer.fake_model import make_fake_copy, make_fake_tensor
+from engines.layer.graph import TensorSpec
+
+__all__ = ["CUMULATIVE", "check_modules", "check_side_effects", "has_hooks", "make_traceable"]
+
+CUMULATIVE = float("inf")
+"""The momentum by which a trace names a batch norm whose statistics are the mean over all batches (momentum=None)."""
+
+
+def check_modules(model: nn.Module, loss: Any = None) -> None:
+    """Raises TraceError for modules that cannot be traced: compiled by torch.jit, or lazy ones without shapes yet.
+
+    And for hooks of gradients, which a trace does not see.
+    """
+    for what, owner in (("model", model), ("loss", loss)):
+        if isinstance(owner, torch.jit.ScriptFunction):
+            raise TraceError(_describe_scripted(what, owner))
+        for name, module in owner.named_modules() if isinstance(owner, nn.Module) else ():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise TraceError(_describe_scripted(f"{what}.{name}".rstrip("."), module))
+        if lazy := [name for name, tensor in _iterate_tensors(owner) if is_lazy(tensor)]:
+            raise TraceError(
+                f"The {what} has lazy modules whose weights have no shape yet: {', '.join(lazy)}. Run it once before, "
+                "such as model(torch.zeros(image_shape)), so that they get their shapes and first values."
+            )
+        if hooked := next(_find_hooked(owner), ""):
+            raise TraceError(
+                f"{hooked} of the {what} has a hook of its gradient, which ranks would not call: they train copies of "
+                "weights by a trace of forward. Remove the hook, and compute the same in forward; the norm of all "
+                "gradients is bounded by clip_norm."
+            )
+
+
+def _describe_scripted(what: str, owner: object) -> str:
+    return (
+        f"The {what} is a {type(owner).__name__} of torch.jit, into which torch.export cannot look. "
+        "Give the nn.Module or function that it was made of."
+    )
+
+
+def _find_hooked(owner: object) -> Iterator[str]:
+    """The parameters whose gradients have hooks, and the modules that have backward hooks."""
+    if isinstance(owner, nn.Module):
+        yield from (f"The parameter {name}" for name, weight in owner.named_parameters() if has_hooks(weight))
+        for name, module in owner.named_modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                yield f"The module {name or type(module).__name__}"
+
+
+def has_hooks(weight: Tensor) -> bool:
+    """Whether something is called with the gradient of a weight."""
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+
+
+def _iterate_tensors(owner: object) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(owner, nn.Module):
+        yield from owner.named_parameters()
+        yield from owner.named_buffers()
+
+
+def make_traceable(model: nn.Module) -> nn.Module:
+    """The model itself, or where a batch norm reads its counter (momentum=None) a copy that names that CUMULATIVE.
+
+    The copy has the same weights and buffers.
+    """
+    if not any(map(_is_cumulative, model.modules())):
+        return model
+    twin = _copy_sharing_tensors(model)
+    for module in filter(_is_cumulative, twin.modules()):
+        module.momentum = CUMULATIVE  # type: ignore[assignment]
+    return twin
+
+
+def _is_cumulative(module: nn.Module) -> bool:
+    counts = isinstance(module, _BatchNorm) and module.num_batches_tracked is not None
+    return counts and module.track_running_stats and module.momentum is None  # type: ignore[union-attr]
+
+
+def _copy_sharing_tensors(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model, {id(tensor): tensor for _, tensor in _iterate_tensors(model)})  # type: ignore[no-any-return]
+
+
+def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
+    """Raises TraceError where a run of the model changes numbers in its attributes, replaces a weight or buffer, or
+    draws from Python's or NumPy's random generator.
+
+    It runs twice, without memory, as a copy: what only a first run sets, such as a size that is remembered, is right.
+    A model that cannot run so says why when it is traced.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        twin, whole = (
+            make_fake_copy(model, mode, getattr(torch, images.dtype)),
+            make_fake_tensor(mode, images.shape, images.dtype),
+        )
+        with mode, torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            new, memory = dict(_iterate_numbers(twin)), _get_storages(twin)
+            drew_first = _find_generators_used(lambda: twin(whole))
+            before = dict(_iterate_numbers(twin))
+            drew_again = _find_generators_used(lambda: twin(whole))
+    except Exception:
+        return
+    if drawn := drew_first & drew_again:
+        raise TraceError(
+            f"The model draws random numbers by {' and '.join(sorted(drawn))} while it runs. Ranks run what was traced "
+            "once, with the numbers of then. Draw them with torch (torch.rand, dropout), and choose with torch.where."
+        )
+    if replaced := [name for name, place in _get_storages(twin).items() if place._cdata != memory[name]._cdata]:
+        raise TraceError(
+            f"The model puts another tensor in the place of {replaced[0]} while it runs (by = or .data =), which ranks "
+            "would not do. Change it after a step instead, or compute in forward what is needed of it."
+        )
+    for name, flag in before.items():
+        if isinstance(flag, bool) and new.get(name, flag) != flag:
+            raise TraceError(
+                f"The model sets its attribute {name} from {new[name]} to {flag} in its first run, and may do another "
+                "thing in that than later, which a trace of it does not. Run it once before: model(images)."
+            )
+    for name, number in _iterate_numbers(twin):
+        if before.get(name, number) != number:
+            raise TraceError(
+                f"The model changes its attribute {name} while it runs, from {before[name]} to {number}. Ranks run "
+                "what was traced once, with the number of then. Keep it in a buffer that counts, or change it outside."
+            )
+
+
+def _find_generators_used(run: Callable[[], object]) -> set[str]:
+    """Which of the process's random generators other than torch's a run draws from; they are set back after it."""
+    python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 (the one that users may draw from)
+    run()
+    after = np.random.get_state()  # noqa: NPY002
+    found = {"Python's random"} if random.getstate() != python else set()
+    if after[2:] != arrays[2:] or not np.array_equal(after[1], arrays[1]):
+        found.add("numpy.random")
+    random.setstate(python)
+    np.random.set_state(arrays)  # noqa: NPY002
+    return found
+
+
+def _get_storages(model: nn.Module) -> dict[str, torch.UntypedStorage]:
+    """Where each weight and buffer lies."""
+    return {name: tensor.untyped_storage() for name, tensor in _iterate_tensors(model)}
+
+
+def _iterate_numbers(model: nn.Module) -> Iterator[tuple[str, float]]:
+    """The numbers in the attributes of all modules."""
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, int | float):
+                yield f"{prefix}.{name}".lstrip("."), value

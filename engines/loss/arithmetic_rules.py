@@ -1,0 +1,196 @@
+"""Rules of arithmetic on the shares of a batch: sums, means, products and losses. None: the result is unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from engines.layer.graph import Node, Ref
+from engines.loss.analysis import CLASS_LOSSES, LossAnalysis
+from engines.loss.batch_aggregation import (
+    CONSTANT,
+    AggregationKind,
+    BatchAggregation,
+    compute_reduced_axis,
+    normalise_dims,
+)
+
+__all__ = ["RULES", "SUM"]
+
+NONE, MEAN, SUM = 0, 1, 2  # ATen's `reduction`
+
+_ELEMENT_LOSSES = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss",
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "hinge_embedding_loss", "margin_ranking_loss",
+    "multi_margin_loss", "multilabel_margin_loss", "cosine_embedding_loss",
+)  # fmt: skip
+_LINEAR = ("neg", "negative", "to", "type_as", "_to_copy", "alias", "clone", "contiguous", "detach", "lift_fresh_copy")
+
+
+def _propagate_pointwise(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Any function of each element by itself."""
+    shares = {name: a.resolve_total(name) for name in node.reads}
+    if not all(each.is_plain for each in shares.values()) or not a.has_constant_arguments(node):
+        return None
+    made = CONSTANT.combine(*shares.values())
+    if all(each.kind is AggregationKind.SAME for each in shares.values()):
+        return made
+    axis = a.find_aligned_axis(node, shares)
+    return None if axis is None else made.combine(kind=AggregationKind.ROWS, axis=axis)
+
+
+def _propagate_linear(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """What changes the sign or the type, but not into whole numbers."""
+    found, before = a.get_aggregation(node.reads[0]), a.graph.specs.get(node.reads[0])
+    rounds = node.spec and before and before.is_floating and not node.spec.is_floating
+    return _propagate_pointwise(a, node) if rounds else found
+
+
+def _propagate_product(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """A product or a quotient: degrees add up or are taken away, and only one operand may be a sum."""
+    divides = node.operator.removeprefix("aten.").startswith(("div", "true_divide"))
+    if node.arguments.get("rounding_mode"):
+        return _propagate_pointwise(a, node)
+    one, two = a.get_operand_aggregation(node, "self"), a.get_operand_aggregation(node, "other")
+    if one is None or two is None:
+        return None
+    one, two = _resolve_factors(a, node, one, two, divides)
+    if AggregationKind.SUM in (one.kind, two.kind) and (one.kind, two.kind).count(AggregationKind.SAME) != 1:
+        return None
+    if divides and two.kind is AggregationKind.SUM:
+        return None
+    degree = one.degree - two.degree if divides else one.degree + two.degree
+    main = one if two.kind is AggregationKind.SAME else two
+    made = main.combine(one, two, degree=degree)
+    if divides and two.derived:
+        made = replace(made, over=one.over | {_find_denominator(a, node)})
+    if made.kind is not AggregationKind.ROWS:
+        return made
+    named = {ref.name: s for ref, s in ((node.arguments[each], s) for each, s in (("self", one), ("other", two)))
+             if isinstance(ref, Ref)}  # fmt: skip
+    axis = a.find_aligned_axis(node, named)
+    return None if axis is None else replace(made, axis=axis)
+
+
+def _resolve_factors(
+    a: LossAnalysis, node: Node, one: BatchAggregation, two: BatchAggregation, divides: bool
+) -> tuple[BatchAggregation, BatchAggregation]:
+    """Of a known sum its total, where what it is combined with is no mere number."""
+
+    def resolve_operand(argument: str, own: BatchAggregation) -> BatchAggregation:
+        ref = node.arguments[argument]
+        return a.resolve_total(ref.name) if isinstance(ref, Ref) else own
+
+    if divides:
+        two = resolve_operand("other", two)
+    if two.kind is not AggregationKind.SAME or two.derived:
+        one = resolve_operand("self", one)
+    if one.kind is not AggregationKind.SAME or one.derived:
+        two = resolve_operand("other", two)
+    return one, two
+
+
+def _find_denominator(a: LossAnalysis, node: Node) -> str:
+    """The total that a quotient divides by, "?" where it is not a total itself."""
+    ref = node.arguments["other"]
+    return ref.name if isinstance(ref, Ref) and (ref.name in a.totals or ref.name in a.wanted) else "?"
+
+
+def _propagate_addition(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """A sum or a difference of two operands of the same kind; sums over the batch may join means of it."""
+    one, two = a.get_operand_aggregation(node, "self"), a.get_operand_aggregation(node, "other")
+    if one is None or two is None or a.get_number_aggregation(node, "alpha") != CONSTANT:
+        return None
+    kinds = {one.kind, two.kind}
+    if AggregationKind.ROWS in kinds or (kinds == {AggregationKind.SAME}):
+        return _propagate_pointwise(a, node) if one.degree == two.degree == 0 or AggregationKind.SUM in kinds else None
+    one, two = _to_sum(one), _to_sum(two)
+    if one.degree == two.degree:
+        return one.combine(two)
+    if one.known and two.known:
+        return _propagate_pointwise(a, node)
+    return _merge_into_mean(a, node, {"self": one, "other": two})
+
+
+def _merge_into_mean(a: LossAnalysis, node: Node, operands: Mapping[str, BatchAggregation]) -> BatchAggregation | None:
+    """Sums, means and constants become one mean over the micro-batches."""
+    for argument, each in operands.items():
+        ref = node.arguments[argument]
+        if each.degree not in (0, 1) or (each.degree == 0 and not isinstance(ref, Ref)):
+            return None
+        if each.degree == 0:
+            a.scaled.add((node.name, ref.name))
+    one, two = operands.values()
+    return one.combine(two, degree=1)
+
+
+def _propagate_reduction(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """A sum or a mean, over the batch or over other dimensions."""
+    ref, mean = node.arguments["self"], ".mean." in node.operator
+    found, spec = a.get_aggregation(ref.name), a.get_spec(ref)
+    if found.kind is not AggregationKind.ROWS:
+        return found
+    count = len(spec.shape)
+    dims = normalise_dims(node.arguments.get("dim"), count) or tuple(range(count))
+    if found.axis not in dims:
+        keepdim = bool(node.arguments.get("keepdim"))
+        return replace(found, axis=compute_reduced_axis(found.axis, dims, keepdim))
+    over = found.over | ({""} if mean else set())
+    return replace(found, kind=AggregationKind.SUM, degree=found.degree + mean, axis=0, over=over)
+
+
+def _propagate_class_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Cross-entropy or its second half; of a mean over class numbers the labels decide what it divides by."""
+    given = node.arguments
+    scores, labels = a.get_aggregation(given["self"].name), a.resolve_total(given["target"].name)
+    weight = a.resolve_total(given["weight"].name) if isinstance(given["weight"], Ref) else CONSTANT
+    rows = all(each.kind is AggregationKind.ROWS and each.axis == 0 and each.degree == 0 for each in (scores, labels))
+    if not rows or weight.kind is not AggregationKind.SAME or weight.degree:
+        return None
+    made = scores.combine(labels, weight)
+    if given["reduction"] == NONE:
+        return made
+    if given["reduction"] == SUM:
+        return replace(made, kind=AggregationKind.SUM)
+    if a.get_spec(given["target"]).is_floating:
+        return replace(made, kind=AggregationKind.SUM, degree=1, over=frozenset({""}))
+    if not (labels.known and weight.known):
+        return None
+    a.ratios.add(node.name)
+    key = repr([given["target"], given["weight"], given["ignore_index"]])
+    return replace(made, kind=AggregationKind.SUM, degree=1, known=False, over=frozenset({key}))
+
+
+def _propagate_element_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """A loss of each element, of which a mean divides by their number."""
+    shares = {name: a.resolve_total(name) for name in node.reads}
+    if not all(each.is_plain for each in shares.values()):
+        return None
+    if a.find_axis_from_end(shares) is None:
+        return None
+    made, reduction = CONSTANT.combine(*shares.values()), node.arguments["reduction"]
+    if reduction == NONE:
+        axis = a.find_aligned_axis(node, shares)
+        return None if axis is None else replace(made, kind=AggregationKind.ROWS, axis=axis)
+    over = frozenset({""}) if reduction == MEAN else frozenset()
+    return replace(made, kind=AggregationKind.SUM, degree=int(reduction == MEAN), over=made.over | over)
+
+
+def _to_sum(share: BatchAggregation) -> BatchAggregation:
+    """What is the same for all M micro-batches is the sum over them, divided by M once more."""
+    return (
+        replace(share, kind=AggregationKind.SUM, degree=share.degree + 1)
+        if share.kind is AggregationKind.SAME
+        else share
+    )
+
+
+RULES = {
+    "*": _propagate_pointwise,
+    **dict.fromkeys(CLASS_LOSSES, _propagate_class_loss),
+    **dict.fromkeys(_ELEMENT_LOSSES, _propagate_element_loss),
+    **dict.fromkeys(("sum", "mean"), _propagate_reduction),
+    **dict.fromkeys(("mul", "multiply", "div", "divide", "true_divide"), _propagate_product),
+    **dict.fromkeys(("add", "sub", "subtract", "rsub"), _propagate_addition),
+    **dict.fromkeys(_LINEAR, _propagate_linear),
+}

@@ -1,0 +1,156 @@
+"""Why a loss is not a number: what a rank finds in its labels, images, weights and earlier losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engines.layer.graph import ModelGraph, Ref, to_user_name
+from engines.loss.label_counter import LabelCounter
+from engines.loss.label_spec import find_label_specs
+from engines.program.worker import Worker
+
+__all__ = ["NonFiniteCause", "find_causes", "format_causes"]
+
+LABELS, IMAGES, WEIGHTS, GROWTH, ELSE = range(5)
+
+_GROWN = 10  # a loss that is so many times the smallest before it has grown
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class NonFiniteCause:
+    """Something that makes losses infinite or undefined, in words. A lower `level` explains those above it.
+
+    `finders`: so many ranks must find the same, as each sees only its part of the labels.
+    """
+
+    level: int
+    words: str
+    finders: int = 1
+
+
+def format_causes(found: Mapping[int, Sequence[NonFiniteCause]]) -> str:
+    """The causes that explain the others, with the ranks that found them; empty where there are none."""
+    finders: dict[NonFiniteCause, list[int]] = {}
+    for rank, causes in sorted(found.items()):
+        for cause in causes:
+            finders.setdefault(cause, []).append(rank)
+    known = sorted(cause for cause, ranks in finders.items() if len(ranks) >= cause.finders)
+    return " ".join(
+        f"{_format_ranks(finders[cause])}: {cause.words}" for cause in known if cause.level == known[0].level
+    )
+
+
+def _format_ranks(ranks: Sequence[int]) -> str:
+    return f"Found on rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
+
+
+def find_causes(
+    graph: ModelGraph, worker: Worker, counting: LabelCounter, recent: Sequence[float], micro_batch: int | None = None
+) -> list[NonFiniteCause]:
+    """What this rank finds, of all its micro-batches or of the one whose loss is not a number.
+
+    `recent` are the losses of the last steps, the newest last, where this rank knows them.
+    """
+    found = [*_find_zero_totals(graph, counting), *_find_bad_inputs(worker, micro_batch), *_find_bad_weights(worker)]
+    if not counting.totals:
+        found += _find_uncounted_labels(graph, worker, counting.sharers, micro_batch)
+    if micro_batch is not None:
+        found += [*_find_growth(recent), *_explain_prediction(graph, worker, micro_batch)]
+    return found
+
+
+def _find_zero_totals(graph: ModelGraph, counting: LabelCounter) -> Iterator[NonFiniteCause]:
+    """What the loss of the whole batch divides by is 0; a micro-batch without labels does no harm then.
+
+    Other totals may be 0, such as a count that the loss keeps from 0, or that of a class which is absent.
+    """
+    divisors = {node.arguments["other"] for node in graph.nodes if node.operator == "aten.div.Tensor"}
+    if counting.worker and any(not value.any() for name, value in counting.values.items() if Ref(name) in divisors):
+        yield NonFiniteCause(
+            LABELS,
+            "No label counts: the loss divides by what the labels of the whole batch count, and that is 0 (all are "
+            "ignored, masked, or of a class of weight 0). In plain PyTorch it is nan too. Leave such batches out.",
+        )
+
+
+def _find_uncounted_labels(
+    graph: ModelGraph, worker: Worker, sharers: int, micro_batch: int | None
+) -> Iterator[NonFiniteCause]:
+    """A mean over none of the labels of a micro-batch, of which `sharers` ranks have a part each."""
+    for number, lane in worker.lanes.items():
+        if lane.inputs.get("labels") is None or micro_batch not in (None, number):
+            continue
+        labels = lane.fetch(lane.inputs["labels"])
+        for numbers in find_label_specs(graph):
+            if not numbers.get_counted_mask(labels).any():
+                yield NonFiniteCause(
+                    LABELS,
+                    f"No label of {_describe_micro_batch(worker, number)} counts: all are {numbers.ignored}, which the "
+                    "loss ignores. Its mean is over none, and nan in plain PyTorch too. Leave such batches out.",
+                    sharers,
+                )
+
+
+def _find_bad_inputs(worker: Worker, micro_batch: int | None) -> Iterator[NonFiniteCause]:
+    for number, lane in worker.lanes.items():
+        for name, tensor in lane.inputs.items():
+            gone = tensor is None  # tiles in turn give up what they need no more
+            bad = 0 if gone or micro_batch not in (None, number) else _count_non_finite(lane.fetch(tensor))
+            if bad:
+                where = LABELS if name == "labels" else IMAGES
+                what = "1 value" if bad == 1 else f"{bad} values"
+                verb = "is" if bad == 1 else "are"
+                yield NonFiniteCause(
+                    where, f"{what} of the {name} of {_describe_micro_batch(worker, number)} {verb} not finite."
+                )
+
+
+def _find_bad_weights(worker: Worker) -> Iterator[NonFiniteCause]:
+    held = {**worker.weights, **worker.buffers}
+    names = [to_user_name(name) for name, tensor in held.items() if _count_non_finite(tensor.detach())]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield NonFiniteCause(
+            WEIGHTS,
+            f"Weights are not finite themselves after {worker.steps - 1} updates: {', '.join(names[:3])}{more}. "
+            "Load a checkpoint, or begin anew; then lower the learning rate, or bound the gradients (clip_norm).",
+        )
+
+
+def _find_growth(recent: Sequence[float]) -> Iterator[NonFiniteCause]:
+    if len(recent) > 1 and abs(recent[-1]) > _GROWN * min(map(abs, recent)):
+        losses = ", ".join(f"{loss:.4g}" for loss in recent)
+        yield NonFiniteCause(
+            GROWTH, f"The losses before it grow: {losses}. Lower the learning rate, or bound the gradients (clip_norm)."
+        )
+
+
+def _explain_prediction(graph: ModelGraph, worker: Worker, micro_batch: int) -> Iterator[NonFiniteCause]:
+    lane = worker.lanes[micro_batch]
+    answer = lane.leaves.get(graph.prediction)
+    if answer is not None and _count_non_finite(lane.fetch(answer).detach()):
+        yield NonFiniteCause(
+            ELSE,
+            "The model's answers are not finite, but images, labels and weights are, as far as this rank has them. "
+            "Lower the learning rate, or look for a division by 0 or an overflow in the model.",
+        )
+    else:
+        yield NonFiniteCause(
+            ELSE,
+            "The model's answers are finite: the loss itself has no value for them, such as a logarithm of 0, or a "
+            "mean over no labels.",
+        )
+
+
+def _describe_micro_batch(worker: Worker, number: int) -> str:
+    count = worker.program.micro_batches
+    return f"micro-batch {number} of {count}" if count > 1 else "the batch"
+
+
+def _count_non_finite(tensor: Tensor) -> int:
+    if not tensor.is_floating_point():
+        return 0
+    return int(tensor.numel() - tensor.isfinite().sum().item())

@@ -1,0 +1,159 @@
+"""Rules of operators that arrange the shares of a batch anew, or work on each image by itself. None: unknown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engines.layer.graph import Node, Ref, find_ref_names
+from engines.loss.analysis import LossAnalysis
+from engines.loss.batch_aggregation import (
+    CONSTANT,
+    AggregationKind,
+    BatchAggregation,
+    is_batch_axis_kept,
+    normalise_dims,
+)
+
+__all__ = ["RULES"]
+
+_VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze")
+_MOVED = ("permute", "transpose", "movedim", "swapaxes", "t", "numpy_T", "select", "slice", "narrow")
+_SPREAD = ("expand", "expand_as", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full")
+_ALONG = (
+    "softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod", "logsumexp", "amax", "amin", "argmax",
+    "argmin", "max", "min", "all", "any", "var", "std", "prod", "linalg_vector_norm", "norm", "sort", "topk",
+)  # fmt: skip
+_BY_IMAGE = (
+    "one_hot", "gather", "scatter", "scatter_add", "embedding", "conv1d", "conv2d", "conv3d", "convolution",
+    "avg_pool2d", "avg_pool3d", "max_pool2d", "max_pool3d", "adaptive_avg_pool2d", "upsample_nearest2d",
+    "upsample_bilinear2d", "constant_pad_nd", "pad", "linear", "bmm",
+)  # fmt: skip
+_PARTS = ("split", "split_with_sizes", "chunk", "unbind")
+
+
+def _propagate_view(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """A view: the images stay apart where as many entries lie before them as did."""
+    ref = node.arguments["self"]
+    found = a.get_aggregation(ref.name)
+    if found.kind is not AggregationKind.ROWS:
+        return found
+    axis = a.find_node_axis(node)
+    kept = axis is not None and node.spec and is_batch_axis_kept(a.get_spec(ref), found.axis, node.spec, axis)
+    return replace(found, axis=axis) if kept else None
+
+
+def _propagate_permute(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Dimensions in another order, or a part along one that is not that of the batch."""
+    ref = node.arguments["self"]
+    found = a.get_aggregation(ref.name)
+    if found.kind is not AggregationKind.ROWS:
+        return found if a.is_batch_independent(node) else None
+    axis, dim = a.find_node_axis(node), node.arguments.get("dim")
+    takes_images = (
+        isinstance(dim, int) and dim % len(a.get_spec(ref).shape) == found.axis and node.spec != a.get_spec(ref)
+    )
+    return None if axis is None or takes_images else replace(found, axis=axis)
+
+
+def _propagate_expand(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """The same for each image, where the shape of the result holds the batch."""
+    ref = node.arguments.get("self")
+    found = (
+        a.get_aggregation(ref.name) if isinstance(ref, Ref) and not node.operator.startswith("aten.new_") else CONSTANT
+    )
+    if a.get_number_aggregation(node, "fill_value") != CONSTANT:
+        return None
+    if found.kind is AggregationKind.SUM:
+        return found if a.is_batch_independent(node) else None
+    if node.name in a._twins and a._twins[node.name].spec == node.spec and found.kind is AggregationKind.SAME:
+        return found
+    axis = a.find_node_axis(node)
+    return None if axis is None or found.degree else replace(found, kind=AggregationKind.ROWS, axis=axis)
+
+
+def _propagate_along_dims(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """An operator along dimensions that are not that of the batch."""
+    ref = node.arguments["self"]
+    found = a.resolve_total(ref.name)
+    if found.kind is AggregationKind.SAME:
+        return found if found.degree == 0 else None
+    given = node.arguments.get("dim")
+    dims = normalise_dims(given, len(a.get_spec(ref).shape))
+    if not found.is_plain or not dims or found.axis in dims or len(node.reads) != 1:
+        return None
+    if node.spec is None:
+        return found
+    axis = a.find_node_axis(node)
+    return None if axis is None else replace(found, axis=axis)
+
+
+def _propagate_per_image(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """An operator that treats each entry of the first dimension by itself, that of the batch."""
+    shares = [a.resolve_total(name) for name in node.reads]
+    if not all(each.is_plain and each.axis == 0 for each in shares):
+        return None
+    rows = [each for each in shares if each.kind is AggregationKind.ROWS]
+    dims = normalise_dims(node.arguments.get("dim"), len(a.graph.specs[node.reads[0]].shape))
+    if not rows:
+        return CONSTANT.combine(*shares)
+    if 0 in dims or a.find_node_axis(node) != 0:
+        return None
+    return rows[0].combine(*shares)
+
+
+def _propagate_index(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Entries of a constant, such as a weight for each class, by numbers that belong to images."""
+    table, indices = a.resolve_total(node.arguments["self"].name), node.arguments["indices"]
+    shares = [a.resolve_total(name) for name in find_ref_names(indices)]
+    if not all(each.is_plain for each in (table, *shares)) or table.kind is not AggregationKind.SAME:
+        return None
+    made, axis = table.combine(*shares), a.find_node_axis(node)
+    if all(each.kind is AggregationKind.SAME for each in shares):
+        return made
+    return None if axis is None or len(shares) != 1 else replace(made, kind=AggregationKind.ROWS, axis=axis)
+
+
+def _propagate_concat(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Values side by side, along another dimension than that of the batch."""
+    found = [a.get_aggregation(name) for name in node.reads]
+    first = found[0]
+    if any((each.kind, each.degree, each.axis) != (first.kind, first.degree, first.axis) for each in found):
+        return None
+    made = first.combine(*found)
+    if first.kind is not AggregationKind.ROWS:
+        return made
+    axis = a.find_node_axis(node)
+    along = node.arguments.get("dim")
+    count = len(node.spec.shape) if node.spec else 0
+    if axis is None or not isinstance(along, int) or along % count == axis:
+        return None
+    return replace(made, axis=axis)
+
+
+def _propagate_split(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Several tensors out of one; each is asked for by `getitem`."""
+    ref = node.arguments["self"]
+    found, dim = a.get_aggregation(ref.name), node.arguments.get("dim", 0)
+    apart = found.kind is not AggregationKind.ROWS or dim % len(a.get_spec(ref).shape) != found.axis
+    return found if apart else None
+
+
+def _propagate_getitem(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    found = a.get_aggregation(node.reads[0])
+    if found.kind is not AggregationKind.ROWS:
+        return found
+    axis = a.find_node_axis(node)
+    return None if axis is None else replace(found, axis=axis)
+
+
+RULES = {
+    **dict.fromkeys(_VIEWS, _propagate_view),
+    **dict.fromkeys(_MOVED, _propagate_permute),
+    **dict.fromkeys(_SPREAD, _propagate_expand),
+    **dict.fromkeys(_ALONG, _propagate_along_dims),
+    **dict.fromkeys(_BY_IMAGE, _propagate_per_image),
+    "index": _propagate_index,
+    **dict.fromkeys(("stack", "cat"), _propagate_concat),
+    **dict.fromkeys(_PARTS, _propagate_split),
+    "getitem": _propagate_getitem,
+}

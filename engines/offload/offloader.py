@@ -1,0 +1,94 @@
+"""What is held while something else computes: the tensors stay, their memory is a file's.
+
+A tensor keeps its shape, its strides and its place in autograd's graph; so nothing that runs has to know. Small
+tensors stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from engines.offload.min_bytes import LEAST_BYTES
+from engines.offload.offload_store import OffloadStore
+
+__all__ = ["Offloader"]
+
+
+class Offloader:
+    """The tensors of one tile or rank; those of `stays` never leave.
+
+    A processor computes with what lies in the file where it is. For a device that cannot (`reads_files=False`) it is
+    brought back when an instruction uses it.
+    """
+
+    def __init__(self, store: OffloadStore, stays: Iterable[Tensor] = (), reads_files: bool = True) -> None:
+        self.store, self.reads_files = store, reads_files
+        self._stay = {tensor.untyped_storage()._cdata for tensor in stays}
+        self._used: set[int] = set()
+        self._later: list[Tensor] = []
+        self._away = WeakTensorKeyDictionary()
+
+    def fetch(self, tensors: Iterable[Tensor]) -> None:
+        """They are needed until the present instruction is done."""
+        back: dict[tuple[object, ...], Tensor] = {}
+        for tensor in tensors:
+            stored = self._away.pop(tensor, None)
+            if stored is not None:
+                place = stored.data_ptr(), stored.size(), stored.stride()
+                if place not in back:
+                    back[place] = stored.to(tensor.device, copy=True)
+                tensor.data = back[place]
+            self._used.add(tensor.untyped_storage()._cdata)
+
+    def end_instruction(self) -> None:
+        """The present instruction has ended."""
+        self._used.clear()
+
+    def offload(self, touched: Iterable[Tensor]) -> None:
+        """All of these; what is in use, the next time. What shares memory comes together, or it is shared no longer."""
+        stored: dict[int, torch.UntypedStorage] = {}
+        tensors, self._later = [*self._later, *touched], []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if (
+                storage.nbytes() < LEAST_BYTES
+                or key in self._stay
+                or tensor in self._away
+                or self.store.has_storage(storage)
+            ):
+                continue
+            if key in self._used:
+                self._later.append(tensor)
+            else:
+                if key not in stored:
+                    stored[key] = self.store.put(storage)
+                self._move(tensor, stored[key])
+
+    def _move(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        there = torch.empty(0, dtype=tensor.dtype)
+        there.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if self.reads_files:
+            tensor.data = there
+        else:
+            self._away[tensor] = there
+            strides = tensor.stride()
+            tensor.data = tensor.new_empty(()).expand(tensor.size())  # its memory goes before there is any other
+            tensor.data = _make_storageless(tensor, strides)
+
+    def clear(self) -> None:
+        """Nothing is needed any more."""
+        self._used.clear()
+        self._later.clear()
+        self._away.clear()
+
+
+def _make_storageless(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """One of the same shape and those strides, by which autograd lays gradients out, with no memory."""
+    hollow = torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
+    hollow.untyped_storage().resize_(0)
+    return hollow

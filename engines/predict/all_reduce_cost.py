@@ -1,0 +1,93 @@
+"""How long a sum over ranks takes on a machine of nodes: from each rank to all others, or in two levels."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from engines.comm.all_reduce_sizes import count_sends
+from engines.predict.machine import Link, Machine
+
+__all__ = ["AllReduceCost", "count_members", "estimate_all_reduce"]
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceCost:
+    """A sum takes its ranks and the links of their nodes for `carried_s`, and is complete `latency_s` later.
+
+    `crosses`: whether it leaves a node. Where ranks share the cores of one host, nothing carries it but these: then
+    each rank's core is busy with it for `fetched_s`, and nothing else.
+    """
+
+    carried_s: float
+    latency_s: float
+    crosses: bool
+    fetched_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of a sum that has everything for itself."""
+        return self.carried_s + self.latency_s + self.fetched_s
+
+
+@lru_cache(maxsize=1024)
+def count_members(group: tuple[int, ...], node_ranks: int | None) -> tuple[int, ...]:
+    """How many ranks of a group are on each node that has any, in no order.
+
+    >>> count_members((0, 1, 5, 6), node_ranks=4)
+    (2, 2)
+    """
+    return tuple(sorted(Counter(rank // node_ranks for rank in group).values())) if node_ranks else (len(group),)
+
+
+def estimate_all_reduce(machine: Machine, members: Sequence[int], count_bytes: int) -> AllReduceCost:
+    """The cost of the sum of so many bytes over ranks that have a term each, so many `members` on each node.
+
+    `direct`: each rank sends to each other one, in two rounds where that is less
+    (`engines/comm/all_reduce_sizes.py`), and the ranks of a node share its link.
+    `two_level`: the ranks of a node sum, then the nodes, each rank its part of the numbers, then the node's ranks
+    share what they know; within a level by halves of the numbers, or, where less, of all of them (Thakur, Rabenseifner
+    and Gropp, 2005, Optimization of collective communication operations in MPICH, sections 4.1 to 4.4). Long sums go
+    through the levels in pieces, so that the slower one alone counts.
+    """
+    travels = _estimate_direct if machine.sums == "direct" else _estimate_two_level
+    cost = travels(machine, members, count_bytes)
+    if machine.cores is None or cost.crosses:
+        return cost
+    return AllReduceCost(0.0, cost.latency_s, crosses=False, fetched_s=cost.carried_s)
+
+
+def _estimate_two_level(machine: Machine, members: Sequence[int], count_bytes: int) -> AllReduceCost:
+    here, between = Link(machine.latency_s, machine.bytes_per_s), machine.between
+    inside, across = _estimate_tree(here, max(members), count_bytes, 1), AllReduceCost(0.0, 0.0, False)
+    if between and len(members) > 1:
+        across = _estimate_tree(between, len(members), count_bytes, max(members))
+    messages = 2 * (math.ceil(math.log2(max(members))) + math.ceil(math.log2(len(members))))
+    latency_s = inside.latency_s + across.latency_s + messages * machine.message_s
+    return AllReduceCost(max(inside.carried_s, across.carried_s), latency_s, len(members) > 1)
+
+
+def _estimate_direct(machine: Machine, members: Sequence[int], count_bytes: int) -> AllReduceCost:
+    ranks = sum(members)
+    messages, sent = count_sends(count_bytes, ranks)
+    rounds = 2 if messages > ranks - 1 else 1
+    latency_s, carried_s = machine.latency_s, sent / machine.bytes_per_s
+    if machine.between and len(members) > 1:
+        latency_s = max(latency_s, machine.between.latency_s)
+        each = sent / (ranks - 1)
+        leaving = max(count * (ranks - count) for count in set(members)) * each
+        carried_s = max((max(members) - 1) * each / machine.bytes_per_s, leaving / machine.between.bytes_per_s)
+    return AllReduceCost(carried_s, rounds * latency_s + messages * machine.message_s, len(members) > 1)
+
+
+def _estimate_tree(link: Link, ends: int, count_bytes: int, sharing: int) -> AllReduceCost:
+    """Over so many ends of links, by halves. `sharing`: how many ranks of each would send at once if all took part."""
+    if ends < 2:
+        return AllReduceCost(0.0, 0.0, False)
+    rounds = math.ceil(math.log2(ends))
+    long = AllReduceCost(2 * (ends - 1) / ends * count_bytes / link.bytes_per_s, 2 * rounds * link.latency_s, False)
+    short = AllReduceCost(rounds * count_bytes / link.bytes_per_s, rounds * link.latency_s, False)
+    return min(long, short, key=lambda cost: cost.seconds)

@@ -1,0 +1,76 @@
+"""Who computes when: ranks with processors of their own here, those that share cores in `run_queue.py`."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from engines.predict.actions import ComputeWork
+from engines.predict.machine import Machine
+from engines.predict.run_queue import RunQueue
+
+__all__ = ["CoreScheduler", "DedicatedCores", "SharedCores"]
+
+
+class CoreScheduler(Protocol):
+    """Work under way. Times never go back."""
+
+    def start(self, rank: int, work: ComputeWork, now: float) -> None:
+        """A rank begins some work."""
+
+    def is_saturated(self, rank: int) -> bool:
+        """Whether others have all that a rank could go on with."""
+
+    def find_next_end(self) -> float:
+        """When the next work is done, if no other begins before."""
+
+    def advance_to(self, now: float) -> Sequence[int]:
+        """Go on to `now`; the ranks whose work is done."""
+
+
+class DedicatedCores:
+    """Every rank has its own."""
+
+    def __init__(self) -> None:
+        self._ends: list[tuple[float, int]] = []
+
+    def start(self, rank: int, work: ComputeWork, now: float) -> None:
+        heapq.heappush(self._ends, (now + work.seconds, rank))
+
+    def is_saturated(self, rank: int) -> bool:
+        return False
+
+    def find_next_end(self) -> float:
+        return self._ends[0][0] if self._ends else math.inf
+
+    def advance_to(self, now: float) -> Sequence[int]:
+        found = []
+        while self._ends and self._ends[0][0] <= now:
+            found.append(heapq.heappop(self._ends)[1])
+        return found
+
+
+class SharedCores:
+    """The ranks of each node share its cores. `threads` are those of each rank."""
+
+    def __init__(self, machine: Machine, threads: Mapping[int, int]) -> None:
+        self.machine = machine
+        shared: dict[int, dict[int, int]] = defaultdict(dict)
+        for rank, count in threads.items():
+            shared[machine.get_node(rank)][rank] = count
+        self._hosts = {node: RunQueue(machine, own) for node, own in shared.items()}
+
+    def start(self, rank: int, work: ComputeWork, now: float) -> None:
+        self._hosts[self.machine.get_node(rank)].start(rank, work, now)
+
+    def is_saturated(self, rank: int) -> bool:
+        return self._hosts[self.machine.get_node(rank)].is_saturated(rank)
+
+    def find_next_end(self) -> float:
+        return min(host.find_next_end() for host in self._hosts.values())
+
+    def advance_to(self, now: float) -> Sequence[int]:
+        return [rank for host in self._hosts.values() for rank in host.advance_to(now)]

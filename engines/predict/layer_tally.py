@@ -1,0 +1,136 @@
+"""A model's layers in outline: what a rank does in each of them for the whole image, or for a quarter of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engines.layer.graph import ModelGraph
+from engines.layer.stages import Layer
+from engines.layout import Role
+from engines.plan import Plan
+from engines.predict.rank_tally import build_tally
+from engines.predict.tallies import DirectionTally, OpTally
+from engines.program.builder import Builder
+from engines.program.compile import Compiler
+from engines.program.instructions import AllReduce, Compute, LocalOp, ModelInstruction
+
+__all__ = ["LayerTally", "build_layer_tallies"]
+
+WHOLE = Plan(split_size=1, spatial_size=0)
+QUARTER = Plan(split_size=1, spatial_size=1, slice_method="2x2")
+
+
+@dataclass(frozen=True)
+class LayerTally:
+    """One layer on one rank that has the `part` of the image.
+
+    `ops` are its kernel calls, `fixed` those whose size does not depend on the part; `sums` the bytes of its sums over
+    the ranks of a stage, and `exchanges` how often it borrows pixels, forward. Of its `instructions` some `go_back`.
+    `kept_bytes` wait for backward; `moments_bytes` are what its running statistics are told of a micro-batch.
+    """
+
+    part: float
+    ops: tuple[OpTally, ...] = ()
+    fixed: tuple[bool, ...] = ()
+    late: bool = False
+    sums: tuple[int, ...] = ()
+    exchanges: int = 0
+    instructions: int = 0
+    goes_back: int = 0
+    kept_bytes: int = 0
+    moments_bytes: int = 0
+
+    def scale_ops(self, part: float, images: bool = False) -> tuple[OpTally, ...]:
+        """The calls for another part of the image, or of the images."""
+        pairs = zip(self.ops, self.fixed, strict=True)
+        return tuple(
+            _scale_op(op, part if images and fixed else 1.0 if fixed else part / self.part, part if images else 1.0)
+            for op, fixed in pairs
+        )
+
+
+def _scale_op(op: OpTally, by: float, images: float) -> OpTally:
+    """So much of a call, on a part of its images."""
+    if by == images == 1:
+        return op
+    shape = (*op.shape[:2], *(max(1, int(count * images)) for count in op.shape[2:]))
+    return OpTally(op.kernel, op.kind, int(op.flops * by), int(op.bytes * by), shape, op.gradients)
+
+
+def build_layer_tallies(graph: ModelGraph, layers: Sequence[Layer], plan: Plan) -> tuple[LayerTally, ...]:
+    """The model's layers as rank 0 of `WHOLE` or of `QUARTER` has them; layers that are alike are one object.
+
+    Raises PlanError or TraceError where the plan does not fit the model.
+    """
+    known: dict[LayerTally, LayerTally] = {}
+    return tuple(known.setdefault(each, each) for each in _LayerTallyBuilder(graph, layers, plan).build())
+
+
+@dataclass
+class _LayerItems:
+    """What belongs to one layer."""
+
+    items: list[ModelInstruction] = field(default_factory=list)
+    moments_bytes: int = 0
+
+
+class _LayerTallyBuilder:
+    def __init__(self, graph: ModelGraph, layers: Sequence[Layer], plan: Plan) -> None:
+        compiler = Compiler(graph, plan)
+        program = compiler.compile_rank(0)
+        self.part = 1 / plan.ranks
+        self.builder: Builder = compiler.lowering.get_builder(Role(0, 0))
+        self.way: DirectionTally = build_tally(program, graph).ways[0]
+        self.items = program.ways[0].forward
+        self.layer_of = {
+            n.name: i for i, layer in enumerate(layers) for n in graph.nodes[layer.nodes.start : layer.nodes.stop]
+        }
+        self.count = len(layers)
+        self.seen: set[str] = set()
+
+    def build(self) -> Iterator[LayerTally]:
+        sketches = [_LayerItems() for _ in range(self.count)]
+        layer = 0
+        for item in self.items:
+            layer = self._choose_layer(item, layer)
+            sketches[layer].items.append(item)
+        for entry in self.builder.statistics:
+            sketches[self._find_layer(entry.moments, 0)].moments_bytes += self.builder.values[entry.moments].spec.bytes
+        return map(self._build_layer_tally, sketches)
+
+    def _find_layer(self, name: str, otherwise: int) -> int:
+        return self.layer_of.get(name, self.layer_of.get(name.split(".", maxsplit=1)[0], otherwise))
+
+    def _choose_layer(self, item: ModelInstruction, before: int) -> int:
+        """Of a segment the layer of what it makes; a communication is for what follows, in its layer or the next."""
+        if isinstance(item, Compute):
+            return max(self._find_layer(op.out, before) for op in item.ops)
+        return max(before, self._find_layer(item.source, before))
+
+    def _build_layer_tally(self, sketch: _LayerItems) -> LayerTally:
+        segments = [item for item in sketch.items if isinstance(item, Compute)]
+        tallies = [self.way.segments[segment.name] for segment in segments]
+        calls = [op for segment in segments for op in segment.ops if op.kernel != "getitem"]
+        kept = 0
+        for each in tallies:
+            new = each.keeps - self.seen
+            self.seen |= new
+            kept += sum(each.fresh.get(key) or self.way.bytes.get(key, 0) for key in new)
+        return LayerTally(
+            self.part,
+            tuple(op for each in tallies for op in each.ops),
+            tuple(not self._is_tiled(call) for call in calls),
+            late=any(each.late for each in tallies),
+            sums=tuple(item.bytes for item in sketch.items if isinstance(item, AllReduce)),
+            exchanges=sum(not isinstance(item, Compute | AllReduce) for item in sketch.items),
+            instructions=len(sketch.items),
+            goes_back=sum(item.differentiable for item in sketch.items),
+            kept_bytes=kept,
+            moments_bytes=sketch.moments_bytes,
+        )
+
+    def _is_tiled(self, call: LocalOp) -> bool:
+        values: Mapping[str, object] = self.builder.values
+        names = (name for name in (call.out, *call.reads) if name in values)
+        return any(self.builder.values[name].axes is not None for name in names)

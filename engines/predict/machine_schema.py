@@ -1,0 +1,158 @@
+"""The numbers that a machine may have: beyond these forecasts would overflow, or take for ever.
+
+They are wide: from a byte in a thousand seconds to more than all computers of the world do together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from engines.predict.kernel_classes import CLASSES
+
+__all__ = ["check_machine", "find_missing_speeds"]
+
+Check = Callable[[str, Any], None]
+
+_SHOWN = 24  # characters of what is wrong
+
+
+def _make_number_check(least: float, most: float, endless: bool = False) -> Check:
+    """An integer or a float of that range; `endless` may be infinite, too."""
+
+    def check(name: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name} is {_format_value(value)}, which is no number")
+        if not (least <= value <= most or (endless and value == math.inf)):
+            raise ValueError(f"{name} is {_format_value(value)}, but must be from {least:g} to {most:g}")
+
+    return check
+
+
+def _make_count_check(most: int) -> Check:
+    def check(name: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} is {_format_value(value)}, which is no whole number")
+        if not 1 <= value <= most:
+            raise ValueError(f"{name} is {_format_value(value)}, but must be from 1 to {most}")
+
+    return check
+
+
+def _make_type_check(kind: type, words: str) -> Check:
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is {_format_value(value)}, which is no {words}")
+
+    return check
+
+
+def _make_optional_check(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _make_list_check(check: Check, most: int) -> Check:
+    def check_entries(name: str, value: Any) -> None:
+        _make_type_check(list, "list")(name, value)
+        if len(value) > most:
+            raise ValueError(f"{name} has {len(value):,} entries, but at most {most:,} are read")
+        for index, each in enumerate(value):
+            check(f"{name}[{index}]", each)
+
+    return check_entries
+
+
+def _make_table_check(checks: Mapping[str, Check], needed: tuple[str, ...]) -> Check:
+    def check_fields(name: str, value: Any) -> None:
+        _make_type_check(dict, "table of names and numbers")(name or "all of it", value)
+        before = f"{name}." if name else ""
+        if missing := [field for field in needed if field not in value]:
+            raise ValueError(f"{before}{missing[0]} is missing")
+        for field, each in value.items():
+            if field not in checks:
+                raise ValueError(f"{before}{field[:_SHOWN]} is unknown")
+            checks[field](f"{before}{field}", each)
+
+    return check_fields
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a whole number of some {int(value.bit_length() * math.log10(2)):,} digits"
+    text = str(value) if isinstance(value, int | float | None) else repr(value)[: 2 * _SHOWN]
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+_TEXT = _make_type_check(str, "text")
+_SECONDS = _make_number_check(0, 3600)
+_TURN = _make_number_check(1e-5, 3600)
+_PER_SECOND, _PER_SECOND_OR_ALL = _make_number_check(1e-3, 1e24), _make_number_check(1e-3, 1e24, endless=True)
+_SIZE, _HALF = _make_number_check(0, 1e15), _make_number_check(0, 1e9)
+_TIMES, _PART = _make_number_check(0, 1e3), _make_number_check(1e-6, 1e3)
+_AXES, _SAMPLES = 8, 1000
+
+_SPEED = _make_table_check(
+    {
+        "at": _make_list_check(_SIZE, _AXES),
+        "per_s": _PER_SECOND,
+        "back_per_s": _PER_SECOND,
+        "half": _make_list_check(_HALF, _AXES),
+        "crowded": _PART,
+        "spread": _TIMES,
+        "inputs": _PART,
+        "weights": _PART,
+    },
+    needed=("at", "per_s", "back_per_s"),
+)
+_LINK = {"latency_s": _SECONDS, "bytes_per_s": _PER_SECOND_OR_ALL}
+_NOISE = _make_number_check(0, 1e9)
+_CHECKS: dict[str, Check] = {
+    "name": _TEXT,
+    "source": _TEXT,
+    "speeds": _make_table_check(dict.fromkeys(CLASSES, _make_list_check(_SPEED, _SAMPLES)), needed=()),
+    "call_s": _SECONDS,
+    "back_call_s": _SECONDS,
+    "least_s": _SECONDS,
+    "instruction_s": _SECONDS,
+    "exchange_s": _SECONDS,
+    "sum_s": _SECONDS,
+    "weight_s": _SECONDS,
+    "statistic_s": _SECONDS,
+    "update_s": _SECONDS,
+    "slice_s": _TURN,
+    "resume_s": _SECONDS,
+    "thread_s": _SECONDS,
+    "message_s": _SECONDS,
+    **_LINK,
+    "copy_per_s": _PER_SECOND_OR_ALL,
+    "host_per_s": _make_optional_check(_PER_SECOND_OR_ALL),
+    "cold_copies": _TIMES,
+    "jitter": _make_number_check(0, 1),
+    "cores": _make_optional_check(_make_count_check(1024)),
+    "memory_bytes": _make_optional_check(_make_count_check(1 << 60)),
+    "ranks": _make_optional_check(_make_count_check(1 << 20)),
+    "node_ranks": _make_optional_check(_make_count_check(1 << 20)),
+    "between": _make_optional_check(_make_table_check(_LINK, needed=tuple(_LINK))),
+    "sums": _TEXT,
+    "noise": _make_table_check({"elsewhere": _NOISE, "spread": _NOISE}, needed=()),
+    "quick": _make_type_check(bool, "switch (true or false)"),
+}
+
+
+def check_machine(fields: Any) -> None:
+    """Compare what `Machine.to_json` should have written with what a machine can have.
+
+    Raises ValueError or TypeError, which name the field and the number.
+
+    >>> check_machine({"name": "toy", "source": "by hand", "speeds": {}, "latency_s": 10**400})
+    Traceback (most recent call last):
+    ...
+    ValueError: latency_s is a whole number of some 400 digits, but must be from 0 to 3600
+    """
+    _make_table_check(_CHECKS, needed=("name", "source", "speeds"))("", fields)
+
+
+def find_missing_speeds(speeds: Mapping[str, Any]) -> Iterator[str]:
+    """The classes of kernels that a machine has no speed for."""
+    return (kind for kind in CLASSES if not speeds.get(kind))

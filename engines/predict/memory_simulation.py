@@ -1,0 +1,246 @@
+"""A rank's program walked through its memory: held and let go as by `engines/program/micro_batch.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from engines.comm.all_reduce_sizes import compute_workspace_bytes
+from engines.offload.min_bytes import LEAST_BYTES
+from engines.plan import Plan
+from engines.predict.memory_tracker import MemoryTracker
+from engines.predict.tallies import DirectionTally, RankTally, SegmentTally
+from engines.program.instructions import AllReduce, Compute, Exchange, Instruction, Phase, SumGradients
+from engines.program.program import DirectionProgram, Program, Step
+from engines.program.staging import compute_arena_bytes, count_staged_bytes, is_persistent
+
+__all__ = ["simulate_memory"]
+
+
+def simulate_memory(
+    program: Program, tally: RankTally, plan: Plan, states: int, ledger: MemoryTracker | None = None
+) -> tuple[MemoryTracker, list[int]]:
+    """The account (`ledger`, or a new one) of a training step after the first; the bytes held after each step of it."""
+    ledger = ledger or MemoryTracker()
+    _hold_persistent(ledger, program, tally, states)
+    walkers = {
+        number: _MicroBatchMemory(number, program.get_direction_program(number), tally.ways[direction], ledger, plan)
+        for number, direction in program.directions.items()
+    }
+    weights, after = _WeightGradients(tally, ledger), []
+    leaving: list[Hashable] = []
+    for index, step in enumerate(program.steps):
+        ledger.step = index
+        left, leaving = leaving, []
+        if isinstance(step.instruction, SumGradients):
+            weights.sum_bucket(step.instruction, begins=step.phase is not Phase.UPDATE)
+        elif step.phase is not Phase.UPDATE:
+            leaving = walkers[step.micro_batch].run_step(step)
+            if step.phase is not Phase.FORWARD:
+                weights.add_segment(step.instruction, step.phase, walkers[step.micro_batch].tally)
+        for key in left:
+            ledger.release(key)
+        after.append(ledger.total)
+    return ledger, after
+
+
+def _hold_persistent(ledger: MemoryTracker, program: Program, tally: RankTally, states: int) -> None:
+    """What is there from the first step to the last."""
+    trained = sum(tally.weights[name] for name in tally.trained)
+    owned = sum(tally.weights.values()) + sum(tally.buffers.values())
+    ledger.hold("owned", {"weights": owned, "optimiser": states * trained})
+    for number, direction in program.directions.items():
+        ledger.hold(("inputs", number), {"inputs": sum(tally.ways[direction].inputs.values())})
+    exchanges = [item for item in program.forward if isinstance(item, Exchange)]
+    sums = {item.name: item for item in program.select_instructions(SumGradients)}
+    lent = sum(compute_workspace_bytes(each.bytes, len(each.group)) for each in sums.values())
+    ledger.hold("messages", {"messages": lent + compute_arena_bytes(exchanges)})
+    ledger.hold("sums", {"gradients": sum(each.bytes for each in sums.values())})
+
+
+@dataclass
+class _WeightGradients:
+    """Gradients of weights: there from the first backward that adds to them."""
+
+    tally: RankTally
+    ledger: MemoryTracker
+    there: set[str] = field(default_factory=set)
+
+    def add_segment(self, instruction: Instruction, phase: Phase, way: DirectionTally) -> None:
+        """A step has gone back through a segment."""
+        segment = way.segments.get(instruction.name)
+        if segment is None or (phase is Phase.INPUTS and segment.late):
+            return
+        for name, size in segment.trains.items():
+            if name not in self.there:
+                self.there.add(name)
+                self.ledger.hold(("gradient", name), {"gradients": size})
+
+    def sum_bucket(self, bucket: SumGradients, begins: bool) -> None:
+        """Begun, it adds up a copy of the gradients, whose memory is kept; in the end that takes their place."""
+        if not begins:
+            for name in self.there.intersection(bucket.weights):
+                self.there.remove(name)
+                self.ledger.release(("gradient", name))
+
+
+@dataclass
+class _MicroBatchMemory:
+    """One micro-batch: which values are still to be read going forward, and which leaves and graphs backward needs."""
+
+    number: int
+    way: DirectionProgram
+    tally: DirectionTally
+    ledger: MemoryTracker
+    plan: Plan
+    values: set[str] = field(default_factory=set)
+    leaves: set[str] = field(default_factory=set)
+    grads: dict[str, str] = field(default_factory=dict)
+    graphs: set[str] = field(default_factory=set)
+    leaving: list[Hashable] = field(default_factory=list)
+    away: dict[Hashable, int] = field(default_factory=dict)
+
+    @property
+    def checkpoints(self) -> bool:
+        return self.plan.checkpoint_activations
+
+    def run_step(self, step: Step) -> list[Hashable]:
+        """Walk one instruction; what leaves, and is looked after no earlier than behind the next instruction."""
+        item, forward = step.instruction, step.phase is Phase.FORWARD
+        self.leaving = []
+        match item:
+            case Compute():
+                self._compute(item) if forward else self._compute_back(item, step.phase)
+            case Exchange():
+                self._exchange(item) if forward else self._exchange_back(item)
+            case AllReduce():
+                self._reduce(item) if forward else self._reduce_back(item)
+        return self.leaving
+
+    def _hold_key(self, key: str) -> None:
+        borrowed = self.tally.halo_bytes.get(key, 0)
+        size = self.tally.bytes.get(key, 0) - borrowed
+        self._hold_block((self.number, key), activations=size, halos=borrowed)
+
+    def _hold_block(self, key: Hashable, **kinds: int) -> None:
+        """Hold a block that backward asks for; where it is put away, no longer than the step that makes it."""
+        away = self.plan.offload_activations and sum(kinds.values()) >= LEAST_BYTES
+        if away and key not in self.away:
+            self.away[key] = sum(kinds.values())
+            self.ledger.add_transient(**kinds)
+        self.ledger.hold(key, {} if away else kinds)
+
+    def _get_offloaded_bytes(self, key: str) -> int:
+        """Of a block that comes back for a segment's backward."""
+        return self.away.get((self.number, key), 0)
+
+    def _count_offloaded_inputs(self, item: Compute) -> int:
+        """Bytes of the inputs of a segment that come back for it."""
+        return sum(
+            self._get_offloaded_bytes(key) for key in {self.tally.lies_in.get(name, name) for name in item.inputs}
+        )
+
+    def _keep(self, name: str) -> None:
+        for held in (self.values, self.leaves):
+            held.add(name)
+            self._hold_key(self.tally.lies_in[name])
+
+    def _drop(self, held: set[str], name: str) -> None:
+        if name in held:
+            held.remove(name)
+            self.ledger.release((self.number, self.tally.lies_in[name]))
+
+    def _release(self, item: Compute | Exchange | AllReduce, names: tuple[str, ...]) -> None:
+        asked_for = item.differentiable and not isinstance(item, Compute)
+        for name in names:
+            if self.way.reads[name][-1] == item.name and name not in self.way.lasting:
+                was_there = name in self.values
+                self._drop(self.values, name)
+                kept = self.checkpoints or asked_for or name in self.tally.needs_gradient
+                if was_there and not kept:
+                    self._drop(self.leaves, name)
+
+    def _compute(self, item: Compute) -> None:
+        segment = self.tally.segments[item.name]
+        self.ledger.add_transient(passing=segment.inside + self._count_offloaded_inputs(item))
+        if item.differentiable and not self.checkpoints:
+            self._hold_graph(item.name, segment)
+        for name in item.outputs:
+            self._keep(name)
+        self._release(item, item.inputs)
+
+    def _hold_graph(self, name: str, segment: SegmentTally) -> None:
+        self.graphs.add(name)
+        for key in segment.keeps:
+            parts = {"activations": segment.fresh.get(key, 0)}
+            if key in self.tally.bytes:
+                self._hold_key(key)
+            else:
+                self._hold_block((self.number, key), **parts)
+
+    def _compute_back(self, item: Compute, phase: Phase) -> None:
+        segment = self.tally.segments[item.name]
+        if phase is Phase.WEIGHTS and not (segment.late and item.name in self.graphs):
+            return
+        again = sum(segment.fresh.values()) + self._count_offloaded_inputs(item) if self.checkpoints else 0
+        back = sum(map(self._get_offloaded_bytes, segment.keeps)) if item.name in self.graphs else 0
+        self.ledger.add_transient(passing=again + back + segment.back_inside)
+        self.ledger.add_transient(passing=segment.inside if self.checkpoints else 0)
+        if phase is not Phase.WEIGHTS:
+            for name, size in segment.grads.items():
+                self._hold_gradient(name, size)
+        if phase is Phase.INPUTS and segment.late:
+            self.graphs.add(item.name)
+            return
+        for name in item.outputs:
+            self._release_leaf(name)
+        if not self.checkpoints and item.name in self.graphs:
+            self.graphs.remove(item.name)
+            for key in segment.keeps:
+                self.ledger.release((self.number, key))
+
+    def _hold_gradient(self, name: str, size: int) -> None:
+        if name not in self.grads:
+            self.grads[name] = f"gradient of {name}"
+            self.ledger.hold((self.number, self.grads[name]), {"passing": size})
+
+    def _release_leaf(self, name: str) -> None:
+        """A leaf and its gradient have served."""
+        if name not in self.way.lasting:
+            self._drop(self.leaves, name)
+        if name in self.grads:
+            self.ledger.release((self.number, self.grads.pop(name)))
+
+    def _exchange(self, item: Exchange) -> None:
+        self._hold_messages(item, forward=True)
+        if item.window is not None:
+            self._keep(item.target)
+        if item.own is not None:
+            self._release(item, (item.source,))
+
+    def _hold_messages(self, item: Exchange, forward: bool) -> None:
+        """Where a rank only sends, or only receives, nobody waits for what it sends."""
+        if is_persistent(item):
+            return
+        self.ledger.add_transient(messages=sum(count_staged_bytes(item, forward)))
+        if (item.sends and not item.receives) if forward else (item.receives and not item.sends):
+            # What leaves from tensor to tensor is held there; going back that is a gradient which is of no other use.
+            size = count_staged_bytes(item, forward)[0] if forward else item.compute_bytes(item.receives)
+            self.leaving.append((self.number, item.name, forward))
+            self.ledger.hold(self.leaving[-1], {"messages": size})
+
+    def _exchange_back(self, item: Exchange) -> None:
+        self._hold_messages(item, forward=False)
+        if item.own is not None and item.source in self.tally.needs_gradient:
+            source = self.tally.bytes[self.tally.lies_in[item.source]]
+            self._hold_gradient(item.source, source)
+        if item.window is not None:
+            self._release_leaf(item.target)
+
+    def _reduce(self, item: AllReduce) -> None:
+        self._keep(item.target)
+        self._release(item, (item.source,))
+
+    def _reduce_back(self, item: AllReduce) -> None:
+        self._hold_gradient(item.source, item.spec.bytes)
+        self._release_leaf(item.target)

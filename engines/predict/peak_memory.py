@@ -1,0 +1,190 @@
+"""The fullest moment of a rank's training step: which instruction it is, and what each layer keeps then."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from engines.layer.graph import ModelGraph
+from engines.layer.stages import find_layers
+from engines.plan import Plan
+from engines.predict.memory_simulation import simulate_memory
+from engines.predict.memory_tracker import MemoryTracker
+from engines.predict.rank_memory import RankMemory, predict_tallied_memory
+from engines.predict.rank_tally import build_tally
+from engines.predict.tallies import RankTally
+from engines.program.compile import Compiler
+from engines.program.instructions import Compute, SumGradients
+from engines.program.program import Program
+from engines.program.step_labels import StepLabel, label_steps
+
+__all__ = ["PeakMemory", "PlanMemory", "predict_plan_memory"]
+
+Kinds = Mapping[str, int]
+"""Bytes by kind, as in `engines.predict.rank_memory.KINDS`."""
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """When a rank holds most: in step `step` of its program, which is `place`, counted from 0.
+
+    `layers` are bytes by kind of each of the user's layers, in the model's order; `rest` of what is of no layer: images
+    and labels, and the memory of messages. All together are the peak.
+    """
+
+    rank: int
+    step: int
+    steps: int
+    place: StepLabel
+    layers: Mapping[str, Kinds]
+    rest: Kinds
+
+    @property
+    def bytes(self) -> int:
+        """The peak."""
+        return sum(self.rest.values()) + sum(sum(kinds.values()) for kinds in self.layers.values())
+
+    @property
+    def words(self) -> str:
+        """`instruction 266 of 533, backward compute · micro-batch 0 · blocks.28`."""
+        return f"instruction {self.step + 1} of {self.steps}, {self.place.text}"
+
+    def get_largest_layers(self, count: int) -> list[tuple[str, Kinds]]:
+        """The layers that hold most, the largest first."""
+        return sorted(self.layers.items(), key=lambda item: -sum(item[1].values()))[:count]
+
+
+@dataclass(frozen=True)
+class PlanMemory:
+    """Bytes of each rank in a training step. All replicas hold the same, so it is the ranks of the first one."""
+
+    plan: Plan
+    graph: ModelGraph
+    programs: tuple[Program, ...]
+    ranks: tuple[RankMemory, ...]
+    optimiser_states: int
+
+    @property
+    def fullest(self) -> int:
+        """The rank that holds most."""
+        return max(self.ranks, key=lambda memory: memory.peak_bytes).rank
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest rank."""
+        return self.ranks[self.fullest].peak_bytes
+
+    def find_peak(self, rank: int) -> PeakMemory:
+        """The fullest one of a rank."""
+        return _find_peak(self.programs[rank], self.graph, self.plan, self.optimiser_states, self.ranks[rank])
+
+
+def predict_plan_memory(graph: ModelGraph, plan: Plan, optimiser_states: int = 1) -> PlanMemory:
+    """What the ranks of a plan need; `optimiser_states` as in `rank_memory`.
+
+    Raises PlanError or TraceError where the plan does not fit the model.
+    """
+    plan = replace(plan, overlap_halos=False)
+    compiler = Compiler(graph, plan)
+    programs = tuple(compiler.compile_rank(rank) for rank in range(plan.replica_ranks))
+    ranks = tuple(
+        predict_tallied_memory(program, build_tally(program, graph), plan, optimiser_states) for program in programs
+    )
+    return PlanMemory(plan, graph, programs, ranks, optimiser_states)
+
+
+def _find_peak(program: Program, graph: ModelGraph, plan: Plan, states: int, memory: RankMemory) -> PeakMemory:
+    counted, where = build_tally(program, graph), label_steps(graph, program)
+    ledger = _PeakTracker(memory.peak_bytes)
+    simulate_memory(program, counted, plan, states, ledger)
+    place = where[memory.peak_step]
+    owners = _LayerAssignment(graph, program, counted, states, where)
+    found: dict[str, Counter[str]] = {name: Counter() for name in owners.names}
+    rest: Counter[str] = Counter()
+    blocks = [part for key, kinds in ledger.blocks.items() for part in owners.split_block(key, kinds)]
+    for layer, kinds in [*blocks, (place.layer or None, ledger.passing)]:
+        (rest if layer is None else found.setdefault(layer, Counter())).update(kinds)
+    filled = {layer: dict(+kinds) for layer, kinds in found.items() if +kinds}
+    return PeakMemory(program.rank, memory.peak_step, len(program.steps), place, filled, dict(+rest))
+
+
+class _PeakTracker(MemoryTracker):
+    """An account that remembers what is held when its peak, which is known, is reached: `blocks`, and `passing`."""
+
+    def __init__(self, peak_bytes: int) -> None:
+        super().__init__()
+        self._wanted = peak_bytes
+        self.blocks: dict[Hashable, Kinds] = {}
+        self.passing: Kinds = {}
+
+    def add_transient(self, **kinds: int) -> None:
+        super().add_transient(**kinds)
+        if not self.blocks and self.peak == self._wanted:
+            self.blocks, self.passing = self.held, kinds
+
+
+@dataclass
+class _LayerAssignment:
+    """Which layer each block of a rank's account belongs to; None where it is of no layer."""
+
+    graph: ModelGraph
+    program: Program
+    counted: RankTally
+    states: int
+    where: Sequence[StepLabel]
+    names: dict[str, None] = field(default_factory=dict)
+    weights: dict[str, str] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        nodes: dict[str, str] = {}
+        for layer in find_layers(self.graph):
+            self.names[layer.name] = None
+            for node in self.graph.nodes[layer.nodes.start : layer.nodes.stop]:
+                nodes[node.name] = layer.name
+                for name in node.reads:
+                    self.weights.setdefault(name, layer.name)
+        for place in self.where:
+            self._assign_values(place, nodes)
+
+    def _assign_values(self, place: StepLabel, nodes: Mapping[str, str]) -> None:
+        """What an instruction makes is of the layer of the node that it is made for, or else of its own."""
+        item = place.step.instruction
+        self.values.setdefault(f"window:{item.name}", place.layer)
+        if target := getattr(item, "target", ""):
+            self.values.setdefault(target, place.layer)
+        layer = place.layer
+        for op in item.ops if isinstance(item, Compute) else ():
+            layer = nodes.get(op.out) or nodes.get(op.out.partition(".")[0]) or layer
+            self.values[op.out] = layer
+
+    def split_block(self, key: Hashable, kinds: Kinds) -> Iterator[tuple[str | None, Kinds]]:
+        """The parts of a block by layer."""
+        match key:
+            case "owned":
+                yield from self._split_weights()
+            case "sums":
+                yield from self._split_buckets()
+            case ("gradient", str(name)):
+                yield self.weights.get(name), kinds
+            case (int(), str(name)):
+                yield self._find_layer(name), kinds
+            case _:
+                yield None, kinds
+
+    def _find_layer(self, key: str) -> str | None:
+        name = key.removeprefix("gradient of ").removesuffix(":saved")
+        return self.values.get(name) or self.values.get(name.partition("[")[0])
+
+    def _split_weights(self) -> Iterator[tuple[str | None, Kinds]]:
+        for name, size in {**self.counted.weights, **self.counted.buffers}.items():
+            states = self.states * size if name in self.counted.trained else 0
+            yield self.weights.get(name), {"weights": size, "optimiser": states}
+
+    def _split_buckets(self) -> Iterator[tuple[str | None, Kinds]]:
+        buckets = {item.name: item for item in self.program.select_instructions(SumGradients)}
+        for bucket in buckets.values():
+            sizes = {name: self.counted.weights[name] for name in bucket.weights}
+            yield from ((self.weights.get(name), {"gradients": size}) for name, size in sizes.items())
+            yield None, {"gradients": bucket.bytes - sum(sizes.values())}

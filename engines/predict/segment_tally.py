@@ -1,0 +1,270 @@
+"""Counts what one segment of a rank does with memory and arithmetic, call by call, forward and back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from engines.layer.flops import resolve_flops
+from engines.layer.graph import ModelGraph, Ref, TensorSpec
+from engines.predict.kernel_classes import BY_ARITHMETIC, classify_kernel, get_convolution_shape
+from engines.predict.kernel_effects import KernelEffect, LocalTensor, find_local_tensors, infer_effect
+from engines.predict.memory_tracker import GradientTracker, MemoryTracker
+from engines.predict.tallies import OpTally, SegmentTally
+from engines.program.in_place import find_in_place
+from engines.program.instructions import DEVICE, SEED, Compute, Exchange, LocalOp
+from engines.program.output_buffers import find_out_kernel
+from engines.program.program import DirectionProgram
+from engines.program.segment import find_last_reads
+
+__all__ = ["DirectionValues", "SegmentCounter", "build_op_tally", "get_window_key"]
+
+Abstract = LocalTensor | tuple[LocalTensor, ...]
+
+
+@dataclass
+class DirectionValues:
+    """One direction of a rank, walked forward: how each value looks, and where it lies."""
+
+    way: DirectionProgram
+    graph: ModelGraph
+    values: dict[str, LocalTensor] = field(default_factory=dict)
+    lies_in: dict[str, str] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def rooms(self) -> dict[str, Exchange]:
+        """The values that may be made in the middle of their window: those that one exchange alone reads."""
+        exchanges = [item for item in self.way.forward if isinstance(item, Exchange) and item.axes is not None]
+        return {e.source: e for e in exchanges if e.window_covers_own and len(self.way.reads[e.source]) == 1}
+
+    def find_owned(self, name: str) -> LocalTensor | None:
+        """A weight or buffer, if it is one."""
+        totals = {total.name: total.spec for total in self.graph.totals}
+        spec = self.graph.weights.get(name) or self.graph.buffers.get(name) or totals.get(name)
+        return None if spec is None else LocalTensor.of(spec, name in self.graph.trainable)
+
+    def add_value(self, name: str, local: LocalTensor, needs_gradient: bool, key: str) -> None:
+        """From here on the rank has this value."""
+        self.values[name] = LocalTensor(local.spec, local.strides, needs_gradient and local.spec.is_floating)
+        self.lies_in[name] = key
+        self.bytes.setdefault(key, local.spec.bytes)
+
+
+def get_window_key(exchange: Exchange) -> str:
+    """Where the window of an exchange lies."""
+    return f"window:{exchange.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class _SegmentCall:
+    """One kernel call in a segment: the names of its tensors, in order, and of what it makes."""
+
+    op: LocalOp
+    effect: KernelEffect
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+    locals: tuple[LocalTensor, ...]
+
+    @property
+    def leads_back(self) -> bool:
+        """Whether backward comes through it."""
+        return any(made.local.needs_gradient for made in self.effect.made)
+
+    @property
+    def is_arithmetic(self) -> bool:
+        """Whether arithmetic bounds it, rather than memory."""
+        return classify_kernel(self.op.kernel, self.effect.flops) in BY_ARITHMETIC
+
+
+@dataclass
+class SegmentCounter:
+    """One segment: its calls in order, and where all that they make lies."""
+
+    segment: Compute
+    way: DirectionValues
+    scope: dict[str, Abstract] = field(default_factory=dict)
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+    fresh: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def over(self) -> frozenset[str]:
+        """The values that lie where what they are made of lay."""
+        return find_in_place(self.segment)
+
+    def build_tally(self) -> SegmentTally:
+        """The count, once; its outputs are then the rank's values."""
+        for name in self.segment.inputs:
+            self._enter(name, self.way.values[name], self.way.lies_in[name])
+        inside, calls = MemoryTracker(), []
+        for op, of_no_use in zip(self.segment.ops, find_last_reads(self.segment), strict=True):
+            calls += self._count_forward(op, inside)
+            for name in of_no_use:
+                for part in self.names[name]:
+                    inside.release(self.keys[part])
+        keeps = frozenset(key for call in calls if call.leads_back for key in self._get_saved_keys(call))
+        self._publish_outputs()
+        back, gradients = self._count_backward([call for call in calls if call.leads_back])
+        trains = {name: size for name, size in gradients.sizes.items() if name in self.way.graph.weights}
+        grads = {name: size for name, size in gradients.sizes.items() if name not in trains}
+        matrices = [name for name in trains if len(self.way.graph.weights[name].shape) > 1]
+        fresh = (2 * trains[name] for name in matrices)  # a gradient is laid as its weight is, or added to the last one
+        moves = (*gradients.moved, *self._count_join_bytes(grads, gradients.passed), *fresh)
+        kept = {key: size for key, size in self.fresh.items() if key in keeps or key in self._get_output_keys()}
+        ops = tuple(_make_op_tally(call.op.kernel, call.effect, call.locals) for call in calls)
+        return SegmentTally(ops, keeps, kept, inside.peak, back, grads, trains, bool(matrices), moves)
+
+    def _count_join_bytes(self, grads: Mapping[str, int], passed: Collection[str]) -> Iterator[int]:
+        """The bytes moved to add gradients of inputs to those that they have from what reads them later on.
+
+        One that was `passed` on is copied if it is the first.
+        """
+        for name, size in grads.items():
+            if self.way.way.reads[name][-1] != self.segment.name:
+                yield 3 * size
+            elif name in passed:
+                yield 2 * size
+
+    def _enter(self, name: str, local: LocalTensor, key: str) -> None:
+        self.scope[name], self.names[name], self.keys[name] = local, (name,), key
+
+    def _get_output_keys(self) -> set[str]:
+        return {self.keys[part] for name in self.segment.outputs for part in self.names[name]}
+
+    def _publish_outputs(self) -> None:
+        """The outputs become values of the rank."""
+        for name in self.segment.outputs:
+            (part,) = self.names[name]
+            local, key = self.scope[name], self.keys[part]
+            self.way.bytes[key] = self.fresh.get(key, self.way.bytes.get(key, 0))
+            self.way.add_value(name, local, local.needs_gradient, key)  # type: ignore[arg-type, union-attr]
+
+    def _count_forward(self, op: LocalOp, inside: MemoryTracker) -> Iterator[_SegmentCall]:
+        if op.kernel == "getitem":
+            source, index = op.arguments
+            part = self.names[source.name][index]
+            self.scope[op.out], self.names[op.out] = self.scope[source.name][index], (part,)  # type: ignore[index]
+            inside.hold(self.keys[part])
+            return
+        read: list[str] = []
+        arguments, keywords = (
+            self._resolve_arguments(list(op.arguments), read),
+            self._resolve_arguments(dict(op.keywords), read),
+        )
+        effect = infer_effect(op.kernel, arguments, keywords)
+        makes = tuple(f"{op.out}[{i}]" for i in range(len(effect.made))) if effect.several else (op.out,)
+        locals_ = tuple(self._get_local_tensor(name) for name in read)
+        call = _SegmentCall(op, effect, tuple(read), makes, locals_)
+        self._add_results(call)
+        for name in makes:
+            inside.hold(self.keys[name], {"made": self.fresh.get(self.keys[name], 0)})
+        if call.leads_back:
+            for key in self._get_saved_keys(call):
+                inside.hold(key, {"made": self.fresh.get(key, 0)})
+        yield call
+
+    def _resolve_arguments(self, value: Any, read: list[str]) -> Any:
+        """The arguments with what the tensors look like in the place of their names."""
+        if isinstance(value, list | tuple):
+            return [self._resolve_arguments(item, read) for item in value]
+        if isinstance(value, dict):
+            return {key: self._resolve_arguments(item, read) for key, item in value.items()}
+        if not isinstance(value, Ref) or value in (DEVICE, SEED):
+            return value
+        if value.name not in self.scope:
+            self._enter(value.name, self.way.find_owned(value.name), f"weight:{value.name}")  # type: ignore[arg-type]
+        (part,) = self.names[value.name]
+        read.append(part)
+        return self.scope[value.name]
+
+    def _get_local_tensor(self, part: str) -> LocalTensor:
+        if part in self.scope:
+            return self.scope[part]  # type: ignore[return-value]
+        whole, _, index = part.rpartition("[")
+        return self.scope[whole][int(index[:-1])]  # type: ignore[index]
+
+    def _add_results(self, call: _SegmentCall) -> None:
+        """Enter the results, where they lie, and how large new memory is."""
+        made = tuple(each.local for each in call.effect.made)
+        self.scope[call.op.out] = made if call.effect.several else made[0]
+        self.names[call.op.out] = call.makes
+        for name, each in zip(call.makes, call.effect.made, strict=True):
+            self.keys[name] = name if each.shares is None else self.keys[call.reads[each.shares]]
+            if each.shares is None:
+                self.fresh[name] = each.bytes
+        if call.op.out in self.way.rooms and find_out_kernel(self.segment, call.op, self.way.rooms) is not None:
+            exchange = self.way.rooms[call.op.out]
+            key = get_window_key(exchange)
+            self.fresh.pop(call.op.out, None)
+            self.keys[call.op.out] = key
+            self.fresh[key] = TensorSpec(exchange.compute_shape(exchange.window), exchange.dtype).bytes
+        elif call.op.out in self.over:
+            self.fresh.pop(call.op.out, None)
+            self.keys[call.op.out] = self.keys[call.reads[0]]
+        if call.effect.saves_bytes and call.leads_back:
+            self.fresh[f"{call.op.out}:saved"] = call.effect.saves_bytes
+
+    def _get_saved_keys(self, call: _SegmentCall) -> list[str]:
+        """The keys of what autograd keeps of a call."""
+        found = {self.keys[call.reads[index]] for index in call.effect.saves}
+        found |= {self.keys[call.makes[index]] for index in call.effect.saves_made}
+        found |= {f"{call.op.out}:saved"} if call.effect.saves_bytes else set()
+        return sorted(key for key in found if not key.startswith("weight:"))
+
+    def _count_backward(self, calls: Sequence[_SegmentCall]) -> tuple[int, GradientTracker]:
+        """What backward takes beyond what it finds, and the gradients that it leaves."""
+        ledger = MemoryTracker()
+        for key in (*self._get_output_keys(), *(key for call in calls for key in self._get_saved_keys(call))):
+            ledger.hold(key, {"kept": self.fresh.get(key, 0)})
+        start = ledger.peak = ledger.total
+        grads = GradientTracker(ledger, {part for name in self.segment.outputs for part in self.names[name]})
+        for call in reversed(calls):
+            if any(name in grads.arrived for name in call.makes):
+                whole = call.effect.made[0].local.spec.bytes
+                for index, (name, local) in enumerate(zip(call.reads, call.locals, strict=True)):
+                    if local.needs_gradient:
+                        passes = index in call.effect.passes
+                        grads.add(name, local.spec.bytes, call.makes if passes else ())
+                        grads.parts.update({name} if passes and local.spec.bytes < whole else ())
+                copied = (
+                    whole
+                    if classify_kernel(call.op.kernel, call.effect.flops) in BY_ARITHMETIC
+                    and call.makes[0] in grads.parts
+                    else 0
+                )
+                ledger.add_transient(back=call.effect.back_bytes + copied)
+                grads.release(call.makes)
+                for key in self._get_saved_keys(call):
+                    ledger.release(key)
+        grads.hold_passed()
+        return ledger.peak - start, grads
+
+
+def build_op_tally(kernel: str, arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None) -> OpTally:
+    """One call by itself, on arguments in which `Local`s stand for tensors."""
+    return _make_op_tally(
+        kernel, infer_effect(kernel, arguments, keywords or {}), tuple(find_local_tensors((arguments, keywords or {})))
+    )
+
+
+def _make_op_tally(kernel: str, effect: KernelEffect, locals_: Sequence[LocalTensor]) -> OpTally:
+    shapes = [local.spec.shape for local in locals_]
+    made = [each.local.spec for each in effect.made]
+    views = not made or effect.made[0].shares is not None
+    kind = classify_kernel(kernel, effect.flops)
+    matrices = kind in BY_ARITHMETIC
+    gradients = sum(
+        local.needs_gradient and index not in effect.passes and (len(local.spec.shape) > 1 or not matrices)
+        for index, local in enumerate(locals_)
+    )
+    return OpTally(
+        kernel,
+        kind,
+        0 if views else resolve_flops(kernel, effect.flops, made[0].shape),
+        0 if views else sum(spec.bytes for spec in (*(local.spec for local in locals_), *made)),
+        get_convolution_shape(kernel, shapes),
+        gradients if any(each.local.needs_gradient for each in effect.made) else 0,
+    )

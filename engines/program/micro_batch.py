@@ -1,0 +1,263 @@
+"""One micro-batch on one rank: its values, forward and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engines.comm.all_reduce import all_reduce
+from engines.comm.world import World
+from engines.program.async_exchange import AsyncExchangeRunner, StartedExchange
+from engines.program.exchange_runner import ExchangeRunner
+from engines.program.instructions import AllReduce, Compute, Exchange, ExchangeHalf, ModelInstruction, Phase
+from engines.program.program import DirectionProgram
+from engines.program.segment import Segment
+
+__all__ = ["MicroBatchState", "Runtime"]
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What all micro-batches of a rank are worked with. Carriers, segments and halves go by the instruction's name.
+
+    `keeps_graphs`: a segment's local graph waits for its backward, which otherwise computes it again.
+    """
+
+    world: World
+    carriers: Mapping[str, ExchangeRunner]
+    segments: dict[str, Segment]
+    keeps_graphs: bool = True
+    halves: Mapping[str, AsyncExchangeRunner] = field(default_factory=dict)
+
+
+@dataclass
+class MicroBatchState:
+    """Values live as leaf tensors, so that the gradients of all who read them add up in `.grad`.
+
+    `values` are those still to be read going forward, `leaves` those that backward will ask for. `seed` is what
+    random numbers follow from, `loss_gradient` what the gradient of the loss starts from.
+    """
+
+    tools: Runtime
+    way: DirectionProgram
+    inputs: Mapping[str, Tensor]
+    seed: int
+    loss_gradient: float
+    values: dict[str, Tensor] = field(default_factory=dict)
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    _made: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    _late: dict[str, tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
+    _under_way: dict[str, StartedExchange] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.values.update(self.inputs)
+        self.leaves.update(self.inputs)
+
+    def run_instruction(self, instruction: ModelInstruction, phase: Phase) -> int:
+        """Walk one instruction; the bytes that were sent."""
+        forward = phase is Phase.FORWARD
+        match instruction:
+            case Compute() as segment:
+                return self._compute(segment) if forward else self._compute_backward(segment, phase)
+            case Exchange() as exchange:
+                return self._exchange(exchange) if forward else self._exchange_backward(exchange)
+            case ExchangeHalf() as half:
+                return self._run_half(half) if forward else self._run_half_backward(half)
+            case AllReduce() as reduction:
+                return self._reduce(reduction) if forward else self._reduce_backward(reduction)
+
+    @property
+    def loss(self) -> float | None:
+        """The loss, once it is known and where it is."""
+        return self.leaves[self.way.loss].item() if self.way.loss in self.leaves else None
+
+    @property
+    def has_pending_backward(self) -> bool:
+        """Whether local graphs, with the activations in them, are held for it."""
+        return bool(self._made or self._late)
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All that it holds by name, with gradients; some may be views of others."""
+        for tensor in (
+            *self.values.values(),
+            *self.leaves.values(),
+            *(t for made in self._made.values() for t in made),
+        ):
+            yield tensor
+            if tensor.is_leaf and tensor.grad is not None:
+                yield tensor.grad
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """One of its tensors, where it can be looked at."""
+        return tensor
+
+    def offload(self) -> None:
+        """Nothing is computed with what it holds for a while."""
+
+    def end_step(self) -> None:
+        """Keep only what outlives the step."""
+        kept = self.way.lasting | self.inputs.keys()
+        self.leaves = {name: leaf for name, leaf in self.leaves.items() if name in kept}
+        self.values = {name: value for name, value in self.values.items() if name in kept}
+
+    def _keep(self, name: str, value: Tensor, differentiable: bool) -> None:
+        leaf = value.detach()
+        self.leaves[name] = self.values[name] = leaf.requires_grad_(
+            differentiable and (leaf.is_floating_point() or leaf.is_complex())
+        )
+
+    def _release(self, instruction: ModelInstruction, names: tuple[str, ...]) -> None:
+        """Forget what is not read again going forward; backward keeps its own hold on what it asks for."""
+        asked_for = instruction.differentiable and not isinstance(instruction, Compute)
+        for name in names:
+            if self.way.reads[name][-1] == instruction.name and name not in self.way.lasting:
+                value = self.values.pop(name, None)
+                if self.tools.keeps_graphs and not asked_for and value is not None and not value.requires_grad:
+                    self.leaves.pop(name, None)
+
+    def _compute(self, segment: Compute) -> int:
+        made = self.tools.segments[segment.name](self.values, self.seed)
+        for name, value in zip(segment.outputs, made, strict=True):
+            self._keep(name, value, value.requires_grad)
+        if segment.differentiable and self.tools.keeps_graphs:
+            self._made[segment.name] = made
+        self._release(segment, segment.inputs)
+        if not self.tools.keeps_graphs:
+            for name in self.way.interiors.keys() & set(segment.inputs):
+                del self.leaves[name]  # it is begun again for backward
+        if self.way.loss in segment.outputs:
+            self._seed_gradient(self.leaves[self.way.loss])
+        return 0
+
+    def _seed_gradient(self, loss: Tensor) -> None:
+        """The gradient starts here, once: the tiles that share this loss start from nothing."""
+        loss.grad = torch.full_like(loss, self.loss_gradient if self.way.seeds_loss else 0.0)
+
+    def _compute_backward(self, segment: Compute, phase: Phase) -> int:
+        roots, grads = (
+            self._late.pop(segment.name, ([], [])) if phase is Phase.WEIGHTS else self._collect_roots(segment)
+        )
+        if not roots:
+            return 0
+        ready = self.tools.segments[segment.name]
+        if phase is Phase.BACKWARD or not ready.late:
+            ready.backward(roots, grads)
+        else:
+            self._run_split_backward(segment, roots, grads, phase)
+        if phase is not Phase.WEIGHTS:
+            self._copy_shared_gradients(segment, self._late.get(segment.name, ((), ()))[1])
+        return 0
+
+    def _collect_roots(self, segment: Compute) -> tuple[list[Tensor], list[Tensor]]:
+        """What a segment made, and the gradients that have gathered for it."""
+        if segment.name not in self._made:
+            self._recompute(segment)
+        made = self._made.pop(segment.name)
+        grads = [self._take_gradient(name) for name in segment.outputs]
+        pairs = [(v, g) for v, g in zip(made, grads, strict=True) if g is not None and v.requires_grad]
+        return [value for value, _ in pairs], [grad for _, grad in pairs]
+
+    def _recompute(self, segment: Compute) -> None:
+        """What a segment makes, and first what an interior of it began, whose own backward follows."""
+        for name in self.way.interiors.keys() & set(segment.inputs):
+            interior = self.way.interiors[name]
+            self._recompute(interior)
+            for begun, value in zip(interior.outputs, self._made[interior.name], strict=True):
+                self.leaves[begun] = value.detach().requires_grad_(value.requires_grad)
+        self._made[segment.name] = self.tools.segments[segment.name](self.leaves, self.seed, again=True)
+
+    def _run_split_backward(self, segment: Compute, roots: list[Tensor], grads: list[Tensor], phase: Phase) -> None:
+        """Gradients of the inputs alone, or of the weights alone (Qi et al., 2024, arXiv:2401.10241, section 2)."""
+        late = self.tools.segments[segment.name].late
+        if phase is Phase.WEIGHTS:
+            torch.autograd.backward(roots, grads, inputs=late)
+            return
+        inputs = [leaf for leaf in self._get_inputs(segment) if leaf.requires_grad]
+        if inputs:
+            torch.autograd.backward(roots, grads, inputs=inputs, retain_graph=True)
+        self._late[segment.name] = roots, grads
+
+    def _copy_shared_gradients(self, segment: Compute, kept: Sequence[Tensor]) -> None:
+        """Give each leaf a gradient of its own, which is no weight's either, nor one `kept` for those of the weights.
+
+        Autograd may leave two with one buffer (where both reach a sum through views); whatever is added to one of them
+        later would be added to both, or to a message that is leaving.
+        """
+        weights = (weight.grad for weight in self.tools.segments[segment.name].trained)
+        seen = {_get_address(grad) for grad in (*weights, *kept) if grad is not None}
+        for leaf in self._get_inputs(segment):
+            if leaf.grad is not None:
+                leaf.grad = leaf.grad.clone() if _get_address(leaf.grad) in seen else leaf.grad
+                seen.add(_get_address(leaf.grad))
+
+    def _get_inputs(self, segment: Compute) -> list[Tensor]:
+        """What a segment has read, as far as backward asks for it."""
+        return [self.leaves[name] for name in segment.inputs if name in self.leaves]
+
+    def _take_gradient(self, name: str) -> Tensor | None:
+        """The gradient that has gathered for a value, which is not needed any more."""
+        leaf = self.leaves.get(name) if name in self.way.lasting else self.leaves.pop(name, None)
+        if leaf is None:
+            return None
+        grad, leaf.grad = leaf.grad, None
+        return grad
+
+    def _exchange(self, exchange: Exchange) -> int:
+        source = self.values.get(exchange.source) if exchange.own else None
+        window, sent = self.tools.carriers[exchange.name].forward(source)
+        if window is not None:
+            self._keep(exchange.target, window, exchange.differentiable)
+        self._release(exchange, (exchange.source,))
+        return sent
+
+    def _exchange_backward(self, exchange: Exchange) -> int:
+        grad = self._take_gradient(exchange.target) if exchange.window else None
+        source = self.leaves[exchange.source] if exchange.own else None
+        alone = len(self.way.reads[exchange.source]) == 1
+        return self.tools.carriers[exchange.name].backward(grad, source, alone)
+
+    def _run_half(self, half: ExchangeHalf) -> int:
+        halves, name = self.tools.halves[half.exchange.name], half.exchange.name
+        if half.begins:
+            source = self.values.get(half.source) if half.exchange.own else None
+            self._under_way[name], sent = halves.start_forward(source)
+            self._release(half, (half.source,))
+            return sent
+        for (strip, _), pixels in zip(half.strips, halves.wait_forward(self._under_way.pop(name)), strict=True):
+            self._keep(strip, pixels, half.differentiable)
+        return 0
+
+    def _run_half_backward(self, half: ExchangeHalf) -> int:
+        halves, name = self.tools.halves[half.exchange.name], half.exchange.name
+        if half.begins:
+            self._under_way[name], sent = halves.start_backward(
+                [self._take_gradient(strip) for strip, _ in half.strips]
+            )
+            return sent
+        halves.wait_backward(self._under_way.pop(name), self.leaves.get(half.source) if half.exchange.own else None)
+        return 0
+
+    def _reduce(self, reduction: AllReduce) -> int:
+        total = self.values[reduction.source].detach().clone()
+        under_way = all_reduce(self.tools.world, total, reduction.group)
+        under_way.wait()
+        self._keep(reduction.target, total, reduction.differentiable)
+        self._release(reduction, (reduction.source,))
+        return under_way.sent_bytes
+
+    def _reduce_backward(self, reduction: AllReduce) -> int:
+        source, grad = self.leaves[reduction.source], self._take_gradient(reduction.target)
+        total = torch.zeros_like(source) if grad is None else grad.clone()
+        under_way = all_reduce(self.tools.world, total, reduction.group)
+        under_way.wait()
+        source.grad = total if source.grad is None else source.grad.add_(total)
+        return under_way.sent_bytes
+
+
+def _get_address(tensor: Tensor) -> int:
+    """Of the memory that it lies in."""
+    return tensor.untyped_storage().data_ptr()

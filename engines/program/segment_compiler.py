@@ -1,0 +1,143 @@
+"""Segments compiled to fewer kernels by `torch.compile` (Ansel et al., 2024, PyTorch 2, section 4: TorchInductor).
+
+A GPU that is given many small kernels waits for the next one; what is pointwise becomes part of its neighbours.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from engines.errors import PlanError, RankError
+from engines.layer.graph import Ref
+from engines.program.instructions import DEVICE, SEED, Compute, LocalOp
+from engines.program.output_buffers import OutputAllocator
+from engines.program.segment import Segment, bind_kernel
+from engines.spatial.kernels import get_kernel
+
+__all__ = ["SegmentCompiler", "check_compiler"]
+
+# A process that compiles has none of its own for it, which might outlive it. Read when TorchInductor is imported.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+Function = Callable[..., Any]
+
+
+def check_compiler(device: str) -> None:
+    """Raises PlanError where nothing compiles kernels for this host's cores. (A GPU's ranks say what they lack.)"""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if device == "cpu" and shutil.which(compiler) is None:
+        raise PlanError(
+            f"compile_segments=True needs a C++ compiler, and there is no {compiler} here. "
+            "Install one, name it in CXX, or set compile_segments=False."
+        )
+
+
+@dataclass
+class SegmentCompiler:
+    """Makes the segments of one rank. Those with weights that do the same share a function, compiled when it is called.
+
+    Single kernels are not compiled, since they have no neighbours, nor is what draws random numbers: each seed would be
+    compiled in.
+    """
+
+    _functions: dict[object, Function] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")  # of constants
+
+    def __call__(
+        self, segment: Compute, owned: Mapping[str, Any], rooms: Mapping[str, OutputAllocator] | None = None
+    ) -> Segment:
+        kernels = [op.kernel for op in segment.ops if op.kernel != "getitem"]
+        if len(kernels) < 2 or any(SEED.name in op.reads for op in segment.ops):
+            return Segment(segment, owned, rooms)
+        read = dict.fromkeys(name for op in segment.ops for name in op.reads if name in owned and name != DEVICE.name)
+        names = (*segment.inputs, *read)
+        traced = _trace_segment(segment, names, owned[DEVICE.name])
+        # Sizes are compiled in, and a function has some few versions at most: weights tell most of them apart.
+        sizes = tuple(owned[name].shape for name in read)
+        alike = traced.code, *map(get_kernel, kernels), sizes or segment.name
+        if alike not in self._functions:
+            self._functions[alike] = torch.compile(traced, dynamic=False)
+        return _CompiledSegment(segment, owned, names, self._functions[alike])
+
+
+class _CompiledSegment(Segment):
+    """Calls one function of `names`. Its backward gives all gradients at once: none is left for later."""
+
+    def __init__(self, segment: Compute, owned: Mapping[str, Any], names: tuple[str, ...], function: Function) -> None:
+        super().__init__(segment, owned)
+        self.name, self.names, self.function, self.late = segment.name, names, function, []
+
+    def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:
+        """As `Segment`, but for the last bits."""
+        arguments = [values[name] if name in values else self.owned[name] for name in self.names]
+        with _translate_compile_errors(self.name):
+            return tuple(self.function(*arguments))
+
+    def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """As `Segment`; the first time it is compiled."""
+        with _translate_compile_errors(self.name):
+            super().backward(roots, grads)
+
+
+@contextmanager
+def _translate_compile_errors(segment: str) -> Iterator[None]:
+    """Raises RankError where the segment cannot be compiled."""
+    try:
+        yield
+    except torch._dynamo.exc.TorchDynamoException as error:
+        cause: BaseException = getattr(error, "inner_exception", error)
+        while inner := cause.__cause__ or cause.__context__:  # Dynamo wraps what a kernel has raised
+            cause = inner
+        said = (str(cause).strip().splitlines() or [""])[0]
+        raise RankError(
+            f"The segment {segment} cannot be compiled: {type(cause).__name__}: {said} Set compile_segments=False."
+        ) from error
+
+
+def _trace_segment(segment: Compute, names: tuple[str, ...], device: torch.device) -> fx.GraphModule:
+    """The kernels of a segment as a graph of `names`. Its values have numbers: all that do the same look the same."""
+    graph = fx.Graph()
+    nodes: dict[str, Any] = {name: graph.placeholder(f"value_{number}") for number, name in enumerate(names)}
+    nodes[DEVICE.name] = device
+    for op in segment.ops:
+        arguments = tuple(_replace_refs(list(op.arguments), nodes))
+        nodes[op.out] = graph.call_function(_make_function(op), arguments, _replace_refs(dict(op.keywords), nodes))
+    graph.output(tuple(nodes[name] for name in segment.outputs))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def _replace_refs(value: Any, nodes: Mapping[str, Any]) -> Any:
+    """The same with nodes where the `Ref`s are."""
+    match value:
+        case Ref(name):
+            return nodes[name]
+        case list() | tuple():
+            return [_replace_refs(item, nodes) for item in value]
+        case dict():
+            return {key: _replace_refs(item, nodes) for key, item in value.items()}
+    return value
+
+
+def _make_function(op: LocalOp) -> Function:
+    """An operator's kernel as a function that has a name, as `fx` wants them."""
+    run = bind_kernel(op, op.kernel)
+    if isinstance(run, torch._ops.OpOverload):
+        return run
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return run(*arguments, **keywords)
+
+    call.__name__ = call.__qualname__ = op.kernel.replace(".", "_") + "_without_gradient" * (not op.graded)
+    return call

@@ -1,0 +1,170 @@
+"""Which part of which whole value a rank's tensor is: what is needed to draw it, or to put all parts together again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engines.errors import PlanError
+from engines.layer.graph import Ref
+from engines.layout import Role
+from engines.program.builder import Builder
+from engines.program.compile import Compiler
+from engines.program.instructions import AllReduce, Compute, Exchange, ExchangeHalf, Phase
+from engines.program.program import Program
+from engines.program.step_labels import StepLabel
+from engines.spatial.tiles import Grid, Span, Tile
+
+__all__ = ["Shard", "ShardIndex", "assemble_shards"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """`name` on one rank: of the `shape` of the whole micro-batch it holds `held`, which may reach beyond the image.
+
+    `module` made it. It owns `own`. `axes` are the spatial ones, counted from the end. These three are None where it
+    has no pixels. `images` are those that it has, None for all.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[int, int] | None
+    held: Tile | None
+    own: Tile | None
+    images: Span | None
+    module: str = ""
+
+    @property
+    def title(self) -> str:
+        """Its name for people: `relu_2 (block.after)`, or the window of it."""
+        name, window, _ = self.name.partition(".window")
+        return f"{'window of ' * bool(window)}{name}" + (f" ({self.module})" if self.module else "")
+
+    @property
+    def size_px(self) -> tuple[int, int]:
+        """Height and width of the whole value."""
+        rows, cols = self.axes or (-2, -1)
+        return self.shape[rows], self.shape[cols]
+
+
+class ShardIndex:
+    """The values of all ranks of a plan; `programs` are those that `compiler` makes."""
+
+    def __init__(self, compiler: Compiler, programs: Sequence[Program]) -> None:
+        self.compiler, self.programs = compiler, programs
+        self.modules = {node.name: node.module for node in compiler.graph.nodes}
+
+    def find_shard(self, rank: int, direction: int, stage: int, name: str) -> Shard | None:
+        """What a rank has of a value in a stage; None where the stage does not know it."""
+        for role in self.compiler.layout.roles[rank]:
+            builder = self.compiler.lowering.get_builder(role)
+            if (role.direction, role.stage) == (direction, stage) and name in builder.values:
+                return replace(_make_shard(builder, role, name), module=self.modules.get(name.partition(".")[0], ""))
+        return None
+
+    def find_step_shard(self, rank: int, place: StepLabel) -> Shard | None:
+        """What a step made, or going back, of what it found the gradient; None where that is not one value."""
+        if place.work is None:
+            return None
+        direction, stage = place.work.direction, place.work.stage
+        found = [self.find_shard(rank, direction, stage, name) for name in _get_value_names(place)]
+        extents = [extent for extent in found if extent is not None]
+        return max(extents, key=lambda each: (each.axes is not None, _count_elements(each.shape)), default=None)
+
+    def find_shards(self, micro_batch: int, name: str) -> Iterator[tuple[int, Shard]]:
+        """(rank, extent) of a value of a micro-batch by its own name, or by that of the module that makes it.
+
+        Only ends of segments are kept, so that of a module the last of its operators counts whose result is.
+        """
+        for rank, program in enumerate(self.programs):
+            direction = program.directions.get(micro_batch)
+            stages = program.ways[direction].stages if direction is not None else {}
+            for stage in stages:
+                made = self._find_output_name(program, direction, stage, name)
+                if made and (extent := self.find_shard(rank, direction, stage, made)) is not None:
+                    yield rank, extent
+
+    def _find_output_name(self, program: Program, direction: int, stage: int, name: str) -> str | None:
+        way, last = program.ways[direction], None
+        if name in way.feeds:
+            return name
+        for item in way.stages[stage]:
+            for op in item.ops if isinstance(item, Compute) else ():
+                of_it = name == op.out or f"{op.module}.".startswith(f"{name}.")
+                last = op.out if of_it and op.out in item.outputs else last
+        return last
+
+
+def assemble_shards(parts: Iterable[tuple[Shard, Tensor]], adds: bool) -> Tensor:
+    """The whole value of a micro-batch from what ranks hold of it; gradients add, where several ranks have some.
+
+    Raises PlanError where there are no parts, or they are not what they should be.
+    """
+    whole: Tensor | None = None
+    for extent, tensor in parts:
+        if whole is None:
+            whole = tensor.new_zeros(extent.shape)
+        into, source = _get_copy_views(extent, whole, tensor)
+        into.add_(source) if adds else into.copy_(source)
+    if whole is None:
+        raise PlanError("No rank holds this value now.")
+    return whole
+
+
+def _get_copy_views(extent: Shard, whole: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a part lies in the whole value, and what of the part lies in the image."""
+    into = whole if extent.images is None else whole[extent.images.start : extent.images.stop]
+    if extent.axes is None:
+        return into, tensor
+    if tuple(tensor.shape[axis] for axis in extent.axes) != extent.held.shape:
+        raise PlanError(f"{extent.name} has shape {tuple(tensor.shape)}, which is not that of {extent.held}.")
+    inside = extent.held & Tile.whole(*extent.size_px)
+    for axis, span, frame in zip(
+        extent.axes, (inside.rows, inside.cols), (extent.held.rows, extent.held.cols), strict=True
+    ):
+        into = into.narrow(axis, span.start, len(span))
+        tensor = tensor.narrow(axis, span.start - frame.start, len(span))
+    return into, tensor
+
+
+def _make_shard(builder: Builder, role: Role, name: str) -> Shard:
+    value, ref = builder.values[name], Ref(name)
+    if builder.is_batch_sharded(ref):
+        shape = (value.spec.shape[0] * builder.stage.shares, *value.spec.shape[1:])
+        images = Grid.split_axis(shape[0], builder.stage.shares)[role.tile]
+        return Shard(name, shape, *_get_whole_tiles(shape), images)
+    if value.axes is None:
+        return Shard(name, value.spec.shape, *_get_whole_tiles(value.spec.shape), None)
+    held, own = builder.get_held_tiles(ref)[builder.rank], builder.get_tiles(value.size_px)[builder.rank]
+    return Shard(name, value.spec.shape, value.axes, held, own, None)
+
+
+def _get_whole_tiles(shape: Sequence[int]) -> tuple[tuple[int, int] | None, Tile | None, Tile | None]:
+    """An image that one rank has all of; or no image."""
+    if len(shape) != 4:
+        return None, None, None
+    whole = Tile.whole(*shape[-2:])
+    return (-2, -1), whole, whole
+
+
+def _get_value_names(place: StepLabel) -> tuple[str, ...]:
+    forward = place.step.phase is Phase.FORWARD
+    match place.step.instruction:
+        case Compute(inputs=inputs, outputs=outputs):
+            return outputs if forward else inputs
+        case Exchange() as exchange:
+            if forward:
+                return (exchange.target if exchange.window is not None else exchange.source,)
+            return (exchange.source,) if exchange.own is not None else ()  # else all of it has gone home
+        case ExchangeHalf(exchange=exchange):
+            return (exchange.source,)
+        case AllReduce(source=source, target=target):
+            return (target if forward else source,)
+    return ()
+
+
+def _count_elements(shape: Sequence[int]) -> int:
+    return int(torch.Size(shape).numel())

@@ -1,0 +1,137 @@
+"""What the ranks of a stage hold of each value while the program of one of them is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engines.layer.graph import ModelGraph, Ref, TensorSpec
+from engines.layout import StageRanks
+from engines.program.memo import Memo
+from engines.spatial.fusion_search import ValueCost
+from engines.spatial.halo_fusion import ExtendedTiles
+from engines.spatial.tiles import Tile
+
+__all__ = ["ValueLayout", "ValueLayouts"]
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLayout:
+    """A tensor in a stage. `spec` is that of the whole image.
+
+    `axes` are its spatial axes counted from the end, along which each rank holds its own tile; None
+    where every rank of the stage holds all of it.
+    """
+
+    name: str
+    spec: TensorSpec
+    axes: tuple[int, int] | None
+    differentiable: bool
+
+    @property
+    def size_px(self) -> tuple[int, int]:
+        """Height and width of the whole image that this (tiled) value is."""
+        rows, cols = self.axes or (-2, -1)
+        return self.spec.shape[rows], self.spec.shape[cols]
+
+
+@dataclass
+class ValueLayouts:
+    """Of every value of a stage, which pixels and images each rank has; `tile` is the number of the rank asked.
+
+    `parted` are the values of which the ranks hold different images, `wide` what they hold beyond their tiles.
+    `common` is what the builders of all ranks of the stage share. `in_turn`: tiles are computed one after another and
+    nothing travels between them, so no other tile is looked at.
+    """
+
+    graph: ModelGraph
+    stage: StageRanks
+    tile: int
+    tag: int
+    values: dict[str, ValueLayout] = field(default_factory=dict)
+    wide: ExtendedTiles = field(default_factory=ExtendedTiles)
+    parted: frozenset[str] = frozenset()
+    in_turn: bool = False
+    common: Memo = field(default_factory=Memo)
+    _held: dict[str, Mapping[int, Tile]] = field(default_factory=dict)
+    _node: str = ""
+    _flops: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """The rank that runs what is built."""
+        return self.stage.ranks[self.tile]
+
+    def is_tiled(self, ref: Any) -> bool:
+        """Whether an argument is a value of which each rank holds a tile."""
+        return isinstance(ref, Ref) and ref.name in self.values and self.values[ref.name].axes is not None
+
+    def is_batch_sharded(self, ref: Any) -> bool:
+        """Whether an argument is a value of which each rank holds other images."""
+        return isinstance(ref, Ref) and ref.name in self.parted
+
+    def is_sharded(self, ref: Any) -> bool:
+        """Whether no rank of the stage holds all of an argument."""
+        return self.is_tiled(ref) or self.is_batch_sharded(ref)
+
+    def count_elements(self, ref: Ref, groups: int) -> list[int]:
+        """How many of a value's elements each rank has, of each of `groups`; one number where all hold the same."""
+        value = self.get_value(ref)
+        if self.is_batch_sharded(ref):
+            return [value.spec.numel // groups] * self.stage.shares
+        if value.axes is None:
+            return [value.spec.numel // groups]
+        per_px = value.spec.numel // groups // math.prod(value.size_px)
+        return [per_px * tile.pixels for tile in self.stage.grid.cut(*value.size_px)]
+
+    def get_value(self, ref: Ref) -> ValueLayout:
+        """The value that an argument refers to."""
+        return self.values[ref.name]
+
+    def get_tiles(self, size_px: tuple[int, int]) -> dict[int, Tile]:
+        """The tiles of an image of that size, by rank: what each owns."""
+        if self.in_turn:
+            return {self.rank: self.stage.grid.get_tile(self.tile, *size_px)}
+        return self.common.get_or_compute(("tiles", size_px), (self.stage, size_px), _cut_tiles)
+
+    def can_tile(self, size_px: tuple[int, int]) -> bool:
+        """Whether an image of that size can be cut into tiles."""
+        return self.stage.grid.rows <= size_px[0] and self.stage.grid.cols <= size_px[1]
+
+    def get_output_tiles(self, size_px: tuple[int, int]) -> Mapping[int, Tile]:
+        """What each rank computes of the present node's result, an image of that size: its tile, or more."""
+        return self.wide.held.get(self._node) or self.get_tiles(size_px)
+
+    def get_held_tiles(self, ref: Ref) -> Mapping[int, Tile]:
+        """What each rank has of a tiled value: its tile, or more."""
+        return self._held.get(ref.name) or self.get_tiles(self.get_value(ref).size_px)
+
+    def hold_extended(self, name: str) -> None:
+        """Each rank has what is read of a tiled value within its group, where that is more than its tile."""
+        if self.values[name].axes and name in self.wide.held:
+            self._held[name] = self.wide.held[name]
+
+    def hold_like(self, out: Ref, ref: Ref) -> None:
+        """Each rank has the same pixels of `out` as of `ref`."""
+        self._held[out.name] = self.get_held_tiles(ref)
+
+    def hold(self, value: ValueLayout, tile: Tile) -> Ref:
+        """A value of which this rank has the pixels of `tile`."""
+        self.values[value.name], self._held[value.name] = value, {self.rank: tile}
+        return Ref(value.name)
+
+    def get_image_tiles(self, name: str) -> tuple[Tile, Mapping[int, Tile]]:
+        """A tiled value's whole image, and each rank's own tile of it."""
+        size_px = self.values[name].size_px
+        return Tile.whole(*size_px), self.get_tiles(size_px)
+
+    def estimate_cost(self, name: str) -> ValueCost:
+        """What a tiled value costs to compute, and to send."""
+        value, flops = self.values[name], self._flops.get(name, 0)
+        return ValueCost(flops, value.spec.bytes / math.prod(value.size_px))
+
+
+def _cut_tiles(stage: StageRanks, size_px: tuple[int, int]) -> dict[int, Tile]:
+    return dict(zip(stage.ranks, stage.grid.cut(*size_px), strict=True))

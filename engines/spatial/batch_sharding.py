@@ -1,0 +1,114 @@
+"""The model as one of several ranks has it that share the images of a micro-batch (`local_dp`).
+
+It is traced twice: with all images, and with one rank's share of them. Values that differ in their first axis lie
+in parts on the ranks. What joins images again needs a rule that sums over the ranks, as batch norm and losses have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from engines.errors import PlanError
+from engines.layer.graph import ModelGraph, Node
+from engines.spatial.local_rules import is_pointwise
+from engines.spatial.unsupported import make_unsupported_error
+
+__all__ = ["find_sharded_names", "shard_graph"]
+
+# Their arguments are the shapes of what they make.
+_SHAPED = {
+    f"aten.{name}"
+    for name in (
+        "view.default", "reshape.default", "_unsafe_view.default", "expand.default", "unflatten.int",
+        "zeros.default", "ones.default", "full.default", "empty.default", "rand.default", "randn.default",
+        "new_zeros.default", "new_ones.default", "new_full.default", "new_empty.default",
+    )
+}  # fmt: skip
+_MADE_ALIKE = {name for name in _SHAPED if name.split(".")[1] not in ("view", "reshape", "_unsafe_view", "unflatten")}
+_AXES = ("dim", "dims", "dim0", "dim1", "axis0", "axis1", "source", "destination")
+
+
+def find_sharded_names(whole: ModelGraph, share: ModelGraph) -> frozenset[str]:
+    """The values of which each rank has its own images.
+
+    Raises PlanError where the two traces do not do the same.
+    """
+    if [(n.name, n.operator) for n in whole.nodes] != [(n.name, n.operator) for n in share.nodes]:
+        raise PlanError(
+            "The model does different things for different numbers of images, so its ranks cannot share the images "
+            "of a micro-batch. Leave local_dp at 1, or use data_parallel."
+        )
+    ours, theirs = share.specs, whole.specs
+    return frozenset(name for name in ours if ours[name].shape != theirs[name].shape)
+
+
+def shard_graph(whole: ModelGraph, share: ModelGraph, nodes: Iterable[Node]) -> ModelGraph:
+    """`whole` with the shapes of one rank's share; `nodes` (some of `whole`) are those that it will run.
+
+    Raises TraceError where one of them cannot work on images in parts.
+    """
+    parted = find_sharded_names(whole, share)
+    twins = {node.name: node for node in share.nodes}
+    run = {node.name: _shard_node(node, twins[node.name], parted, whole, share) for node in nodes}
+    return replace(
+        share,
+        nodes=tuple(run.get(node.name, twins[node.name]) for node in whole.nodes),
+        buffers={**share.buffers, **whole.buffers},
+        constants={**share.constants, **whole.constants},
+    )
+
+
+def _shard_node(node: Node, twin: Node, parted: frozenset[str], whole: ModelGraph, share: ModelGraph) -> Node:
+    reads = parted.intersection(node.reads)
+    _check_constants(node, twin, whole, share)
+    if node.name not in parted and not reads:
+        return node
+    if node.name in parted:
+        _check_first_axis(node, twin)
+        _check_image_axis(node, whole)
+        if not reads and node.operator not in _MADE_ALIKE:
+            raise make_unsupported_error(
+                node, "makes values for each image, for which there is no rule where ranks share images"
+            )
+    changed = _format_arguments(node) != _format_arguments(twin)
+    if changed and not (is_pointwise(node.operator) or node.operator in _SHAPED):
+        raise make_unsupported_error(
+            node, "has the number of images as an argument, for which there is no rule where ranks share them"
+        )
+    shape = {name: twin.arguments[name] for name in ("size", "shape", "sizes") if name in twin.arguments}
+    return replace(twin, arguments={**node.arguments, **(shape if node.operator in _SHAPED else {})})
+
+
+def _check_constants(node: Node, twin: Node, whole: ModelGraph, share: ModelGraph) -> None:
+    """Raises TraceError where a constant that the model makes has an entry for each image."""
+    for ours, theirs in zip(twin.reads, node.reads, strict=True):
+        if ours != theirs and share.specs[ours].shape != whole.specs[theirs].shape:
+            raise make_unsupported_error(node, "reads a constant with an entry for each image, which ranks share")
+
+
+def _format_arguments(node: Node) -> dict[str, str]:
+    return {name: repr(value) for name, value in node.arguments.items()}
+
+
+def _check_first_axis(node: Node, twin: Node) -> None:
+    """Raises TraceError where the images do not lie along the first axis."""
+    ours, theirs = (twin.spec.shape, node.spec.shape) if node.spec and twin.spec else ((), ())
+    if ours[1:] != theirs[1:]:
+        raise make_unsupported_error(
+            node, f"lays images out along other axes than the first ({theirs}), which ranks cannot share"
+        )
+
+
+def _check_image_axis(node: Node, whole: ModelGraph) -> None:
+    """Raises TraceError where an operator works along the axis of the images."""
+    sizes = whole.specs
+    ranks = [len(sizes[name].shape) for name in node.reads if name in sizes]
+    for name in _AXES:
+        dims = node.arguments.get(name)
+        given = [dims] if isinstance(dims, int) else dims if isinstance(dims, list | tuple) else []
+        if any(isinstance(dim, int) and count and dim % count == 0 for dim in given for count in ranks[:1]):
+            raise make_unsupported_error(node, f"works along the axis of the images ({name}={dims}), which ranks share")
+    repeats = node.arguments.get("repeats")
+    if isinstance(repeats, list | tuple) and len(repeats) == max(ranks, default=0) and repeats[0] != 1:
+        raise make_unsupported_error(node, "repeats the images, which ranks share")

@@ -1,0 +1,169 @@
+"""Operators that work along axes other than rows and columns: each pixel by itself, with its channels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engines.layer.graph import Node, Ref
+from engines.program.builder import Builder
+from engines.spatial.align import align_arguments, get_axes_without, get_spatial_axes
+from engines.spatial.entries.sampling import lower_resample, make_copy_taps
+from engines.spatial.entries.slice_pad import join
+from engines.spatial.kernels import get_operator
+from engines.spatial.local_rules import apply_locally, split_arguments
+from engines.spatial.operator_table import register_rule
+from engines.spatial.unsupported import make_gather_error
+
+__all__ = ["check_along_other_axes", "check_only_first_tiled"]
+
+
+def check_along_other_axes(b: Builder, node: Node, ref: Ref, dims: Sequence[int] | int | None) -> list[int]:
+    """The dimensions counted from the front.
+
+    Raises TraceError where one of them is spatial; None is all of them.
+    """
+    rows, cols, count = get_spatial_axes(b, ref)
+    given = range(count) if dims is None else [dims] if isinstance(dims, int) else dims
+    found = [dim % count for dim in given]
+    if {rows, cols} & set(found) or not found:
+        raise make_gather_error(node, f"works along a spatial axis (dim={dims})")
+    return found
+
+
+def check_only_first_tiled(b: Builder, node: Node) -> Ref:
+    """The first argument. Raises WholeError where another one is tiled, or that one is not."""
+    first, *others = node.arguments.values()
+    if not b.is_tiled(first) or any(b.is_tiled(other) for other in others):
+        raise make_gather_error(node, "reads pixels in an argument for which there is no rule")
+    return first  # type: ignore[no-any-return]
+
+
+@register_rule(
+    *(
+        f"aten.{name}"
+        for name in (
+            "cumsum.default", "cumprod.default", "glu.default", "sort.default", "topk.default",
+            "narrow.default",
+        )
+    )
+)  # fmt: skip
+def lower_per_pixel(b: Builder, node: Node) -> None:
+    """Values of one pixel, in an order or a number of their own."""
+    source = check_only_first_tiled(b, node)
+    dims = node.arguments.get("dim", node.arguments.get("dims"))
+    check_along_other_axes(b, node, source, dims)
+    apply_locally(b, node, b.get_value(source).axes)
+
+
+@register_rule("aten.flip.default", "aten.roll.default", "aten.repeat_interleave.self_int")
+def reorder_pixels(b: Builder, node: Node) -> None:
+    """The same values in another order, or again and again: of rows and columns each output reads one."""
+    source = check_only_first_tiled(b, node)
+    rows, cols, count = get_spatial_axes(b, source)
+    dims = node.arguments.get("dim", node.arguments.get("dims"))
+    found = [dim % count for dim in ([dims] if isinstance(dims, int) else dims or ())]
+    if not found or not set(found) <= {rows, cols}:
+        lower_per_pixel(b, node)
+        return
+    sizes = zip((rows, cols), b.get_value(source).size_px, strict=True)
+    lower_resample(b, node, source, *(make_copy_taps(_order_pixels(node, found, axis, size)) for axis, size in sizes))
+
+
+def _order_pixels(node: Node, dims: Sequence[int], axis: int, size_px: int) -> list[int]:
+    """Which pixel along an axis lies at each place of the result."""
+    pixels = torch.arange(size_px)
+    for number in (number for number, dim in enumerate(dims) if dim == axis):
+        if node.operator == "aten.flip.default":
+            pixels = pixels.flip(0)
+        elif node.operator == "aten.roll.default":
+            pixels = pixels.roll(node.arguments["shifts"][number])
+        else:
+            pixels = pixels.repeat_interleave(node.arguments["repeats"])
+    return pixels.tolist()  # type: ignore[no-any-return]
+
+
+@register_rule(
+    *(
+        f"aten.{name}"
+        for name in (
+            "max.dim", "min.dim", "argmax.default", "argmin.default", "median.dim", "prod.dim_int",
+            "any.dim", "all.dim",
+        )
+    )
+)  # fmt: skip
+def reduce_channels(b: Builder, node: Node) -> None:
+    """One value for all channels of a pixel."""
+    source = check_only_first_tiled(b, node)
+    reduce_other_axes(b, node, source)
+
+
+def reduce_other_axes(b: Builder, node: Node, source: Ref) -> None:
+    """Run the node's own reduction along axes that are not spatial."""
+    dims = check_along_other_axes(b, node, source, node.arguments.get("dim"))
+    apply_locally(b, node, get_axes_without(b, source, [] if node.arguments.get("keepdim") else dims))
+
+
+@register_rule("aten.gather.default", "aten.cosine_similarity.default")
+def combine_channels(b: Builder, node: Node) -> None:
+    """Two images, of which each pixel's channels meet."""
+    parts = align_arguments(b, node)
+    source = next(Ref(name) for name in node.reads if b.is_tiled(Ref(name)))
+    dims = check_along_other_axes(b, node, source, node.arguments["dim"])
+    gone = dims if node.operator == "aten.cosine_similarity.default" else []
+    apply_locally(b, node, get_axes_without(b, source, gone), **parts)
+
+
+@register_rule("aten.channel_shuffle.default", images=("self",))
+def shuffle_channels(b: Builder, node: Node) -> None:
+    """Channels lie along axis 1."""
+    apply_locally(b, node, (-2, -1))
+
+
+@register_rule("aten.one_hot.default")
+def one_hot(b: Builder, node: Node) -> None:
+    """A new last axis."""
+    rows, cols = b.get_value(node.arguments["self"]).axes or (-2, -1)
+    apply_locally(b, node, (rows - 1, cols - 1))
+
+
+@register_rule("aten.stack.default")
+def stack(b: Builder, node: Node) -> None:
+    """A new axis, in front of the spatial ones or behind."""
+    parts = align_arguments(b, node)
+    source = next(ref for ref in node.arguments["tensors"] if b.is_tiled(ref))
+    rows, cols, count = get_spatial_axes(b, source)
+    new = node.arguments["dim"] % (count + 1)
+    axes = (rows + (new <= rows) - count - 1, cols + (new <= cols) - count - 1)
+    apply_locally(b, node, axes, **parts)
+
+
+register_rule("aten.concat.default")(join)
+
+
+@register_rule(
+    *(
+        f"aten.{name}"
+        for name in (
+            "transpose.int", "swapaxes.default", "swapdims.default", "movedim.int", "movedim.intlist",
+            "moveaxis.int", "mT.default",
+        )
+    )
+)  # fmt: skip
+def transpose(b: Builder, node: Node) -> None:
+    """The spatial axes move with the others; where to, ATen itself is asked."""
+    rows, cols, count = get_spatial_axes(b, node.arguments["self"])
+    positional, keywords = split_arguments(node, {"self": torch.empty(tuple(range(1, count + 1)), device="meta")})
+    order = [size - 1 for size in get_operator(node.operator)(*positional, **keywords).shape]
+    apply_locally(b, node, (order.index(rows) - count, order.index(cols) - count))
+
+
+@register_rule("aten.avg_pool3d.default", images=("self",))
+def avg_pool3d(b: Builder, node: Node) -> None:
+    """A pool along the axis before rows and columns, as local response norm has it."""
+    a = node.arguments
+    settings = [a["kernel_size"], a["stride"] or (1, 1, 1)]
+    if any(tuple(setting)[-2:] != (1, 1) for setting in settings) or any(tuple(a["padding"])[-2:]):
+        raise make_gather_error(node, "pools three axes")
+    apply_locally(b, node, (-2, -1))

@@ -1,0 +1,93 @@
+"""Operators that read or write pixels at places which the data say."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engines.layer.graph import Node, Ref
+from engines.program.builder import Builder
+from engines.spatial.align import get_local_ranges
+from engines.spatial.entries.pooling import make_pool_windows
+from engines.spatial.gather_fallback import all_gather_pixels
+from engines.spatial.kernels import register_kernel
+from engines.spatial.local_rules import apply_locally
+from engines.spatial.operator_table import register_rule
+from engines.spatial.unsupported import make_gather_error
+from engines.spatial.windows import SlidingWindow, TransposedWindow
+
+__all__: list[str] = []
+
+
+@register_rule("aten.grid_sampler.default")
+def grid_sampler(b: Builder, node: Node) -> None:
+    """The image is gathered, and each rank looks up its own outputs (Jaderberg et al., 2015, arXiv:1506.02025)."""
+    a, grid = node.arguments, node.arguments["grid"]
+    if b.is_tiled(grid) and b.get_value(grid).axes != (-3, -2):
+        raise make_gather_error(
+            node, "reads places whose rows and columns are not the two axes before the last", (-2, -1)
+        )
+    spans = [place[1:] for place in get_local_ranges(b, node.spec, (-2, -1))[-2:]]
+    if b.is_tiled(grid):
+        own = b.align_to_output(grid)
+    else:
+        own = b.add_local_op(f"{node.name}.places", "tile.cut", grid, (-3, -2), spans, like=b.get_value(grid).spec)
+    apply_locally(b, node, (-2, -1), input=all_gather_pixels(b, node, a["input"]), grid=own)
+
+
+@register_rule(
+    *(
+        f"aten.{name}"
+        for name in (
+            "rot90.default", "median.default", "prod.default", "argsort.default", "argsort.stable", "kthvalue.default",
+            "msort.default", "im2col.default", "unfold.default", "bmm.default", "tril.default", "triu.default",
+        )
+    )
+)  # fmt: skip
+def require_gather(b: Builder, node: Node) -> None:
+    """Any output may read any pixel."""
+    raise make_gather_error(node, "reads pixels that lie anywhere")
+
+
+@register_kernel("tile.unpool")
+def unpool_tile(x: Tensor, places: Tensor, tile: tuple[int, int, int, int], width_px: int) -> Tensor:
+    """Each value at its place in the whole image, where that lies in the tile (rows, columns: start and stop)."""
+    top, bottom, left, right = tile
+    height, width = bottom - top, right - left
+    row, col = places // width_px - top, places % width_px - left
+    inside = (places >= 0) & (row >= 0) & (row < height) & (col >= 0) & (col < width)
+    nowhere = height * width
+    flat = torch.where(inside, row * width + col, nowhere).flatten(-2)
+    made = x.new_zeros((*x.shape[:-2], nowhere + 1)).scatter(-1, flat, x.flatten(-2))
+    return made[..., :nowhere].unflatten(-1, (height, width))
+
+
+@register_rule("aten.max_unpool2d.default", images=("self", "indices"))
+def max_unpool2d(b: Builder, node: Node) -> None:
+    """A pixel is written by the output that read it, where the places are those of a pool whose windows lie apart."""
+    a, out_px = node.arguments, (node.spec.shape[-2], node.spec.shape[-1])
+    pool = _find_pool(b, a["indices"])
+    rules = make_pool_windows(pool) if pool else ()
+    if not rules or b.get_value(pool.arguments["self"]).size_px != out_px or any(map(_has_overlap, rules)):
+        raise make_gather_error(node, "writes to places that are not known before", (-2, -1))
+    back = [TransposedWindow(rule.kernel, rule.stride, rule.padding, rule.dilation) for rule in rules]
+    values = b.pad_window(b.read_window(a["self"], out_px, *back))
+    places = b.pad_window(b.read_window(a["indices"], out_px, *back, fill=-1))
+    out = b.get_output_tiles(out_px)[b.rank]
+    tile = (out.rows.start, out.rows.stop, out.cols.start, out.cols.stop)
+    b.add_local_op(node.name, "tile.unpool", values, places, tile, out_px[1], like=node.spec, axes=(-2, -1))
+
+
+def _find_pool(b: Builder, places: Ref) -> Node | None:
+    """The tiled pool whose second output some places are."""
+    nodes = {node.name: node for node in b.graph.nodes}
+    pick = nodes.get(places.name)
+    if pick is None or pick.operator != "getitem" or pick.arguments["1"] != 1:
+        return None
+    pool = nodes.get(pick.arguments["0"].name)
+    known = pool and pool.operator == "aten.max_pool2d_with_indices.default"
+    return pool if known and b.is_tiled(pool.arguments["self"]) else None
+
+
+def _has_overlap(rule: SlidingWindow) -> bool:
+    return rule.stride < rule.dilation * (rule.kernel - 1) + 1

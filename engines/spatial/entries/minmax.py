@@ -1,0 +1,174 @@
+"""Reductions over space that are no sums: every tile reduces its own pixels, and the results are reduced again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engines.layer.graph import Node, Ref, TensorSpec
+from engines.program.builder import Builder
+from engines.spatial.entries.channels import reduce_other_axes
+from engines.spatial.entries.partial_reductions import all_gather_partials, find_spatial_dims
+from engines.spatial.entries.pooling import Cells, fetch_cells, to_whole_index
+from engines.spatial.kernels import get_operator, register_kernel
+from engines.spatial.operator_table import register_rule
+from engines.spatial.unsupported import make_gather_error
+
+__all__: list[str] = []
+
+
+class _Maxima(torch.autograd.Function):
+    """The largest value along `dims`, and how often it is there: (2, ...) in float64.
+
+    Whoever gives it a gradient has shared it out already: all who are largest here get it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: list[int]) -> Tensor:
+        largest = x.amax(dims, keepdim=True)
+        equal = x == largest
+        ctx.save_for_backward(equal)
+        ctx.dtype = x.dtype
+        return torch.stack([largest.double(), equal.sum(dims, keepdim=True).double()])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (equal,) = ctx.saved_tensors
+        return equal * grad[0].to(ctx.dtype), None
+
+
+class _Largest(torch.autograd.Function):
+    """The largest of all tiles. Its gradient is shared evenly by all pixels that are largest, as ATen does."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, dims: list[int]) -> Tensor:
+        largest = found[0].amax(dims, keepdim=True)
+        winners = found[0] == largest
+        ctx.save_for_backward(winners, (found[1] * winners).sum(dims, keepdim=True))
+        return largest
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        winners, count = ctx.saved_tensors
+        share = winners * (grad / count)
+        return torch.stack([share, torch.zeros_like(share)]), None
+
+
+@register_kernel("tile.largest")
+def merge_maxima(found: Tensor, dims: list[int], sign: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """In the shape of the whole result."""
+    return (sign * _Largest.apply(found, dims)).to(dtype).view(shape)
+
+
+@register_kernel("tile.maxima")
+def find_maxima(x: Tensor, dims: list[int], sign: int) -> Tensor:
+    """Of the values, or (sign -1) of their negatives."""
+    return _Maxima.apply(x if sign > 0 else -x, dims)  # type: ignore[no-any-return]
+
+
+@register_rule("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default")
+def lower_minmax(b: Builder, node: Node) -> None:
+    """The largest or smallest value over space, or over rows or columns."""
+    source = node.arguments["self"]
+    dims = find_spatial_dims(b, node, source)
+    if dims is None:
+        reduce_other_axes(b, node, source)
+    else:
+        _reduce_minmax(b, node, source, dims, -1 if "min" in node.operator else 1)
+
+
+def _reduce_minmax(b: Builder, node: Node, source: Ref, dims: list[int], sign: int) -> None:
+    found = all_gather_partials(b, node, source, "tile.maxima", dims, sign, dtype="float64", lead=(2,))
+    dtype = getattr(torch, node.spec.dtype)
+    b.add_local_op(node.name, "tile.largest", found, dims, sign, node.spec.shape, dtype, like=node.spec)
+
+
+@register_kernel("tile.reduced")
+def reduce_dims(
+    x: Tensor, dims: list[int], operator: str, settings: Sequence[Any], shape: Sequence[int] | None = None
+) -> Tensor:
+    """A reduction along `dims` that leaves 1 of each, or the whole result's `shape`."""
+    made = get_operator(operator)(x, *settings, dims, True)
+    return made if shape is None else made.view(shape)
+
+
+@register_rule("aten.linalg_vector_norm.default", "aten.logsumexp.default")
+def reduce_twice(b: Builder, node: Node) -> None:
+    """A norm is the norm of the tiles' norms, and likewise the logarithm of a sum of exponentials."""
+    a, source = node.arguments, node.arguments["self"]
+    dims, order = find_spatial_dims(b, node, source), float(a.get("ord", 2))
+    if dims is None:
+        reduce_other_axes(b, node, source)
+    elif math.isinf(order):
+        value = b.get_value(source)
+        own = b.add_local_op(
+            f"{node.name}.absolute", "aten.abs.default", b.crop_to_own(source), like=value.spec, axes=value.axes
+        )
+        _reduce_minmax(b, node, own, dims, 1 if order > 0 else -1)
+    elif order <= 0:
+        raise make_gather_error(node, f"is of order {order}")
+    else:
+        settings = () if "logsumexp" in node.operator else (order,)
+        found = all_gather_partials(
+            b, node, source, "tile.reduced", dims, node.operator, settings, dtype=node.spec.dtype
+        )
+        b.add_local_op(
+            node.name, "tile.reduced", found, dims, node.operator, settings, node.spec.shape, like=node.spec
+        )  # fmt: skip
+
+
+@register_kernel("tile.first_maximum")
+def find_first_maximum(x: Tensor, dims: list[int], corner: tuple[int, int], width_px: int) -> Tensor:
+    """(2, ..., 1, 1) in float64: the tile's largest value, and where its first one lies in the whole image."""
+    value, index = functional.adaptive_max_pool2d(x, 1, return_indices=True)
+    return torch.stack([value.double(), to_whole_index(index, x.shape[-1], corner, width_px).double()])
+
+
+@register_kernel("tile.first_of_all")
+def merge_first_maxima(found: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The largest value; of several, that of the first pixel in the order of rows, as ATen has it. And its place."""
+    values, places = found.flatten(-2)
+    late = places.detach().masked_fill(values != values.amax(-1, keepdim=True), math.inf)
+    first = late.argmin(-1, keepdim=True)
+    return values.gather(-1, first)[..., None].to(dtype), places.gather(-1, first)[..., None].long()
+
+
+@register_kernel("tile.adaptive_maximum")
+def pool_adaptive_maximum(
+    x: Tensor, rows: Cells, cols: Cells, corner: tuple[int, int], width_px: int
+) -> tuple[Tensor, Tensor]:
+    """The largest value of each cell and its place; cells are (start, stop) ranges of the window at `corner`."""
+    found = [[_pool_cell(x, (*row, *col), corner, width_px) for col in cols] for row in rows]
+    values, places = ([torch.cat([cell[part] for cell in row], -1) for row in found] for part in (0, 1))
+    return torch.cat(values, -2), torch.cat(places, -2)
+
+
+def _pool_cell(x: Tensor, cell: tuple[int, ...], corner: tuple[int, int], width_px: int) -> tuple[Tensor, Tensor]:
+    r0, r1, c0, c1 = cell
+    value, index = functional.adaptive_max_pool2d(x[..., r0:r1, c0:c1], 1, return_indices=True)
+    return value, to_whole_index(index, c1 - c0, (corner[0] + r0, corner[1] + c0), width_px)
+
+
+@register_rule("aten.adaptive_max_pool2d.default", images=("self",))
+def adaptive_max_pool2d(b: Builder, node: Node) -> None:
+    """As the average, but for the largest value of each cell, and its place."""
+    source = node.arguments["self"]
+    value, out_px = b.get_value(source), tuple(node.arguments["output_size"])
+    like, width_px = TensorSpec((*value.spec.shape[:-2], *out_px), value.spec.dtype), value.size_px[1]
+    if out_px == (1, 1):
+        tile = b.get_tiles(value.size_px)[b.rank]
+        settings = (tile.rows.start, tile.cols.start), width_px
+        dims = [len(like.shape) - 2, len(like.shape) - 1]
+        found = all_gather_partials(
+            b, node, source, "tile.first_maximum", dims, *settings, dtype="float64", lead=(2,)
+        )  # fmt: skip
+        b.add_local_op(node.name, "tile.first_of_all", found, getattr(torch, value.spec.dtype), like=like)
+        return
+    x, wanted, rows, cols = fetch_cells(b, source, out_px)
+    corner = (wanted.rows.start, wanted.cols.start)
+    b.add_local_op(node.name, "tile.adaptive_maximum", x, rows, cols, corner, width_px, like=like, axes=(-2, -1))

@@ -1,0 +1,41 @@
+"""What every tile makes of its own pixels, brought together: reductions of which the results are reduced again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from engines.layer.graph import Node, Ref, TensorSpec
+from engines.program.builder import Builder
+from engines.spatial.align import get_spatial_axes
+
+__all__ = ["all_gather_partials", "find_spatial_dims"]
+
+
+def find_spatial_dims(b: Builder, node: Node, ref: Ref) -> list[int] | None:
+    """The reduced dimensions of a node from the front, where one of them lies apart on the ranks; None where none."""
+    rows, cols, count = get_spatial_axes(b, ref)
+    given = node.arguments.get("dim")
+    dims = [dim % count for dim in ([given] if isinstance(given, int) else given or range(count))]
+    apart = {0} if b.is_batch_sharded(ref) else {rows, cols}
+    return dims if apart & set(dims) else None
+
+
+def all_gather_partials(
+    b: Builder, node: Node, ref: Ref, kernel: str, dims: Sequence[int], *settings: Any, dtype: str,
+    lead: tuple[int, ...] = (),
+) -> Ref:  # fmt: skip
+    """`kernel(own pixels, dims, *settings)` of all tiles, on every rank.
+
+    It reduces `dims` to 1 and may add axes `lead` in front. Reduced rows then are as many as the grid's, and likewise
+    columns, so that the tiles' results are an image of their own, cut by the same grid.
+    """
+    value, grid = b.get_value(ref), b.stage.grid
+    rows, cols, _ = get_spatial_axes(b, ref)
+    parts = {rows: grid.rows, cols: grid.cols}
+    shape = [parts.get(axis, 1) if axis in dims else size for axis, size in enumerate(value.spec.shape)]
+    like = TensorSpec((*lead, *shape), dtype)
+    own = b.add_local_op(
+        f"{node.name}.own", kernel, b.crop_to_own(ref), list(dims), *settings, like=like, axes=value.axes
+    )
+    return b.all_gather(own)

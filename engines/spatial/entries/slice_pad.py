@@ -1,0 +1,117 @@
+"""Slicing, padding, joining and reordering: what moves pixels or leaves them where they are."""
+
+from __future__ import annotations
+
+from engines.layer.graph import Node, Ref
+from engines.program.builder import Builder
+from engines.spatial.align import get_axes_without, get_spatial_axes, get_spec
+from engines.spatial.entries.sampling import pad_with_copies
+from engines.spatial.gather_fallback import all_gather_lines
+from engines.spatial.local_rules import apply_locally, lower_pointwise
+from engines.spatial.operator_table import register_rule
+from engines.spatial.tiles import Span, Tile
+from engines.spatial.unsupported import make_gather_error
+from engines.spatial.windows import Shift, SlidingWindow
+
+__all__: list[str] = []
+
+
+@register_rule("aten.constant_pad_nd.default", "aten.pad.default", images=("self",))
+def pad(b: Builder, node: Node) -> None:
+    """Padding by a constant: output i reads input i - (pixels before it), and the fill outside the image."""
+    a = node.arguments
+    before = list(a["pad"]) + [0] * (4 - len(a["pad"]))
+    if a.get("mode", "constant") != "constant":
+        pad_with_copies(b, node)
+        return
+    out_px = (node.spec.shape[-2], node.spec.shape[-1])
+    fill = float(a.get("value") or 0.0)
+    x = b.pad_window(b.read_window(a["self"], out_px, Shift(-before[2]), Shift(-before[0]), fill))
+    channels = [0, 0, 0, 0, *before[4:]]
+    b.add_local_op(node.name, "aten.constant_pad_nd.default", x, channels, fill, like=node.spec, axes=(-2, -1))
+
+
+@register_rule("aten.slice.Tensor")
+def crop(b: Builder, node: Node) -> None:
+    """Along a spatial axis output i reads input start + i * step; along others each pixel stays."""
+    a = node.arguments
+    rows, cols, count = get_spatial_axes(b, a["self"])
+    axis = a["dim"] % count
+    if axis not in (rows, cols):
+        apply_locally(b, node, b.get_value(a["self"]).axes)
+        return
+    start, stop, step = slice(a["start"], a["end"], a["step"]).indices(b.get_value(a["self"]).spec.shape[axis])
+    stay, move = Shift(0), SlidingWindow(kernel=1, stride=step, padding=-start)
+    out_px = (node.spec.shape[rows], node.spec.shape[cols])
+    if not b.can_tile(out_px) and start < stop:
+        height, width = b.get_value(a["self"]).size_px
+        lines = Span(start, stop)
+        wanted = Tile(lines, Span(0, width)) if axis == rows else Tile(Span(0, height), lines)
+        few = all_gather_lines(b, node, a["self"], wanted)
+        b.add_local_op(node.name, "aten.slice.Tensor", few, axis, 0, None, step, like=node.spec)
+        return
+    window = b.read_window(a["self"], out_px, move if axis == rows else stay, move if axis == cols else stay)
+    apply_locally(b, node, b.get_value(a["self"]).axes, self=b.pad_window(window), start=0, end=None)
+
+
+@register_rule("aten.cat.default")
+def join(b: Builder, node: Node) -> None:
+    """Joining channels leaves pixels where they are."""
+    first = next(ref for ref in node.arguments["tensors"] if b.is_tiled(ref))
+    _check_not_spatial(b, node, first, node.arguments["dim"])
+    lower_pointwise(b, node)
+
+
+@register_rule("aten.chunk.default", "aten.split.Tensor", "aten.split_with_sizes.default")
+def split(b: Builder, node: Node) -> None:
+    """Parting channels leaves pixels where they are. (The parts are picked by `getitem`.)"""
+    source = node.arguments["self"]
+    _check_not_spatial(b, node, source, node.arguments["dim"])
+    apply_locally(b, node, b.get_value(source).axes)
+
+
+@register_rule("aten.unbind.int")
+def unbind(b: Builder, node: Node) -> None:
+    """As above, and the axis is gone."""
+    source, dim = node.arguments["self"], node.arguments["dim"]
+    _check_not_spatial(b, node, source, dim)
+    apply_locally(b, node, get_axes_without(b, source, [dim % get_spatial_axes(b, source)[2]]))
+
+
+@register_rule("getitem")
+def pick(b: Builder, node: Node) -> None:
+    """One of several outputs, tiled as they are."""
+    several = node.arguments["0"]
+    b.read_window(several, b.get_value(several).size_px, Shift(0), Shift(0))  # nothing is borrowed: they are one's own
+    b.hold_like(apply_locally(b, node, b.get_value(several).axes, **{"0": several}), several)
+
+
+@register_rule("aten.softmax.int", "aten.log_softmax.int")
+def softmax(b: Builder, node: Node) -> None:
+    """Softmax of each pixel over its channels."""
+    source = node.arguments["self"]
+    _check_not_spatial(b, node, source, node.arguments["dim"])
+    apply_locally(b, node, b.get_value(source).axes)
+
+
+@register_rule("aten.prelu.default")
+def prelu(b: Builder, node: Node) -> None:
+    """One slope for each channel, which lie along axis 1, or one for all."""
+    source = node.arguments["self"]
+    if get_spec(b, node.arguments["weight"].name).numel > 1:
+        _check_not_spatial(b, node, source, 1)
+    apply_locally(b, node, b.get_value(source).axes)
+
+
+@register_rule("aten.permute.default")
+def permute(b: Builder, node: Node) -> None:
+    """The spatial axes move with the others."""
+    rows, cols, count = get_spatial_axes(b, node.arguments["self"])
+    order = [dim % count for dim in node.arguments["dims"]]
+    apply_locally(b, node, (order.index(rows) - count, order.index(cols) - count))
+
+
+def _check_not_spatial(b: Builder, node: Node, ref: Ref, dim: int) -> None:
+    rows, cols, count = get_spatial_axes(b, ref)
+    if dim % count in (rows, cols):
+        raise make_gather_error(node, f"works along a spatial axis (dim={dim})")

@@ -1,0 +1,103 @@
+"""Which layers share an exchange of halos: a number of them given, or as many as is cheapest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from engines.spatial.halo_fusion import ExtendedTiles, TileLookup, WindowRead, extend_tiles
+from engines.spatial.moves import compute_moves
+
+__all__ = ["MOST_LAYERS", "HaloCost", "ValueCost", "group_cheapest", "group_evenly"]
+
+MOST_LAYERS = 8
+"""Longer groups are not looked at: what is computed twice grows with the square of their length."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueCost:
+    """What a value costs: multiply-adds counted as two for the whole image, and bytes for each of its pixels."""
+
+    flops: int
+    pixel_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class HaloCost:
+    """What an exchange costs against what computing twice costs, for one rank.
+
+    Every exchange costs `exchange_s` for being there, and its bytes at `bytes_per_s`; work that another rank does as
+    well runs at `flops_per_s`. The defaults are those of ranks that share the cores of a small machine.
+    """
+
+    exchange_s: float = 3e-4
+    bytes_per_s: float = 4e9
+    flops_per_s: float = 2e10
+
+    def estimate_seconds(self, wide: ExtendedTiles, extent: TileLookup, work: Mapping[str, ValueCost]) -> float:
+        """Seconds that fused layers add to a training step, on the rank where they add most.
+
+        Backward carries the bytes once more, and computes twice what forward does.
+        """
+        added: dict[int, float] = {}
+        for node, tiles in wide.held.items():
+            whole, own = extent(node)
+            for rank, tile in tiles.items():
+                more = work[node].flops * (tile.pixels - own[rank].pixels) / whole.pixels
+                added[rank] = added.get(rank, 0.0) + 3 * more / self.flops_per_s
+        for (_, value), wanted in wide.fetched.items():
+            travelling = [move for move in compute_moves(extent(value)[1], wanted) if move.source != move.target]
+            for rank in wanted:
+                pixels = sum(move.tile.pixels for move in travelling if move.target == rank)
+                seconds = pixels * work[value].pixel_bytes / self.bytes_per_s + self.exchange_s * bool(travelling)
+                added[rank] = added.get(rank, 0.0) + 2 * seconds
+        return max(added.values(), default=0.0)
+
+
+def group_evenly(layers: int, together: int) -> tuple[int, ...]:
+    """How many layers each group has.
+
+    >>> group_evenly(5, 2)
+    (2, 2, 1)
+    """
+    return tuple(min(together, layers - first) for first in range(0, layers, together))
+
+
+def group_cheapest(
+    layers: Sequence[Sequence[str]],
+    reads: Sequence[WindowRead],
+    extent: TileLookup,
+    work: Mapping[str, ValueCost],
+    cost: HaloCost,
+) -> tuple[int, ...]:
+    """How many layers each group has, so that a training step takes least; `layers` are the names of their nodes.
+
+    By dynamic programming over where the last group begins.
+    """
+    price = _make_pricer(layers, reads, extent, work, cost)
+    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for end in range(1, len(layers) + 1):
+        starts = range(max(0, end - MOST_LAYERS), end)
+        best.append(min((best[start][0] + price(start, end), (*best[start][1], end - start)) for start in starts))
+    return best[-1][1]
+
+
+def _make_pricer(
+    layers: Sequence[Sequence[str]],
+    reads: Sequence[WindowRead],
+    extent: TileLookup,
+    work: Mapping[str, ValueCost],
+    cost: HaloCost,
+) -> Callable[[int, int], float]:
+    """The seconds that the layers from `start` to before `end` take as one group."""
+    layer_of = {node: number for number, nodes in enumerate(layers) for node in nodes}
+    reads_of: list[list[WindowRead]] = [[] for _ in layers]
+    for read in reads:
+        reads_of[layer_of[read.node]].append(read)
+
+    def compute_price(start: int, end: int) -> float:
+        inside = [read for found in reads_of[start:end] for read in found]
+        nodes = dict.fromkeys((node for found in layers[start:end] for node in found), 0)
+        return cost.estimate_seconds(extend_tiles(inside, nodes, extent), extent, work)
+
+    return compute_price

@@ -1,0 +1,52 @@
+"""Operators that read all pixels: every rank gathers them, for images of few pixels only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engines.layer.graph import Node, Ref
+from engines.program.builder import Builder
+from engines.spatial.align import get_local_ranges, map_refs
+from engines.spatial.tiles import Tile
+from engines.spatial.unsupported import WHOLE_PX, make_gather_error
+from engines.spatial.windows import Window
+
+__all__ = ["all_gather_lines", "all_gather_pixels", "keep_own_tile", "with_gathered_inputs"]
+
+
+def all_gather_pixels(b: Builder, node: Node, ref: Ref) -> Ref:
+    """All pixels of a value, for a node.
+
+    Raises WholeError where they are more than `WHOLE_PX`.
+    """
+    if b.is_tiled(ref) and len(b.stage.ranks) > 1:
+        height, width = b.get_value(ref).size_px
+        if height * width > WHOLE_PX:
+            raise make_gather_error(node, f"reads all {height} x {width} pixels of {ref.name}")
+    return b.all_gather(ref)
+
+
+def with_gathered_inputs(b: Builder, node: Node) -> Node:
+    """The node reading gathered values in place of tiled ones.
+
+    Raises WholeError as above.
+    """
+    whole = {
+        name: map_refs(lambda ref: all_gather_pixels(b, node, ref), value) for name, value in node.arguments.items()
+    }
+    return replace(node, arguments=whole)
+
+
+def keep_own_tile(b: Builder, node: Node, whole: Ref, axes: tuple[int, int]) -> None:
+    """The node's result is this rank's tile of a value that it holds wholly."""
+    places = get_local_ranges(b, node.spec, axes)
+    spans = tuple(places[axis][1:] for axis in axes)
+    b.add_local_op(node.name, "tile.cut", whole, axes, spans, like=node.spec, axes=axes)
+
+
+def all_gather_lines(b: Builder, node: Node, source: Ref, wanted: Tile) -> Ref:
+    """A few rows or columns of a tiled value, on every rank. Raises WholeError where they are too many pixels."""
+    if wanted.pixels > WHOLE_PX:
+        raise make_gather_error(node, f"takes {len(wanted.rows)} x {len(wanted.cols)} pixels out of {source.name}")
+    found = b.exchange(b.crop_to_own(source), dict.fromkeys(b.stage.ranks, wanted), 0.0)
+    return b.pad_window(Window(found.name, b.get_held_tiles(found)[b.rank], wanted, 0.0))

@@ -1,0 +1,185 @@
+"""Tiles in turn: one process trains an image far larger than its memory, tile after tile.
+
+The programs are those of a plan, one for each tile of each stage, and run as ever; but one at a time, in the order in
+which what they wait for is there. What a tile holds while others compute lies in a file. There is one set of weights,
+whose gradients therefore add up by themselves, and one update follows when the last tile has gone back.
+
+Late layers have many weights and few pixels: a last stage that is whole spares them being read for every tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engines.comm.cgroup_limits import count_cores
+from engines.comm.device import choose_device, choose_memory_format
+from engines.comm.world import World
+from engines.errors import LossError, PlanError
+from engines.layer.graph import to_user_name
+from engines.layout import Layout
+from engines.loss.label_counter import LabelCounter
+from engines.loss.non_finite_causes import find_causes, format_causes
+from engines.offload.offload_store import OffloadStore
+from engines.offload.offloader import Offloader
+from engines.offload.offloading_micro_batch import OffloadingMicroBatch
+from engines.plan import Plan
+from engines.program.compile import compile_plan
+from engines.program.instructions import Phase, SumGradients, Update
+from engines.program.program import Program, Step
+from engines.program.worker import Inputs, Worker
+from engines.streaming.rank_scheduler import RankScheduler
+from engines.training import Recipe, copy_state_tensor, cut_inputs
+
+__all__ = ["StreamedTraining", "check_streamable"]
+
+
+class StreamedTraining:
+    """The training of a plan, the tiles of all of its stages in this process.
+
+    `folder`: where values lie meanwhile (None: where temporary files do). Raises PlanError where the plan is another
+    one, RankError where nothing can be stored.
+    """
+
+    def __init__(self, recipe: Recipe, folder: str | Path | None = None, threads: int | None = None) -> None:
+        check_streamable(recipe.plan)
+        recipe.additions.register()
+        self.recipe, self.threads = recipe, threads or count_cores()
+        leaders = [stage.ranks[0] for stage in Layout.of(recipe.plan).stages]
+        self.programs = [
+            _drop_collectives(each, each.rank in leaders) for each in compile_plan(recipe.graph, recipe.plan)
+        ]
+        self.device = choose_device(recipe.device, rank=0)
+        specs, state = recipe.graph.specs, recipe.state
+        self.weights = {name: copy_state_tensor(state[name], specs[name], self.device) for name in recipe.graph.weights}
+        for name in recipe.graph.trainable & self.weights.keys():
+            self.weights[name].requires_grad_()
+        self.buffers = {name: copy_state_tensor(state[name], specs[name], self.device) for name in recipe.graph.buffers}
+        self.store = OffloadStore(folder)
+        self._relay = RankScheduler(len(self.programs))
+        stays, reads_files = [*self.weights.values(), *self.buffers.values()], self.device.type == "cpu"
+        owned = {**self.weights, **self.buffers}
+        self._countings = [
+            LabelCounter(recipe.graph, recipe.plan, program, world, owned, self.device)
+            for program, world in zip(self.programs, self._relay.worlds, strict=True)
+        ]
+        self._shelves = [Offloader(self.store, stays, reads_files) for _ in self.programs]
+        self.workers = [
+            self._make_worker(program, world, shelf, program.rank == leaders[-1])
+            for program, world, shelf in zip(self.programs, self._relay.worlds, self._shelves, strict=True)
+        ]
+        self._leaders = [self.workers[rank] for rank in leaders]
+
+    def _make_worker(self, program: Program, world: World, shelf: Offloader, moves: bool) -> Worker:
+        """That of one tile. Weights are moved where the gradient starts: only there it is known how it is scaled."""
+        recipe = self.recipe
+        stage = Layout.of(recipe.plan).roles[program.rank][0].stage
+        worker = Worker(
+            program, world, self.weights, self.buffers, recipe.make_optimiser(self.weights) if moves else None,
+            self.device, recipe.seed, recipe.rules if moves else None,
+            make_lane=partial(OffloadingMicroBatch, shelf=shelf), constants=self._countings[program.rank].values,
+            count_labels=self._countings[program.rank].count,
+        )  # fmt: skip
+        self._relay.register(
+            program.rank,
+            worker.offload,
+            lambda: (stage, worker.position),  # a late stage reads what early ones have sent
+        )
+        return worker
+
+    def step(self, feed: Callable[[int], Inputs]) -> Mapping[int, float]:
+        """One training step; the losses by micro-batch. `feed(tile)` gives a tile's parts of the inputs.
+
+        Raises LossError where a loss is not a number; no weight has changed then. RankError where the disk is full.
+        """
+        for weight in self.weights.values():
+            weight.grad = None
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            self._relay.run([partial(self._run_pass, worker, feed) for worker in self.workers])
+            losses = self._leaders[-1].losses
+            for number, loss in losses.items():
+                if not math.isfinite(loss):
+                    raise LossError.of(loss, number, self.recipe.plan.micro_batches, self._explain_loss(number))
+            for worker in self._leaders:
+                while not worker.done:
+                    worker.step()
+        finally:
+            torch.set_num_threads(before)
+            self._reset_tiles()
+        return losses
+
+    def _explain_loss(self, micro_batch: int) -> str:
+        """Why a loss is not a number, from what all tiles have."""
+        pairs = zip(self.workers, self._countings, strict=True)
+        graph, last = self.recipe.graph, self._leaders[-1]
+        found = {worker.program.rank: find_causes(graph, worker, own, ()) for worker, own in pairs}
+        rank = last.program.rank
+        return format_causes(found) or format_causes(
+            {rank: find_causes(graph, last, self._countings[rank], (), micro_batch)}
+        )
+
+    def _run_pass(self, worker: Worker, feed: Callable[[int], Inputs]) -> None:
+        """Forward and back, all micro-batches of one tile."""
+        worker.restart(self._copy_inputs(feed(worker.program.rank)))
+        while not (worker.done or isinstance(worker.program.steps[worker.position].instruction, Update)):
+            worker.step()
+        worker.flush_sends()
+
+    def _copy_inputs(self, parts: Inputs) -> Inputs:
+        """Copies on the device: their memory will be given up, and the caller's must not be."""
+        return {
+            number: {
+                name: part.to(self.device).clone(memory_format=choose_memory_format(part.dim()))
+                for name, part in own.items()
+            }
+            for number, own in parts.items()
+        }
+
+    def _reset_tiles(self) -> None:
+        for worker, shelf in zip(self.workers, self._shelves, strict=True):
+            worker.steps = self._leaders[-1].steps  # what is drawn at random follows from it
+            worker.restart({})
+            shelf.clear()
+
+    def cut(self, inputs: Mapping[str, Tensor]) -> Callable[[int], Inputs]:
+        """The tiles' parts of the whole inputs of a step, each when it is asked for."""
+        return lambda tile: cut_inputs(self.programs[tile], inputs)
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Copies of the last step's, by the plain model's names."""
+        return {to_user_name(name): w.grad.clone() for name, w in self.weights.items() if w.grad is not None}
+
+    def close(self) -> None:
+        """Give the disk's space back."""
+        self.store.close()
+
+
+def check_streamable(plan: Plan) -> None:
+    """Raises PlanError where a plan's tiles cannot be computed in turn."""
+    wanted = {
+        "schedule": "fill_drain", "data_parallel": 1, "local_dp": 1, "bidirectional": False, "overlap_halos": False,
+        "sync_batchnorm": True, "checkpoint_activations": False,
+        "offload_activations": False, "compile_segments": False,
+    }  # fmt: skip
+    wrong = [f"{name}={getattr(plan, name)!r}" for name, value in wanted.items() if getattr(plan, name) != value]
+    if wrong:
+        right = ", ".join(f"{name}={value!r}" for name, value in wanted.items())
+        raise PlanError(f"{', '.join(wrong)}: tiles in turn are those of one replica in one process. Use {right}.")
+
+
+def _drop_collectives(program: Program, leads: bool) -> Program:
+    """Without what ranks do together at the update; with an update where it leads its stage."""
+    steps: Sequence[Step] = [step for step in program.steps if not isinstance(step.instruction, SumGradients)]
+    kept = (
+        step for step in steps if step.phase is not Phase.UPDATE or (leads and isinstance(step.instruction, Update))
+    )
+    return replace(program, steps=tuple(kept))

@@ -1,0 +1,85 @@
+"""What was measured: rows of studies, read from the lines that the commands print, and kept as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engines.errors import PlanError
+from engines.formatting import format_bytes
+from mpi4dl_nb.benchmarks.cases import BenchmarkCase
+
+__all__ = ["BenchmarkResults", "BenchmarkRow", "make_rows"]
+
+
+@dataclass(frozen=True)
+class BenchmarkRow:
+    """One line of a case: its `name` in the study's table, and `at`, what grows."""
+
+    name: str
+    at: int | None
+    line: Mapping[str, Any]
+
+    def get_number(self, column: str) -> float:
+        """A field of the line (`a.b`: of what stands under `a`); of numbers by rank, the largest.
+
+        >>> BenchmarkRow("halo", None, {"forward": {"ms": [1.0, 3.0]}}).get_number("forward.ms")
+        3.0
+        """
+        value: Any = self.line
+        for part in column.split("."):
+            value = value[part]
+        return float(max(value) if isinstance(value, list) else value)
+
+    def has_number(self, column: str) -> bool:
+        """Whether the line has such a field: one of an older version may not."""
+        try:
+            self.get_number(column)
+        except (KeyError, TypeError, ValueError):
+            return False
+        return True
+
+    @property
+    def spread(self) -> float:
+        """How far measurements of this line lay apart, 0 where it does not tell."""
+        told = [self.line, *(part for part in self.line.values() if isinstance(part, dict))]
+        found = [BenchmarkRow("", None, part).get_number("spread") for part in told if "spread" in part]
+        return max(found, default=0.0)
+
+
+def make_rows(case: BenchmarkCase, lines: Sequence[Mapping[str, Any]]) -> list[BenchmarkRow]:
+    """One line is the case's; of several, each goes by its bytes."""
+    if case.name:
+        return [BenchmarkRow(case.name, case.at, line) for line in lines]
+    return [BenchmarkRow(format_bytes(line["bytes"]), line["bytes"], line) for line in lines]
+
+
+@dataclass(frozen=True)
+class BenchmarkResults:
+    """All rows by the studies' titles, where and when they were measured, and what could not be."""
+
+    machine: Mapping[str, str]
+    rows: Mapping[str, Sequence[BenchmarkRow]] = field(default_factory=dict)
+    failures: Sequence[str] = ()
+
+    def save(self, path: Path) -> None:
+        """As JSON."""
+        kept = {title: [asdict(row) for row in rows] for title, rows in self.rows.items()}
+        path.write_text(json.dumps({"machine": dict(self.machine), "rows": kept}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> BenchmarkResults:
+        """What was saved. Raises PlanError where it is something else."""
+        try:
+            kept = json.loads(path.read_text())
+            rows = {title: [BenchmarkRow(**row) for row in rows] for title, rows in kept["rows"].items()}
+            return cls(kept["machine"], rows)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise PlanError(f"{path} holds no figures of benchmarks: {error}. Delete it, and measure all.") from error
+
+    def get_rows(self, title: str) -> dict[str, BenchmarkRow]:
+        """The rows of a study."""
+        return {row.name: row for row in self.rows.get(title, ())}

@@ -1,0 +1,59 @@
+"""A cluster's ranks measured from the notebook: a bar shows how far they are, and what is too noisy is refused."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from tqdm.auto import tqdm
+
+from engines.errors import PlanError, RankError
+from engines.predict.calibrate import Calibration
+from engines.predict.calibration_runs import CalibrationRecipes
+from engines.predict.machine import Machine
+
+if TYPE_CHECKING:
+    from mpi4dl_nb.cluster import Cluster
+
+__all__ = ["calibrate_cluster"]
+
+
+def calibrate_cluster(
+    cluster: Cluster, quick: bool = False, accept_noise: bool = False, progress: bool = True
+) -> Machine:
+    """The ranks measured, a second time where the first one was noisy: the better one of the two.
+
+    Raises PlanError where that is of no use either, unless `accept_noise`; RankError where the ranks are lost.
+    """
+    rehearsal = CalibrationRecipes.of(cluster.n)
+    machine = _measure(cluster, rehearsal, quick, progress)
+    if machine.noise.is_good or accept_noise:
+        return machine
+    machine = min(machine, _measure(cluster, rehearsal, quick, progress), key=lambda each: each.noise.level)
+    if machine.noise.is_useless:
+        raise PlanError(
+            f"This machine is too busy to be measured: {machine.noise}, in the better one of two calibrations. End "
+            "what else runs and calibrate again, name a machine that is known (such as 'Summit'), or take the numbers "
+            "as they are with cluster.calibrate(accept_noise=True)."
+        )
+    if not machine.noise.is_good:
+        warnings.warn(
+            f"This calibration is noisy: {machine.noise}. It serves this cluster, but is not remembered: forecasts by "
+            "it may be far off. When the machine is quiet, measure it with cluster.calibrate(again=True).",
+            stacklevel=3,
+        )
+    return machine
+
+
+def _measure(cluster: Cluster, rehearsal: CalibrationRecipes, quick: bool, progress: bool) -> Machine:
+    """A part after the other; an interrupt ends it between two of them, at the latest."""
+    cluster.call(Calibration.start, rehearsal, quick)
+    parts = Calibration.count_parts(cluster.n, quick)
+    try:
+        for _ in tqdm(range(parts), desc="measuring this machine", unit=" parts", disable=not progress, leave=False):
+            found = cluster.call(Calibration.run_next_part)[0]
+    finally:
+        with suppress(RankError):  # whoever ends it early has an error of its own
+            cluster.call(Calibration.discard)
+    return found

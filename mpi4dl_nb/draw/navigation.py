@@ -1,0 +1,192 @@
+"""Where one looks: which tile, how close, and around which pixel. All pure; the slicer's keys and clicks are these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engines.spatial.tiles import Grid, Span, Tile
+from mpi4dl_nb.draw.halo_points import HaloPoint
+
+__all__ = [
+    "ARROWS",
+    "CLOSEST_PX",
+    "NEAR_PX",
+    "add_clamped",
+    "choose_seam",
+    "clamp_to_tile",
+    "find_nearest_seam",
+    "find_owner",
+    "get_closer_zoom",
+    "get_neighbour",
+    "get_pixel_at",
+    "get_wider_zoom",
+    "make_square",
+    "pan",
+    "to_fractions",
+    "to_pixel",
+]
+
+CLOSEST_PX, FACTOR = 8, 4
+NEAR_PX = CLOSEST_PX * FACTOR
+ARROWS: Mapping[str, tuple[int, int]] = {
+    "ArrowUp": (-1, 0), "ArrowDown": (1, 0), "ArrowLeft": (0, -1), "ArrowRight": (0, 1),
+}  # fmt: skip
+Pixel = tuple[int, int]
+"""Row and column."""
+
+
+@dataclass(frozen=True)
+class _ZoomLevels:
+    """The sides of zoomed views of an image, from far to close."""
+
+    sides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, size_px: Pixel) -> _ZoomLevels:
+        sides = [CLOSEST_PX]
+        while sides[-1] * FACTOR < max(size_px):
+            sides.append(sides[-1] * FACTOR)
+        return cls(tuple(reversed(sides)))
+
+
+def get_closer_zoom(zoom: int | None, size_px: Pixel) -> int:
+    """The next closer view: how many pixels it is wide. None is the whole image.
+
+    >>> get_closer_zoom(None, (512, 300)), get_closer_zoom(128, (512, 300)), get_closer_zoom(8, (512, 300))
+    (128, 32, 8)
+    """
+    sides = _ZoomLevels.of(size_px).sides
+    return next((side for side in sides if zoom is None or side < zoom), CLOSEST_PX)
+
+
+def get_wider_zoom(zoom: int | None, size_px: Pixel) -> int | None:
+    """The next wider view.
+
+    >>> get_wider_zoom(8, (512, 300)), get_wider_zoom(128, (512, 300))
+    (32, None)
+    """
+    sides = reversed(_ZoomLevels.of(size_px).sides)
+    return None if zoom is None else next((side for side in sides if side > zoom), None)
+
+
+def make_square(at: Pixel, side: int, size_px: Pixel) -> Tile:
+    """A square of `side` pixels around one, moved to lie within the image.
+
+    >>> make_square((1, 50), 8, (100, 100)).rows
+    Span(start=0, stop=8)
+    """
+    return Tile(*(_make_span(px, side, limit) for px, limit in zip(at, size_px, strict=True)))
+
+
+def _make_span(px: int, side: int, limit: int) -> Span:
+    start = max(0, min(px - side // 2, limit - side))
+    return Span(start, min(limit, start + side))
+
+
+def pan(at: Pixel, way: Pixel, side: int, size_px: Pixel) -> Pixel:
+    """A quarter of a view on, as far as the image goes.
+
+    >>> pan((50, 50), (0, 1), 8, (100, 100))
+    (50, 52)
+    """
+    view = make_square(at, side, size_px)
+    step = max(1, side // 4)
+    middle = view.rows.start + side // 2, view.cols.start + side // 2
+    moved = make_square((middle[0] + way[0] * step, middle[1] + way[1] * step), side, size_px)
+    return moved.rows.start + side // 2, moved.cols.start + side // 2
+
+
+def get_neighbour(grid: Grid, tile: int, way: Pixel) -> int:
+    """The number of the tile beside one; its own at the edge.
+
+    >>> get_neighbour(Grid(2, 3), 1, (1, 0)), get_neighbour(Grid(2, 3), 2, (0, 1))
+    (4, 2)
+    """
+    row, col = divmod(tile, grid.cols)
+    row, col = row + way[0], col + way[1]
+    return row * grid.cols + col if row in range(grid.rows) and col in range(grid.cols) else tile
+
+
+def get_pixel_at(x: float, y: float, size_px: Pixel) -> Pixel:
+    """The pixel (row, column) under a place (x, y), the nearest one beyond the edge.
+
+    >>> get_pixel_at(3.7, -0.2, (8, 8))
+    (0, 3)
+    """
+    return tuple(min(max(int(place), 0), limit - 1) for place, limit in zip((y, x), size_px, strict=True))  # type: ignore[return-value]
+
+
+def add_clamped(value: int, by: int, most: int | None = None) -> int:
+    """The next number, from 0 to `most`.
+
+    >>> add_clamped(3, 1, 3), add_clamped(0, -1), add_clamped(4, -1)
+    (3, 0, 3)
+    """
+    return max(0, value + by if most is None else min(value + by, most))
+
+
+def to_fractions(at: Pixel, size_px: Pixel) -> tuple[float, float]:
+    """Where the middle of a pixel is, as fractions of the image: the same place in a layer of any size."""
+    return (at[0] + 0.5) / size_px[0], (at[1] + 0.5) / size_px[1]
+
+
+def to_pixel(place: tuple[float, float], size_px: Pixel) -> Pixel:
+    """The pixel at such fractions.
+
+    >>> to_pixel(to_fractions((10, 20), (100, 100)), (50, 50))
+    (5, 10)
+    """
+    return get_pixel_at(place[1] * size_px[1], place[0] * size_px[0], size_px)
+
+
+def clamp_to_tile(grid: Grid, tile: int, at: Pixel, size_px: Pixel) -> Pixel:
+    """The pixel of a tile that is nearest to one of the image.
+
+    >>> clamp_to_tile(Grid(2, 2), 0, (50, 20), (100, 100))
+    (49, 20)
+    """
+    own = grid.get_tile(tile, *size_px)
+    row, col = (min(max(px, span.start), span.stop - 1) for px, span in zip(at, (own.rows, own.cols), strict=True))
+    return row, col
+
+
+def find_owner(grid: Grid, at: Pixel, size_px: Pixel) -> int:
+    """The number of the tile that owns a pixel of an image.
+
+    >>> find_owner(Grid(2, 2), (50, 20), (100, 100))
+    2
+    """
+    return next(number for number, tile in enumerate(grid.cut(*size_px)) if at[0] in tile.rows and at[1] in tile.cols)
+
+
+def find_nearest_seam(point: HaloPoint, rank: int, at: Pixel) -> Pixel:
+    """The pixel of a tile's border to another tile that is nearest to `at`; `at` itself where there is no other tile.
+
+    The borders are those across which the tile reads, or all inner ones where it reads none.
+    """
+    tile, widths, (rows, cols) = point.tiles[rank], point.compute_widths(rank), point.size_px
+    row, col = clamp_to_tile(point.ranks.grid, point.numbers[rank], at, point.size_px)
+    borders = {
+        "above": (tile.rows.start > 0, (tile.rows.start, col)),
+        "below": (tile.rows.stop < rows, (tile.rows.stop, col)),
+        "left": (tile.cols.start > 0, (row, tile.cols.start)),
+        "right": (tile.cols.stop < cols, (row, tile.cols.stop)),
+    }
+    inner = {side: place for side, (has, place) in borders.items() if has}
+    reads = {side: place for side, place in inner.items() if widths[side]} or inner
+    return min(reads.values(), key=lambda place: abs(place[0] - at[0]) + abs(place[1] - at[1]), default=at)
+
+
+def choose_seam(point: HaloPoint, rank: int) -> Pixel:
+    """A pixel on a corner of the tile where it borrows, or amid a seam; beside the arrow that is drawn there."""
+    pieces = [move.tile for move in (*point.get_receives(rank), *point.find_redundant_moves(rank))]
+    tile = point.tiles[rank]
+    if not pieces:
+        middle = (tile.rows.start + tile.rows.stop) // 2, (tile.cols.start + tile.cols.stop) // 2
+        return find_nearest_seam(point, rank, middle)
+    piece = min(pieces, key=lambda tile: tile.pixels)
+    row, col = piece.rows.start + len(piece.rows) / 4, piece.cols.start + len(piece.cols) / 4
+    row = min(max(row, tile.rows.start), tile.rows.stop)
+    col = min(max(col, tile.cols.start), tile.cols.stop)
+    return int(row), int(col)

@@ -1,0 +1,189 @@
+"""Which rank does what: every copy of the model as its stages in a row, each in its real grid of tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from matplotlib.axes import Axes
+from torch import nn
+
+from engines.errors import PlanError
+from engines.layer.graph import ModelGraph
+from engines.layout import Layout, Pipeline, StageRanks
+from engines.plan import Plan
+from engines.predict.forecast import forecast
+from engines.predict.machine import Machine
+from engines.predict.machine_lookup import resolve_machine
+from engines.predict.rank_load import RankLoad, count_loads, with_time
+from engines.program.compile import compile_plan
+from engines.trace_cache import Loss, TraceCache
+from mpi4dl_nb.draw.figure import INK, Drawing
+from mpi4dl_nb.draw.forecast_text import describe_forecast
+from mpi4dl_nb.draw.loads import NOT_COUNTED, compute_height, describe_loads, draw_loads, format_rank_runs, group_loads
+from mpi4dl_nb.draw.sheet import Box, draw_arrows, draw_boxes, make_sheet, write, write_fitting
+
+__all__ = ["draw_ranks", "show_ranks"]
+
+WIDTH_IN, MARGIN_IN, GAP_IN = 11.0, 0.15, 0.28
+TOP_IN, LEFT_IN, BETWEEN_IN = (
+    0.92,
+    1.05,
+    0.18,
+)  # above the stages; left of them and between them, where copies are several
+CELL_IN, LOW_IN, HIGH_IN = 0.34, 0.62, 2.4  # a row of tiles; a copy of the model, at least and at most
+WIDEST_IN = 1.6  # of a tile
+MOST_COPIES, MOST_CELLS = 12, 300
+StageColumn = tuple[float, float]
+"""Left edge and width of a stage."""
+FACES = {0: ("#dbe9f6", ""), 1: ("#fde3c8", "//")}  # by direction
+
+
+def show_ranks(
+    plan: Plan,
+    model: nn.Module | ModelGraph | None = None,
+    image_shape: Sequence[int] | None = None,
+    loss: Loss | None = None,
+    machine: Machine | str | None = None,
+) -> Drawing:
+    """Replica, direction, stage and tile of every rank; with a model, also what each rank has to carry.
+
+    `image_shape` is (N, C, H, W) of a batch. A model is traced at that size, which takes seconds; its graph
+    (`training.recipe.graph`) is not. With a `machine` (such as `cluster.calibrate()`, or a name) also the time of each
+    rank. All numbers are counted from the ranks' programs. Raises PlanError, TraceError or ImageError.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Plan, show_ranks
+    >>> figure = show_ranks(Plan(split_size=2, num_spatial_parts=4), resnet20_v1(), (2, 3, 64, 64))
+    """
+    if model is None:
+        return draw_ranks(plan)
+    if isinstance(model, nn.Module):
+        if image_shape is None:
+            raise PlanError("show_ranks needs the image_shape (N, C, H, W) of a batch, to trace the model with it.")
+        model = TraceCache(model, image_shape, loss or nn.CrossEntropyLoss()).get_graph(plan)
+    loads = count_loads(compile_plan(model, plan), model, plan)
+    if machine is None:
+        return draw_ranks(plan, loads)
+    machine = resolve_machine(machine)
+    found = forecast(model, plan, machine)
+    return draw_ranks(plan, with_time(loads, found), foreseen=describe_forecast(found, machine))
+
+
+def draw_ranks(plan: Plan, loads: Sequence[RankLoad] = (), missing: str = NOT_COUNTED, foreseen: str = "") -> Drawing:
+    """What `show_ranks` shows, of loads that are known, in rank order; of memory that is not, `missing` is said.
+
+    `foreseen` is what is predicted of a step, in a line below.
+    """
+    layout, groups = Layout.of(plan), group_loads(loads)
+    sheet = _SheetLayout.of(layout)
+    more = layout.pipes[len(sheet.pipes) :]
+    below = sheet.compute_top(len(sheet.pipes)) + (0.35 if more else 0.1)
+    bottom = below + compute_height(groups)
+    figure, axes = make_sheet(WIDTH_IN, bottom + (0.32 if foreseen else 0) + MARGIN_IN)
+    forms = [plan.summary, f"{plan.split_size} stages; {plan.ranks} ranks"]
+    write_fitting(axes, MARGIN_IN, 0.26, forms, WIDTH_IN - 2 * MARGIN_IN, 11, ha="left", weight="bold")
+    for index, pipe in enumerate(sheet.pipes):
+        _draw_copy(axes, sheet, pipe, sheet.compute_top(index))
+    _draw_heads(axes, layout.stages, sheet.columns)
+    if more:
+        alike = f"... and {len(more)} more copies, on {format_rank_runs(_collect_ranks(more))}"
+        write(axes, MARGIN_IN, below - 0.2, alike, 9)
+    draw_loads(axes, groups, below + 0.1, missing)
+    if foreseen:
+        write(axes, MARGIN_IN, bottom + 0.22, foreseen, 9, weight="bold")
+    figure.alt = f"{plan.summary}. {'; '.join([*map(_describe_copy, layout.pipes), *describe_loads(groups, missing)])}."
+    figure.alt += f" {foreseen}" * bool(foreseen)
+    return figure
+
+
+@dataclass(frozen=True)
+class _SheetLayout:
+    """Where the copies of the model go, and their stages, in inches."""
+
+    pipes: tuple[Pipeline, ...]
+    several: bool
+    copy_in: float
+    columns: tuple[StageColumn, ...]
+
+    @classmethod
+    def of(cls, layout: Layout) -> _SheetLayout:
+        rows = max(stage.grid.rows for stage in layout.stages)
+        copies = min(MOST_COPIES, max(1, MOST_CELLS // sum(len(stage.ranks) for stage in layout.stages)))
+        several = len(layout.pipes) > 1
+        left = MARGIN_IN + LEFT_IN * several
+        copy_in = min(HIGH_IN, max(LOW_IN, CELL_IN * rows))
+        return cls(layout.pipes[:copies], several, copy_in, tuple(_compute_columns(layout.stages, left)))
+
+    def compute_top(self, index: int) -> float:
+        """The upper edge of a copy of the model."""
+        return TOP_IN + index * (self.copy_in + BETWEEN_IN)
+
+
+def _compute_columns(stages: Sequence[StageRanks], left: float) -> Iterable[StageColumn]:
+    """Each stage is as wide as it has columns of tiles, or ranks that share images."""
+    gap = min(GAP_IN, 2.0 / len(stages))
+    shares = [_count_columns(stage) + 0.6 for stage in stages]
+    unit = min(WIDEST_IN, (WIDTH_IN - MARGIN_IN - left - gap * (len(stages) - 1)) / sum(shares))
+    for share in shares:
+        yield left, share * unit
+        left += share * unit + gap
+
+
+def _count_columns(stage: StageRanks) -> int:
+    return max(stage.grid.cols, stage.shares)
+
+
+def _draw_copy(axes: Axes, sheet: _SheetLayout, pipe: Pipeline, top: float) -> None:
+    """One row: the stages of one copy of the model, from the images on the left to the loss."""
+    if sheet.several:
+        words = [f"replica {pipe.replica}", *["mirrored"] * pipe.direction]
+        write(axes, MARGIN_IN, top + sheet.copy_in / 2, "\n".join(words), 9)
+    places = [
+        (stage, (left, top, width, sheet.copy_in))
+        for stage, (left, width) in zip(pipe.stages, sheet.columns, strict=True)
+    ]
+    cells = [cell for stage, box in places for cell in _compute_cells(stage, box)]
+    face, hatch = FACES[pipe.direction]
+    draw_boxes(axes, [box for _, box in cells], facecolor=face, edgecolor="white", hatch=hatch)
+    draw_boxes(axes, [box for _, box in cells], fill=False, edgecolor=INK, linewidth=0.8)
+    draw_boxes(axes, [box for stage, box in places if stage.grid.tiles > 1], fill=False, edgecolor=INK, linewidth=2.2)
+    for rank, (left, upper, width, height) in cells:
+        middle = left + width / 2, upper + height / 2
+        write_fitting(axes, *middle, [f"rank {rank}", str(rank)], width, 9 if height > 0.2 else 7)
+    draw_arrows(axes, [(sum(here), there[0]) for here, there in pairwise(sheet.columns)], top + sheet.copy_in / 2)
+
+
+def _compute_cells(stage: StageRanks, box: Box) -> Iterable[tuple[int, Box]]:
+    """Each rank where its tile lies in the image; ranks that share images stand side by side."""
+    left, top, width, height = box
+    rows, cols = stage.grid.rows, _count_columns(stage)
+    for index, rank in enumerate(stage.ranks):
+        row, col = divmod(index, cols)
+        yield rank, (left + col * width / cols, top + row * height / rows, width / cols, height / rows)
+
+
+def _draw_heads(axes: Axes, stages: Sequence[StageRanks], places: Sequence[StageColumn]) -> None:
+    """The number of each stage and, where there is room, in how many parts its images go."""
+    names = [[f"stage {number}", str(number)] for number in range(len(stages))]
+    crowded = min(width for _, width in places) < 0.75
+    for (name, number), stage, (left, width) in zip(names, stages, places, strict=True):
+        tiles = f"{stage.grid} tiles" if stage.grid.tiles > 1 else f"{stage.shares} shares" if stage.shares > 1 else ""
+        forms = [f"{name}\n{tiles}" if tiles else name, name]
+        write_fitting(
+            axes, left + width / 2, TOP_IN - 0.06, [number] if crowded else forms, width + 0.1, 9, va="bottom"
+        )
+
+
+def _describe_copy(pipe: Pipeline) -> str:
+    """`replica 0, mirrored: stage 0 of 2x2 tiles on ranks 4 to 1, ...`."""
+    stages = []
+    for number, stage in enumerate(pipe.stages):
+        cut = f" of {stage.grid} tiles" if stage.grid.tiles > 1 else ""
+        stages.append(f"stage {number}{cut} on {format_rank_runs(stage.ranks)}")
+    return f"replica {pipe.replica}{', mirrored' * pipe.direction}: {', '.join(stages)}"
+
+
+def _collect_ranks(pipes: Iterable[Pipeline]) -> list[int]:
+    return sorted({rank for pipe in pipes for stage in pipe.stages for rank in stage.ranks})

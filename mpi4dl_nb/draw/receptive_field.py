@@ -1,0 +1,54 @@
+"""The receptive field of one output pixel, on the picture and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from engines.program.receptive import ReceptiveField
+from engines.spatial.tiles import Tile
+from mpi4dl_nb.draw.figure import INK, format_size
+from mpi4dl_nb.draw.halo_points import HaloPoint
+from mpi4dl_nb.draw.tile_labels import get_screen_box
+
+__all__ = ["describe_field", "draw_field"]
+
+FIELD = {"fill": False, "linestyle": (0, (2, 1.2)), "zorder": 8}
+SMALLEST_PX = 10  # on the screen
+
+
+def draw_field(axes: Axes, point: HaloPoint, field: ReceptiveField, picture_px: tuple[int, int]) -> None:
+    """A dotted frame around what the pixel sees of the picture, in the coordinates of the layer."""
+    (x, y), width, height = _scale_to_layer(field.image, point.size_px, picture_px)
+    box = get_screen_box(axes, Tile.whole(1, 1))
+    more_x, more_y = max(0.0, SMALLEST_PX / box.width - width), max(0.0, SMALLEST_PX / box.height - height)
+    corner, width, height = (x - more_x / 2, y - more_y / 2), width + more_x, height + more_y
+    for colour, line in (("white", 5.5), (INK, 2.2)):
+        axes.add_patch(Rectangle(corner, width, height, edgecolor=colour, linewidth=line, **FIELD))
+
+
+def _scale_to_layer(
+    tile: Tile, layer_px: tuple[int, int], picture_px: tuple[int, int]
+) -> tuple[tuple[float, float], float, float]:
+    """Corner (x, y), width and height of a part of the picture in a layer's pixels."""
+    down, across = (layer / picture for layer, picture in zip(layer_px, picture_px, strict=True))
+    rows, cols = tile.shape
+    return (tile.cols.start * across, tile.rows.start * down), cols * across, rows * down
+
+
+def describe_field(point: HaloPoint, field: ReceptiveField, picture_px: tuple[int, int]) -> Sequence[str]:
+    """What an output pixel sees, and on which tiles that lies."""
+    image, (row, col) = field.image, field.pixel
+    if not image:
+        return [f"Output pixel ({row}, {col}) sees nothing of the picture"]
+    tiles = zip(point.ranks.ranks, point.ranks.grid.cut(*picture_px), strict=True)
+    parts = {rank: (tile & image).pixels for rank, tile in tiles if tile & image}
+    share = ", ".join(f"tile {point.numbers[rank]} {count / image.pixels:.0%}" for rank, count in parts.items())
+    rows, cols = image.rows, image.cols
+    seen = (
+        f"Output pixel ({row}, {col}) of this layer sees {format_size(image.shape)} px of the picture (dotted): "
+        f"rows {rows.start} to {rows.stop - 1}, columns {cols.start} to {cols.stop - 1}. They lie on {share}"
+    )
+    return [seen]

@@ -1,0 +1,34 @@
+"""Says why a loss is not a number: the rank that has the loss knows that, and all ranks together know the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from engines.errors import LossError, RankError
+from engines.loss.non_finite_causes import NonFiniteCause, format_causes
+
+if TYPE_CHECKING:
+    from engines.rank_server import RankServer
+    from mpi4dl_nb.cluster import Cluster
+
+__all__ = ["explain_loss"]
+
+
+@contextmanager
+def explain_loss(cluster: Cluster, name: str) -> Iterator[None]:
+    """A LossError within it is raised with what the ranks of the training `name` find in images, labels and weights."""
+    try:
+        yield
+    except LossError as error:
+        words = ""
+        with suppress(RankError):
+            words = format_causes(dict(enumerate(cluster.call(_find_causes, name))))
+        if words:
+            raise error.with_cause(words) from None
+        raise
+
+
+def _find_causes(host: RankServer, name: str) -> list[NonFiniteCause]:
+    return host.trainings[name].find_causes() if name in host.trainings else []

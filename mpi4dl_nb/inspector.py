@@ -1,0 +1,119 @@
+"""What can be seen of a step that is walked: asked of all ranks at once, and put together here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from engines.debug_step import MessageEffect, ViewRequest, ViewResult
+from engines.errors import PlanError
+from engines.pipeline.work import PipelineAction, Schedule
+from engines.program.shards import Shard, ShardIndex, assemble_shards
+from engines.program.step_labels import StepLabel
+from mpi4dl_nb.step_events import RankEvent, RankPanel, StepEvent, StepView, Transfer
+
+__all__ = ["BOUND_PX", "SHOWN", "StepInspector"]
+
+BOUND_PX = 160
+"""No side of what is sent to be drawn is longer."""
+
+SHOWN = ("made", "activation", "gradient")
+INPUT = "images"
+
+
+@dataclass(frozen=True)
+class _ViewTarget:
+    """What a rank is to show: of one micro-batch, the value or its gradient; nothing where there is no `extent`."""
+
+    extent: Shard | None
+    gradient: bool = False
+    micro_batch: int = 0
+
+    def make_request(self, channel: int, image: int, bound_px: int) -> ViewRequest | None:
+        """As the rank is asked for it, in its own numbers of images."""
+        extent = self.extent
+        if extent is None:
+            return None
+        mine = image - extent.images.start if extent.images is not None else image
+        return ViewRequest(extent.name, self.micro_batch, self.gradient, extent.axes, mine, channel, bound_px)
+
+    def make_panel(self, rank: RankEvent, seen: ViewResult | None) -> RankPanel:
+        """What came of it."""
+        return RankPanel(
+            rank.rank, self.extent, self.gradient, seen, "" if seen is not None else self._explain_missing(rank)
+        )
+
+    def _explain_missing(self, rank: RankEvent) -> str:
+        """Why there is nothing to be seen."""
+        if rank.did is None:
+            return "nothing has come to it yet"
+        if self.extent is not None:
+            return f"no {'gradient' if self.gradient else 'activation'} of {self.extent.name} here now"
+        return f"{rank.did.kind}: the weights, no image" if rank.did.work is None else "no single value to show"
+
+
+@dataclass(frozen=True)
+class StepInspector:
+    """Looks at a step: `steps` are what each rank does in it, `ask(what, per_rank)` calls that of its walk on all."""
+
+    extents: ShardIndex
+    steps: Sequence[Sequence[StepLabel]]
+    schedule: Schedule
+    ask: Callable[[str, Sequence[tuple[Any, ...]]], list[Any]]
+
+    def make_view(self, event: StepEvent, show: str, channel: int, image: int, bound_px: int) -> StepView:
+        """See `mpi4dl_nb.step_debugger.Stepping.view`; `event` is where the step is."""
+        if show not in SHOWN:
+            raise PlanError(f"show={show!r} is unknown. Choose one of {', '.join(SHOWN)}.")
+        asked = [self._choose_target(rank, show) for rank in event.ranks]
+        answers = self.ask("look", [(each.make_request(channel, image, bound_px),) for each in asked])
+        panels = tuple(
+            each.make_panel(rank, seen) for rank, each, (seen, _) in zip(event.ranks, asked, answers, strict=True)
+        )
+        landed = tuple(_match_effects(event, [landed for _, landed in answers]))
+        return StepView(event, panels, landed, channel, image, self.schedule)
+
+    def _choose_target(self, rank: RankEvent, show: str) -> _ViewTarget:
+        did = rank.did
+        if did is None:
+            return self._choose_input(rank.rank)
+        if did.work is None:
+            return _ViewTarget(None)
+        gradient = did.phase_name == "backward" if show == "made" else show == "gradient"
+        return _ViewTarget(self.extents.find_step_shard(rank.rank, did), gradient, did.work.micro_batch)
+
+    def _choose_input(self, rank: int) -> _ViewTarget:
+        """Of a rank that has done nothing yet, the images that it begins with."""
+        first: PipelineAction | None = next((place.work for place in self.steps[rank] if place.work), None)
+        if first is None:
+            return _ViewTarget(None)
+        extent = self.extents.find_shard(rank, first.direction, first.stage, INPUT)
+        return _ViewTarget(extent, False, first.micro_batch)
+
+    def assemble_tensor(self, name: str, gradient: bool, micro_batch: int) -> Tensor:
+        """See `mpi4dl_nb.step_debugger.Stepping.tensor`."""
+        found = list(self.extents.find_shards(micro_batch, name))
+        asked = {rank: extent.name for rank, extent in found}
+        tensors = self.ask("tensor", [(asked.get(rank), micro_batch, gradient) for rank in range(len(self.steps))])
+        there = [(extent, tensors[rank]) for rank, extent in found if tensors[rank] is not None]
+        what = "the gradient of " * gradient + repr(name)
+        if not there or (not gradient and len(there) < len(found)):
+            raise PlanError(
+                f"Not all ranks hold {what} of micro-batch {micro_batch} now: it is not made yet, is gone "
+                "already, or is never kept, being used up where it is made. Go on, or restart; layers keep their ends."
+            )
+        if found[0][1].axes is None and found[0][1].images is None and not gradient:
+            return there[0][1]  # all hold the same
+        return assemble_shards(there, adds=gradient)
+
+
+def _match_effects(
+    event: StepEvent, landed: Sequence[Sequence[MessageEffect]]
+) -> Iterator[tuple[Transfer, MessageEffect]]:
+    """What each message of the last instructions did where it arrived."""
+    for transfer in event.transfers:
+        found = [each for each in landed[transfer.target] if each.move == transfer.move]
+        yield transfer, found[0] if found else MessageEffect(transfer.move, None, None, None)

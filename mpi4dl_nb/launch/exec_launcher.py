@@ -1,0 +1,35 @@
+"""Ranks outside of a notebook, of which nothing is left either: no process, no folder, no shared memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from mpi4dl_nb.launch import reaper_process
+from mpi4dl_nb.launch.allocation import read_allocation
+from mpi4dl_nb.launch.mpi_environment import make_mpi_environment
+from mpi4dl_nb.launch.pid_file import PidFile, remove_stale_clusters
+from mpi4dl_nb.launch.run_directory import RunDirectory
+
+__all__ = ["exec_launcher"]
+
+
+def exec_launcher(command: Sequence[str], n: int) -> NoReturn:
+    """Become the process that runs a launcher of `n` ranks and cleans up after it; its exit code is the launcher's.
+
+    It holds 20 MB, where this process may have loaded torch. Should it be killed together with the launcher, the next
+    start finds its record: a process keeps its pid when it becomes another program. Raises RankError where there is no
+    room, and PlanError where a batch system's hosts cannot be understood.
+    """
+    environment = {**os.environ, **make_mpi_environment(n)}
+    if sys.platform != "linux":
+        os.execve(command[0], command, environment)
+    remove_stale_clusters()
+    job = read_allocation()
+    place = RunDirectory.make(n)
+    paths = [*place.folders, *filter(None, [PidFile.of(place).write()])]
+    keeper = [sys.executable, "-P", reaper_process.__file__, "keep", place.name, *map(str, paths), "--", *command]
+    is_alone = job is None or len(job.hosts) == 1
+    os.execve(keeper[0], keeper, {**environment, **place.make_environment(is_alone)})

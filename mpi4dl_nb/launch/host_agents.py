@@ -1,0 +1,208 @@
+"""This machine's end of the outposts: what the hosts have, whether they are alike, and whether they still answer."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+from engines.errors import RankError
+from mpi4dl_nb.launch import host_agent
+
+__all__ = ["BOOT", "SILENT_S", "HostAgent", "HostAgents", "check_alike"]
+
+SILENT_S = 4.0  # a host that has not answered for so long is lost
+_BEAT_S, _LOOK_S, _TELL_S, _LEAVE_S = 0.5, 0.02, 25.0, 5.0
+_REMOTE_SILENCE_S = 20.0  # a host that hears nothing for so long ends what runs there
+BOOT = "import json; exec(compile(json.loads(open(0, 'rb', buffering=0, closefd=False).readline()), 'outpost', 'exec'))"
+
+# What ssh says, what it means, and how to mend it.
+_WORDS = {
+    "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key is not the one known here. If that is in order, forget "
+    "the old one: ssh-keygen -R {host}",
+    "Host key verification failed": "its host key is unknown here. Log in once by hand, compare the key and accept "
+    "it: ssh {host}",
+    "Permission denied|Too many authentication": "ssh does not log in there without a password. Give it a key: "
+    "ssh-copy-id {host}",
+    "Could not resolve hostname": "ssh finds no address for it. Is it spelled right?",
+    "Connection refused": "it is there, but no ssh server listens. Start sshd there, or name its port in ~/.ssh/config",
+    "timed out|No route to host|unreachable": "it can't be reached. Is it on, and is no firewall between?",
+    "not found|No such file|can't execute|cannot execute": "there is no {python}. Install mpi4dl_nb there in the same "
+    "place as here",
+    "Unable to create step|Invalid node name|not in this job|Invalid job id": "Slurm starts nothing there. Is it one "
+    "of the job's hosts, and is the job still running?",
+}
+
+
+class HostAgent:
+    """One host: the process that reaches it, and what it said last."""
+
+    def __init__(self, host: str, command: list[str], words_at: Path) -> None:
+        self.host, self._words_at = host, words_at
+        with words_at.open("wb") as words:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words,
+                start_new_session=True,  # an interrupt of the notebook is not for it
+            )  # fmt: skip
+        self.heard_s, self.said = time.monotonic(), dict[str, Any]()
+        self._send(Path(host_agent.__file__).read_text())
+        self._ear = Thread(target=self._read_replies, name=f"outpost {host}", daemon=True)
+        self._ear.start()
+
+    def _read_replies(self) -> None:
+        with self.process.stdout as lines:
+            for line in lines:
+                with suppress(ValueError, TypeError):  # a shell's greeting
+                    self.said |= json.loads(line)
+                    self.heard_s = time.monotonic()
+
+    def _send(self, what: object) -> None:
+        try:
+            self.process.stdin.write(json.dumps(what).encode() + b"\n")
+            self.process.stdin.flush()
+        except (OSError, ValueError):
+            pass  # it is gone: that is seen where its answer is missed
+
+    def send_request(self, do: str, **what: Any) -> None:
+        """Ask for something; the answer comes by and by."""
+        self._send({"do": do, **what})
+
+    def wait_for_reply(self, key: str, until_s: float) -> Any:
+        """Raises RankError, in words, if it does not come."""
+        while key not in self.said:
+            if self.process.poll() is not None or time.monotonic() > until_s:
+                raise RankError(f"The host {self.host} can't be used: {self._describe_failure()}.")
+            time.sleep(_LOOK_S)
+        return self.said[key]
+
+    def _describe_failure(self) -> str:
+        said = self._words_at.read_text(errors="replace")
+        code = self.process.poll()
+        if code is None:
+            return f"it has not answered within {_TELL_S:.0f} s" + _quote(said)
+        for pattern, meaning in _WORDS.items():
+            if re.search(pattern, said):
+                return meaning.format(host=self.host, python=sys.executable) + _quote(said)
+        return f"what was started there has ended with code {code}" + _quote(said)
+
+    def close_input(self) -> None:
+        """The end of the input: it cleans up and goes."""
+        with suppress(OSError):  # what was still to be sent has nobody to go to
+            self.process.stdin.close()
+
+    def end(self, until_s: float) -> None:
+        """Wait until it has gone; if it takes too long it is cut off."""
+        try:
+            self.process.wait(max(0.0, until_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._ear.join(_LEAVE_S)
+
+
+class HostAgents:
+    """Those of all hosts of a cluster. They beat until `close`."""
+
+    def __init__(self, commands: Mapping[str, list[str]], home: str) -> None:
+        self.posts: dict[str, HostAgent] = {}
+        self._closed, self._beats = Event(), 0
+        for number, (host, command) in enumerate(commands.items()):
+            self.posts[host] = HostAgent(host, command, Path(home, f"outpost-{number}.log"))
+
+    def collect_facts(
+        self, towards: Mapping[str, str], ranks: Mapping[str, int], folder: str, mpiexec: str
+    ) -> dict[str, dict[str, Any]]:
+        """What the hosts have (outpost.facts). Raises RankError where one does not answer, or differs from this one."""
+        until_s = time.monotonic() + _TELL_S
+        for host, post in self.posts.items():
+            post.send_request(
+                "tell",
+                folder=folder,
+                mpiexec=mpiexec,
+                towards=towards[host],
+                ranks=ranks[host],
+                silence_s=_REMOTE_SILENCE_S,
+            )
+        own = host_agent.collect_versions(mpiexec)
+        found = {host: post.wait_for_reply("told", until_s) for host, post in self.posts.items()}
+        for host, told in found.items():
+            check_alike(host, told, own, folder)
+        Thread(target=self._send_heartbeats, name="beats of outposts", daemon=True).start()
+        return found
+
+    def get_folders(self, host: str) -> tuple[str, str]:
+        """Those of the cluster on a host: for its files, and for what ranks share, in memory."""
+        return self.posts[host].said["home"], self.posts[host].said["memory"]
+
+    def send_connection_file(self, files: Mapping[str, str], controller: tuple[str, int]) -> None:
+        """Give the hosts the engines' connection file. Raises RankError where one can't reach the controller."""
+        until_s = time.monotonic() + _TELL_S
+        for post in self.posts.values():
+            post.send_request("arm", files=dict(files), controller=controller)
+        for host, post in self.posts.items():
+            if why := post.wait_for_reply("unreachable", until_s):
+                raise RankError(
+                    f"The host {host} can't connect to this machine at {controller[0]}, port {controller[1]}: {why}. "
+                    "Let the firewall pass connections between the hosts: MPI needs them too."
+                )
+
+    def _send_heartbeats(self) -> None:
+        """Where this process itself was held up, silence is not the hosts'."""
+        last_s = time.monotonic()
+        while not self._closed.wait(_BEAT_S):
+            held_s, last_s = time.monotonic() - last_s - _BEAT_S, time.monotonic()
+            self._beats += 1
+            for post in self.posts.values():
+                post.heard_s += held_s if held_s > _BEAT_S else 0.0
+                post.send_request("beat", beat=self._beats)
+
+    def find_silent_hosts(self) -> dict[str, float]:
+        """The hosts that do not answer any more: for how many seconds."""
+        now = time.monotonic()
+        quiet = {host: now - post.heard_s for host, post in self.posts.items()}
+        return {
+            host: quiet_s
+            for host, quiet_s in quiet.items()
+            if quiet_s > SILENT_S or self.posts[host].process.poll() is not None
+        }
+
+    def close(self) -> None:
+        """Have them all leave; those that can't are cut off."""
+        self._closed.set()
+        for host, post in self.posts.items():
+            if host in self.find_silent_hosts():
+                post.process.kill()
+            post.close_input()
+        until_s = time.monotonic() + _LEAVE_S
+        for post in self.posts.values():
+            post.end(until_s)
+
+
+def _quote(said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip(" @\n")]
+    return f" ({' / '.join(lines[-3:])})" if lines else ""
+
+
+def check_alike(host: str, told: Mapping[str, Any], own: Mapping[str, Any], folder: str) -> None:
+    other = [
+        f"{name} {told['versions'].get(name) or 'not at all'} (here: {version})"
+        for name, version in own.items()
+        if told["versions"].get(name) != version
+    ]
+    if other:
+        raise RankError(
+            f"The host {host} is not like this one: it has {'; '.join(other)}. Install the same there, "
+            f"for {sys.executable}."
+        )
+    if not told["has_folder"]:
+        raise RankError(
+            f"The host {host} has no folder {folder}, where this notebook works. Make it there, share it, or start "
+            "the notebook in a folder that all hosts have."
+        )

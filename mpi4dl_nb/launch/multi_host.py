@@ -1,0 +1,157 @@
+"""The ranks of a cluster over several hosts: everything that their start needs beyond that on one machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpi4dl_nb.launch.guard_reports import RankExit
+from mpi4dl_nb.launch.host_agent import find_network, find_own_address
+from mpi4dl_nb.launch.host_agents import BOOT, HostAgents
+from mpi4dl_nb.launch.hosts import HostRanks, Hosts
+from mpi4dl_nb.launch.mpi_environment import find_mpiexec, make_mpi_environment
+from mpi4dl_nb.launch.remote_shell import RemoteShell, is_local_address
+
+__all__ = ["HostLost", "MultiHost", "select_environment"]
+
+# What ranks elsewhere shall know of this process's environment. MPI forwards its own settings itself.
+_FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "NVIDIA_TF32_OVERRIDE")
+_FAMILIES = ("MPI4DL_NB_", "NCCL_", "PYTORCH_", "TORCH_", "THP_")
+# A daemon of MPI that is cut off is noticed after 6 + 3 s: after we have named its host.
+_ALIVE = {"oob_tcp_keepalive_time": 6, "oob_tcp_keepalive_intvl": 1, "oob_tcp_keepalive_probes": 3}
+
+
+def select_environment(known: Mapping[str, str]) -> dict[str, str]:
+    """What of it ranks elsewhere shall know: how torch and its libraries were asked to compute, among others."""
+    return {name: value for name, value in known.items() if name in _FORWARDED or name.startswith(_FAMILIES)}
+
+
+@dataclass(frozen=True, slots=True)
+class HostLost(RankExit):
+    """A rank of which nothing is known any more: its host does not answer."""
+
+    host: str = ""
+    silent_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"its host {self.host} has not answered for {self.silent_s} s: it is down, or its network is"
+
+
+class MultiHost:
+    """`n` ranks over hosts with addresses. `prepare`, then `arm`, then mpiexec with `flags`; `close` in the end."""
+
+    @classmethod
+    def of(cls, n: int, hosts: Hosts) -> MultiHost:
+        """Raises PlanError where ranks do not fit, or a host has no address; nothing was started then."""
+        shares, reach = hosts.assign_ranks(n), RemoteShell(hosts.srun)
+        return cls(shares, reach, reach.resolve_addresses(share.name for share in shares))
+
+    def __init__(self, shares: Sequence[HostRanks], reach: RemoteShell, addresses: Mapping[str, str]) -> None:
+        self.shares, self.reach, self.addresses = tuple(shares), reach, addresses
+        self._posts: HostAgents | None = None
+        self._home = ""
+        self._told: dict[str, dict[str, Any]] = {}
+
+    @property
+    def address(self) -> str:
+        """Of this machine, on the way to the hosts: where the controller listens, and nowhere else."""
+        far = [address for address in self.addresses.values() if not is_local_address(address)]
+        return (find_own_address(far[0]) if far else None) or "127.0.0.1"
+
+    def make_controller_flags(self) -> list[str]:
+        """Engines come from the hosts, the client from this machine."""
+        return [
+            f"--IPController.engine_ip={self.address}", f"--IPController.location={self.address}",
+            "--IPController.client_ip=127.0.0.1",
+        ]  # fmt: skip
+
+    def prepare(self, home: str) -> None:
+        """See that all hosts are there and alike. Raises RankError, with the host and how to mend it."""
+        words = [sys.executable, "-c", BOOT]
+        if paths := os.environ.get("PYTHONPATH"):
+            words = ["env", f"PYTHONPATH={paths}", *words]
+        hosts = [share.name for share in self.shares]
+        commands = {host: self.reach.make_command(host, self.addresses[host], words) for host in hosts}
+        towards = {host: find_own_address(self.addresses[host]) or self.address for host in hosts}
+        self._home, self._posts = home, HostAgents(commands, home)
+        self._told = self._posts.collect_facts(
+            towards, {share.name: len(share.ranks) for share in self.shares}, str(Path.cwd()), find_mpiexec()
+        )
+
+    def send_connection_file(self, file: str, port: int) -> None:
+        """Bring the engines' connection file to the hosts, through what reaches them: no word of it is in the clear."""
+        self._posts.send_connection_file({f"security/{Path(file).name}": Path(file).read_text()}, (self.address, port))
+
+    def make_engine_flags(self, program: Sequence[str], cluster_id: str) -> list[str]:
+        """What mpiexec is told to run `program`, engines, on the hosts: there each finds the cluster's folder."""
+        found = [
+            *self.reach.make_mpiexec_flags(),
+            *self._make_network_flags(),
+            "--prtemca",
+            "prte_local_tmpdir_base",
+            self._home,
+        ]
+        for name, value in _ALIVE.items():
+            found += ["--prtemca", name, str(value)]
+        for number, share in enumerate(self.shares):
+            found += [":"] * (number > 0)
+            found += ["-n", str(len(share.ranks)), "-H", f"{share.name}:{len(share.ranks)}", "-wdir", str(Path.cwd())]
+            for name, value in self._make_environment(share, cluster_id).items():
+                found += ["-x", f"{name}={value}"]
+            found += program
+        return found
+
+    def _make_environment(self, share: HostRanks, cluster_id: str) -> dict[str, str]:
+        """Each host's cores are shared out among its own ranks."""
+        cores = self._told[share.name]["cores"]
+        threads = max(1, cores // len(share.ranks))
+        home, memory = self._posts.get_folders(share.name)
+        theirs = {
+            "IPYTHONDIR": home,
+            "IPP_PROFILE_DIR": home,
+            "IPP_CLUSTER_ID": cluster_id,
+            "OMPI_MCA_btl_sm_backing_directory": memory,
+        }
+        return {
+            **select_environment(os.environ),
+            **make_mpi_environment(len(share.ranks)),
+            **theirs,
+            "OMP_NUM_THREADS": str(threads),
+        }
+
+    def _make_network_flags(self) -> list[str]:
+        """MPI shall take the networks that lead to the hosts: others may have the same addresses on every host."""
+        found = {told["network"] for told in self._told.values()} | {find_network(self.address)}
+        found -= {"127.0.0.0/8"}
+        if None in found or not found:
+            return []
+        networks = ",".join(sorted(found))
+        flags = []
+        if not any(name.startswith("OMPI_MCA_btl_tcp_if_") for name in os.environ):
+            flags += ["--mca", "btl_tcp_if_include", networks]
+        if not any(name.startswith(("PRTE_MCA_prte_if_", "PRTE_MCA_oob_tcp_if_")) for name in os.environ):
+            flags += ["--prtemca", "prte_if_include", networks]
+        return flags
+
+    def find_lost_hosts(self) -> frozenset[str]:
+        """The hosts that do not answer any more."""
+        return frozenset(self._posts.find_silent_hosts()) if self._posts else frozenset()
+
+    def find_lost_ranks(self) -> dict[int, RankExit]:
+        """The ranks on hosts that do not answer any more."""
+        silent = self._posts.find_silent_hosts() if self._posts else {}
+        return {
+            rank: HostLost(None, host=str(share), silent_s=round(silent[share.name], 1))
+            for share in self.shares
+            if share.name in silent
+            for rank in share.ranks
+        }
+
+    def close(self) -> None:
+        """What is on the hosts is removed."""
+        if self._posts is not None:
+            self._posts.close()

@@ -1,0 +1,156 @@
+"""Records of the clusters that run, by which the next start finds those whose notebook was killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mpi4dl_nb.launch.reaper_process import end_cluster, get_start_time, remove_paths
+from mpi4dl_nb.launch.run_directory import PREFIX, RunDirectory
+
+__all__ = ["PidFile", "remove_stale_clusters"]
+
+_NAME = re.compile(re.escape(PREFIX) + r"[a-z0-9_]{8}")
+_MOST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class PidFile:
+    """A cluster's name and folders, and its processes, the notebook first: (pid, when it started).
+
+    `host`, `boot` and `pids` say where these numbers have a meaning.
+    """
+
+    name: str
+    folders: tuple[str, ...]
+    processes: tuple[tuple[int, float], ...]
+    host: str
+    boot: str
+    pids: str
+
+    @classmethod
+    def of(cls, place: RunDirectory, *pids: int) -> PidFile:
+        """Of a cluster of this notebook, with these processes."""
+        processes = []
+        for pid in (os.getpid(), *pids):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes.append((pid, get_start_time(pid)))
+        return cls(place.name, (str(place.home), str(place.memory)), tuple(processes), *_identify_machine())
+
+    @classmethod
+    def read(cls, path: Path) -> PidFile:
+        """Raises ValueError where it is none. Nothing in the file is believed."""
+        with _open_file(path) as file:
+            fields = json.loads(file.read(_MOST_BYTES))
+        try:
+            record = cls(**fields)
+            processes = tuple((int(pid), float(began)) for pid, began in record.processes)
+            texts = (record.name, record.host, record.boot, record.pids, *record.folders)
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"{path} is no record of a cluster: {error}") from None
+        if not processes or not all(isinstance(text, str) for text in texts) or not _NAME.fullmatch(record.name):
+            raise ValueError(f"{path} is no record of a cluster")
+        return cls(record.name, tuple(record.folders), processes, record.host, record.boot, record.pids)
+
+    def write(self) -> Path | None:
+        """Store it; where, or None if there is no folder that is safe."""
+        folder = _find_runtime_folder()
+        if folder is None:
+            return None
+        path = folder / f"{self.name}.json"
+        with contextlib.suppress(OSError), tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+            file.write(json.dumps(asdict(self)))
+            file.flush()
+            Path(file.name).replace(path)
+        return path
+
+    def is_stale(self) -> bool:
+        """Whether its notebook is surely gone."""
+        host, boot, pids = _identify_machine()
+        if host != self.host or (boot == self.boot and pids != self.pids):
+            return False  # of another machine or container, with the same home
+        return boot != self.boot or not _is_same_process(*self.processes[0])
+
+    def clean(self) -> None:
+        """End what is left of it: what carries its mark, or is this user's, with the same pid and start."""
+        others = []
+        for pid, began in self.processes if self.boot == _identify_machine()[1] else ():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                others += [psutil.Process(pid)] * _is_same_process(pid, began)
+        end_cluster(self.name, others)
+        remove_paths(path for path in map(Path, self.folders) if _is_own_folder(path) and _NAME.fullmatch(path.name))
+
+
+def remove_stale_clusters() -> list[str]:
+    """Clean up after the clusters of this user whose notebook is gone; their names."""
+    swept = []
+    for path in sorted((_find_runtime_folder() or Path(os.devnull)).glob("*.json")):
+        try:
+            record = PidFile.read(path)
+        except OSError:
+            continue
+        except (ValueError, RecursionError):  # damaged: it can tell nobody anything any more
+            remove_paths([path])
+            continue
+        if record.is_stale():
+            record.clean()
+            remove_paths([path])
+            swept.append(record.name)
+    return swept
+
+
+def _find_runtime_folder() -> Path | None:
+    """A folder of this user that no other can write, made where it is missing; None where there is none."""
+    wishes = [os.environ.get("XDG_RUNTIME_DIR", ""), os.environ.get("XDG_CACHE_HOME", ""), "~/.cache"]
+    parents = [Path(os.path.expanduser(wish)) for wish in wishes]  # noqa: PTH111 (Path's raises where there is no home)
+    for folder in (parent / "mpi4dl_nb" for parent in parents if parent.is_absolute()):
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _is_own_folder(folder) and not stat.S_IMODE(folder.stat().st_mode) & 0o077:
+                return folder
+    return None
+
+
+def _is_own_folder(folder: Path) -> bool:
+    """Whether it is a folder, and no link to one, and this user's."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+
+
+def _is_same_process(pid: int, began: float) -> bool:
+    """Whether this process of this user still runs."""
+    try:
+        return get_start_time(pid) == began and psutil.Process(pid).uids().real == os.getuid()
+    except psutil.Error:
+        return False
+
+
+def _identify_machine() -> tuple[str, str, str]:
+    """Host, boot of it, and what pids count in."""
+    boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    return (
+        socket.gethostname(),
+        boot.read_text().strip() if boot.exists() else str(psutil.boot_time()),
+        str(pids.readlink()) if pids.exists() else "",
+    )
+
+
+@contextlib.contextmanager
+def _open_file(path: Path) -> Iterator[Any]:
+    """A file, and not what a link points to. Raises OSError."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        yield file

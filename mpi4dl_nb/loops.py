@@ -1,0 +1,312 @@
+"""What a `fit` goes through: batches that the notebook sends, or images that ranks read.
+
+A course can go on from a `place` where it has been. `is_over` where its last step found that the epoch has ended.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from engines.errors import ImageError, PlanError, RankError
+from engines.images.dataset import LabelledImages
+from engines.images.ignored_label import check_ignored, find_ignored_label
+from engines.images.loader import LoaderOptions, NotReady
+from engines.last_step import count_left_over
+from engines.layer.graph import ModelGraph, TensorSpec
+from engines.loss.label_spec import find_label_specs
+from engines.metrics import Scores
+from engines.train_loop import RankStepStats, RankTrainLoop, merge_stats
+from engines.training import RankTraining, StepReport, count_step_images
+from engines.training_events import StepResult
+from mpi4dl_nb.batches import Batch, count_images, find_batch_sizes
+from mpi4dl_nb.explain_loss import explain_loss
+
+if TYPE_CHECKING:
+    from engines.rank_server import RankServer
+    from mpi4dl_nb.training import Training
+
+__all__ = [
+    "Batch",
+    "BatchLoop",
+    "ImageLoop",
+    "check_classes",
+    "choose_resume_state",
+    "end_rank_loop",
+    "get_rank_training",
+    "is_images",
+]
+
+Evaluate = Callable[[], Scores | None]
+
+
+def is_images(data: object) -> bool:
+    """Whether ranks can read it by themselves, image by image."""
+    return all(hasattr(data, name) for name in ("classes", "__len__", "name", "shape", "part", "label", "mask"))
+
+
+class BatchLoop:
+    """Goes through batches, as often as it is asked to, in epochs of at most `limit`. `evaluate` as in `Course`.
+
+    A batch of fewer images than a step takes is left out (`drop_last`), or trained with a program of its own. One that
+    comes before any full one is an error: whoever gives batches of another size than the plan's has not meant that.
+    Raises ImageError or PlanError where sizes that are known beforehand do not fit.
+    """
+
+    bad: Sequence[str] = ()
+
+    def __init__(
+        self,
+        training: Training,
+        data: Iterable[Batch],
+        evaluate: Evaluate,
+        limit: int | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        self.training, self.evaluate = training, evaluate
+        self.data, self.limit, self.drop_last = data, limit, drop_last
+        self.full, self.has_full = count_step_images(training.recipe), False
+        self.known = find_batch_sizes(data, self.full)
+        self._kept = self._skip_dropped(data) if isinstance(data, Iterator) else None
+        self.is_over = False
+        self._prepare_sizes()
+        self._seek((0, 0))
+
+    def _prepare_sizes(self) -> None:
+        """Have ranks know the sizes that will come."""
+        for count in {} if self.drop_last or not self.known else dict.fromkeys(self.known[: self.limit]):
+            self.training.make_ready(count)
+
+    def _skip_dropped(self, data: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in data:
+            count = count_images(batch)
+            self.has_full = self.has_full or count == self.full
+            if not (self.drop_last and self.has_full and count < self.full):
+                yield batch
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The epoch, and how many of its batches are done."""
+        return self.epoch, self.number
+
+    def resume(self, place: tuple[int, int]) -> None:
+        """Go on from a place it has been at. Further back the batches must come in the same order again."""
+        self._prepare_sizes()  # for ranks that were started anew
+        if place != self.place:
+            self._seek(place)
+
+    def _seek(self, place: tuple[int, int]) -> None:
+        self.epoch, self.number = place
+        # What gives each batch once goes on where it is.
+        self.batches = self._kept or islice(self._skip_dropped(self.data), self.number, None)
+        self._batch: Batch | None = None  # the one that is worked on
+
+    @property
+    def steps(self) -> int | None:
+        """Of one epoch, as far as that is known."""
+        kept = [count for count in self.known or () if count == self.full or not self.drop_last]
+        known = len(kept) if self.known else len(self.data) if isinstance(self.data, Sized) else self.limit
+        return known if known is None or self.limit is None else min(known, self.limit)
+
+    def count_steps(self, epochs: int) -> int | None:
+        """The steps of so many epochs, as far as that is known."""
+        return None if self.steps is None else epochs * self.steps
+
+    def step(self) -> StepResult | None:
+        """One step on the next batch; waiting for it is waiting for data."""
+        start_s = time.perf_counter()
+        if self._batch is None and self.number != self.limit:
+            self._batch = next(self.batches, None)
+        wait_s = time.perf_counter() - start_s
+        if self._batch is None:
+            self._end_epoch()
+            return None
+        heard = self._train_batch(self._batch)
+        self.number, self.is_over, self._batch = self.number + 1, False, None
+        return merge_stats([replace(rank, epoch=self.epoch, step=self.number - 1, wait_s=wait_s) for rank in heard])
+
+    def _train_batch(self, batch: Batch) -> list[RankStepStats]:
+        count = count_images(batch)
+        if not (self.has_full and 0 < count < self.full):
+            return self.training.take(*batch)
+        self.training.make_ready(count)
+        return self.training.take(*batch, count)
+
+    def _end_epoch(self) -> None:
+        if not self.number and not self.epoch:
+            raise ImageError("fit was given no batch. Give it at least one; a generator gives each of them once.")
+        if not self.number and self._kept:
+            text = f"The batches have ended after {self.epoch} epochs: there are none for another one."
+            warnings.warn(text, stacklevel=2)
+        self._seek((self.epoch + 1, 0))
+        self.is_over = True
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+# ---- images that the ranks read
+
+
+class ImageLoop:
+    """Has every rank read its own part of `images`, step by step. `evaluate` as in `Course`.
+
+    It begins where `state` says, and with the next epoch where that is the end of one. After each step `place`, and the
+    training's `feed_state`, say where the next begins.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        images: LabelledImages,
+        feeding: LoaderOptions,
+        state: Mapping[str, Any] | None,
+        evaluate: Evaluate,
+    ) -> None:
+        check_classes(images, training.recipe.graph)
+        self.training, self.evaluate, self.bad = training, evaluate, ()
+        self.images, self.feeding = images, feeding
+        self.left_over = count_left_over(len(images), training.recipe, feeding.steps, feeding.drop_last)
+        whole = len(images) // count_step_images(training.recipe) + bool(self.left_over)
+        self.steps = min(whole, feeding.steps or whole)
+        self.is_over = False
+        self._begin(state, anew=True)
+        self.done = self.place["step"]  # of the epoch that has begun
+
+    def resume(self, place: Mapping[str, Any]) -> None:
+        """Have the ranks read from there on."""
+        self._begin(place, anew=False)
+
+    def _begin(self, place: Mapping[str, Any] | None, anew: bool) -> None:
+        training, self._known = self.training, tuple(self.bad)
+        specs = training.recipe.step_specs
+        if self.left_over:
+            training.make_ready(self.left_over)
+        told = training.cluster.call(_begin, training.name, specs, self.images, self.feeding, place, anew)
+        self.updates, self.place = told[0]
+
+    def count_steps(self, epochs: int) -> int:
+        """The steps of so many epochs, of which the first may have begun."""
+        return epochs * self.steps - self.done
+
+    def step(self) -> StepResult | None:
+        """One step on all ranks."""
+        with explain_loss(self.training.cluster, self.training.name):
+            answers = self.training.cluster.call(_run_step, self.training.name, self.training.steps)
+        if isinstance(answers[0].heard, NotReady):  # bad images were left out, and so fewer are left over
+            self.training.make_ready(answers[0].heard.images)
+            return self.step()
+        self.bad = (*self._known, *(text for text in answers[0].bad if text not in self._known))
+        self.place, self.updates = answers[0].state, answers[0].updates
+        self.training.feed_state = self.place
+        heard = [answer.heard for answer in answers if answer.heard is not None]
+        self.is_over = not heard
+        if self.is_over:
+            return None
+        self.training.heard([answer.report for answer in answers])
+        return merge_stats(heard)
+
+    def close(self) -> None:
+        """Have the ranks' workers end. Where ranks have died, theirs have too."""
+        with suppress(RankError):
+            updates = self.training.cluster.call(end_rank_loop, self.training.name)
+            if set(updates) != {self.updates}:
+                warnings.warn(
+                    f"The training was stopped while ranks changed their weights: {updates.count(self.updates)} of "
+                    f"{len(updates)} have not done so. Load a checkpoint, or make a new Training.",
+                    stacklevel=2,
+                )
+
+
+def check_classes(images: LabelledImages, graph: ModelGraph) -> None:
+    """Raises ImageError where the loss takes the labels for class numbers, and there are more classes than it knows."""
+    check_ignored(images, find_ignored_label(graph))
+    few = min((numbers.classes for numbers in find_label_specs(graph)), default=images.classes)
+    if few < images.classes:
+        raise ImageError(
+            f"The images have {images.classes} classes, but the loss takes numbers of {few}. "
+            "Change the model's num_classes."
+        )
+
+
+def choose_resume_state(
+    state: Mapping[str, Any] | None, images: LabelledImages, seed: int | None
+) -> Mapping[str, Any] | None:
+    """Where a training goes on: in the middle of an epoch, or with the next one; None where it begins anew.
+
+    Raises ImageError where an epoch of other images, or of another seed, has not come to its end.
+    """
+    if state is None or (state["images"] == len(images) and seed in (None, state["seed"])):
+        return state
+    if state["step"] == 0:
+        return None
+    raise ImageError(
+        f"The last epoch ended early, at step {state['step']} through {state['images']} images in the order of seed "
+        f"{state['seed']}: these are {len(images)} images, seed {seed}. Give it the same, or go_on=False to begin anew."
+    )
+
+
+def get_rank_training(host: RankServer, name: str, steps: int | None = None) -> RankTraining:
+    """The training of that name on a rank. Raises PlanError where there is none, or where it is not `steps` steps old.
+
+    Ranks that fail while they change their weights may have changed some.
+    """
+    if name not in host.trainings:
+        raise PlanError(
+            "The ranks hold this training no more: it was closed, or they were started anew. Call load() with a "
+            "checkpoint of it, or make a new one."
+        )
+    found = host.trainings[name]
+    if steps not in (None, found.updates):
+        raise PlanError(
+            f"The training was stopped while ranks changed their weights: after {steps} steps, rank {host.world.rank} "
+            f"has done so {found.updates} times. Load a checkpoint, or make a new Training."
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _StepReply:
+    """What a rank says of a step: `heard` is None where the epoch is over, Unready where nothing was done."""
+
+    heard: RankStepStats | NotReady | None
+    report: StepReport | None
+    state: Mapping[str, Any]
+    bad: tuple[str, ...]
+    updates: int
+
+
+def _begin(
+    host: RankServer,
+    name: str,
+    specs: Mapping[str, TensorSpec],
+    images: LabelledImages,
+    feeding: LoaderOptions,
+    state: Mapping[str, Any] | None,
+    anew: bool,
+) -> tuple[int, Mapping[str, Any]]:
+    """How often the ranks have changed their weights, and where the images go on."""
+    end_rank_loop(host, name)
+    course = host.courses[name] = RankTrainLoop(host.world, get_rank_training(host, name), specs, images, feeding)
+    if state is not None:
+        course.feed.resume(state, anew)
+    return course.updates, course.feed.get_state()
+
+
+def _run_step(host: RankServer, name: str, steps: int) -> _StepReply:
+    get_rank_training(host, name, steps)
+    course = host.courses[name]
+    heard = course.step()
+    return _StepReply(heard, course.report, course.feed.get_state(), tuple(course.feed.bad), course.updates)
+
+
+def end_rank_loop(host: RankServer, name: str) -> int:
+    """End the workers of a training, if it has any; how often it has changed its weights."""
+    if (course := host.courses.pop(name, None)) is not None:
+        course.close()
+    return course.updates if course else 0

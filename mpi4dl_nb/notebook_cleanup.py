@@ -1,0 +1,119 @@
+"""Ends clusters that a notebook cannot reach any more, although IPython keeps what cells have returned (`Out`, `_`).
+
+Where a cell that starts a cluster is run again, the new one takes the name of the old one. That ends then, unless
+another name leads to it, such as that of a training.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from threading import get_ident
+from types import FrameType, ModuleType
+from typing import Any
+
+from mpi4dl_nb.owned_ranks import get_running_clusters
+from mpi4dl_nb.user_modules import is_user_module
+
+__all__ = ["find_holder_name", "watch_notebook"]
+
+_KEPT = re.compile(r"_+(i+|\d+|i\d+|ih|oh|dh)?|In|Out")  # names under which IPython keeps what cells had and returned
+_MOST = 20_000  # objects: what is held by more is taken to be in use
+THREAD = "a thread"
+
+
+def watch_notebook() -> None:
+    """From now on look after each cell, where this process is a notebook's."""
+    shell = _get_shell()
+    if shell is not None and _end_unreachable not in shell.events.callbacks["post_run_cell"]:
+        shell.events.register("post_run_cell", _end_unreachable)
+
+
+def _get_shell() -> Any:
+    return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+
+
+def _end_unreachable(*result: object) -> None:
+    """End those that no name leads to, but the newest. Say once of a name that keeps one."""
+    shell, running = _get_shell(), get_running_clusters()
+    for cluster in running[:-1]:
+        name = find_holder_name(cluster, shell.user_ns, (shell, *_get_caches(shell.user_ns)), shell.user_ns_hidden)
+        if not name:
+            cluster.end_later()
+        elif shell.user_ns.get(name) is not cluster and cluster.kept_by != name:
+            cluster.kept_by = name
+            print(
+                f"The {cluster.n} ranks of an earlier cluster stay alive: they are in use by `{name}`. They end with "
+                "it, or when you stop() that cluster.",
+                file=sys.stderr,
+            )
+
+
+def _get_caches(names: Mapping[str, Any]) -> Iterator[object]:
+    return (value for name, value in names.items() if _KEPT.fullmatch(name) and isinstance(value, dict | list))
+
+
+def find_holder_name(
+    thing: object, names: Mapping[str, Any], aside: Collection[object] = (), hidden: Collection[str] = ()
+) -> str:
+    """The first name, of those that users give, that leads to it by whatever holds it; empty where none does.
+
+    A module of the user's that holds it counts by the module's name, whether the notebook has that name or not.
+    `THREAD` where a function at work in another thread has it. The objects `aside`, and `hidden` names, do not count.
+
+    >>> thing = {"kept": []}
+    >>> (
+    ...     find_holder_name(thing["kept"], {"_": thing, "mine": [thing]}),
+    ...     find_holder_name(thing["kept"], {"_": thing}, [thing]),
+    ... )
+    ('mine', '')
+    """
+    given = {id(value): name for name, value in names.items() if name not in hidden and not _KEPT.fullmatch(name)}
+    at_work = _get_thread_locals()
+    modules = []
+    for name, module in list(sys.modules.items()):
+        if is_user_module(name, module):
+            given.setdefault(id(vars(module)), name)
+        elif isinstance(module, ModuleType):
+            modules.append(vars(module))
+    seen = {id(each) for each in (thing, names, given, at_work, *aside, *modules)}
+    edge = [thing]
+    while edge and len(seen) < _MOST:
+        for each in edge:
+            if id(each) in given:
+                return given[id(each)]
+            if id(each) in at_work:
+                return THREAD
+        edge = _find_referrers(edge, seen)
+    return THREAD if edge else ""
+
+
+def _find_referrers(things: list[object], seen: set[int]) -> list[object]:
+    """What refers to things, but for what is on the way here and what was seen."""
+    found = [
+        each
+        for each in gc.get_referrers(*things)
+        if each is not things
+        and id(each) not in seen
+        and not isinstance(each, FrameType | ModuleType)
+        and not (isinstance(each, tuple) and len(each) == len(things) and all(map(_is_same, each, things)))
+    ]
+    seen.update(map(id, found))
+    return found
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is other
+
+
+def _get_thread_locals() -> set[int]:
+    """What the functions have that other threads are in."""
+    found: set[int] = set()
+    for thread, top in sys._current_frames().items():
+        frame: FrameType | None = top if thread != get_ident() else None
+        while frame is not None:
+            found.update(map(id, frame.f_locals.values()))
+            frame = frame.f_back
+    return found

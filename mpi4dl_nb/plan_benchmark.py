@@ -1,0 +1,144 @@
+"""Plans tried on the ranks of a cluster: some steps of random images, in turns, timed, and their bytes counted."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from engines.bench.live_bytes import LiveBytes
+from engines.bench.verify import make_batches
+from engines.comm.streams import wait_for_device
+from engines.errors import Mpi4dlError
+from engines.program.compile import compile_plan
+from engines.program.worker import Inputs
+from engines.training import RankTraining, Recipe, cut_inputs
+
+if TYPE_CHECKING:
+    from engines.rank_server import RankServer
+    from mpi4dl_nb.cluster import Cluster
+
+__all__ = ["Measurement", "PlanTrial", "ProgressCallback", "ignore_progress", "run_interleaved"]
+
+ProgressCallback = Callable[[int, int], None]
+"""Told what is done, of how much."""
+
+
+def ignore_progress(done: int, of: int) -> None:
+    """Nobody is told."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds of each step that counts, and bytes of tensors by rank."""
+
+    seconds: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+
+    @property
+    def median_s(self) -> float:
+        """Of a step."""
+        return statistics.median(self.seconds)
+
+
+@dataclass
+class PlanTrial:
+    """One plan under trial; `failure` says why it ended, if it did."""
+
+    cluster: Cluster
+    recipe: Callable[[], Recipe]
+    failure: str = ""
+    peak_bytes: tuple[int, ...] = ()
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _seconds: list[float] = field(default_factory=list)
+    _inputs: list[tuple[Inputs]] = field(default_factory=list)
+
+    @property
+    def measured(self) -> Measurement | None:
+        """None where it failed."""
+        return None if self.failure else Measurement(tuple(self._seconds), self.peak_bytes)
+
+    def run_turn(self, last: bool = False) -> None:
+        """Two training steps on all ranks: the first brings back into caches what others have pushed out, the second
+        counts. The first turn makes the training, the `last` one counts bytes instead.
+        """
+        if self.failure:
+            return
+        try:
+            if not self._inputs:
+                self._begin()
+            if last:
+                self.peak_bytes = tuple(self.cluster.call(_measure_bytes, self.name, per_rank=self._inputs))
+            else:
+                self._seconds.append(max(self.cluster.call(_time_step, self.name, per_rank=self._inputs)))
+        except Mpi4dlError as error:
+            self.failure = str(error)
+
+    def _begin(self) -> None:
+        recipe = self.recipe()
+        programs = compile_plan(recipe.graph, recipe.plan)
+        whole = make_batches(recipe, 0, steps=1)[0]
+        self.cluster.call(_create, self.name, per_rank=[(recipe.restrict_to_rank(program),) for program in programs])
+        self._inputs = [(cut_inputs(program, whole),) for program in programs]
+
+
+def run_interleaved(
+    trials: Sequence[PlanTrial], steps: int, seen: ProgressCallback = ignore_progress, count_bytes: bool = True
+) -> None:
+    """A turn of each, again and again, so that all meet the same disturbances; in the end nothing is left of them.
+
+    Each takes `steps` turns that are timed, and one that counts bytes.
+    """
+    rounds = steps + count_bytes
+    try:
+        for turn in range(rounds):
+            for index, trial in enumerate(trials):
+                trial.run_turn(last=turn == steps)
+                seen(turn * len(trials) + index + 1, rounds * len(trials))
+    finally:
+        for trial in trials:
+            _drop_trial(trial)
+
+
+def _drop_trial(trial: PlanTrial) -> None:
+    try:
+        trial.cluster.call(_drop, trial.name)
+    except Mpi4dlError as error:  # ranks that are lost hold nothing
+        trial.failure = trial.failure or str(error)
+
+
+def _create(host: RankServer, name: str, recipe: Recipe) -> None:
+    host.trainings[name] = RankTraining(host.world, recipe)
+
+
+def _time_step(host: RankServer, name: str, inputs: Inputs) -> float:
+    training = host.trainings[name]
+    training.step(inputs)
+    host.world.barrier()
+    start_s = time.perf_counter()
+    training.step(inputs)
+    wait_for_device(training.device)
+    return time.perf_counter() - start_s
+
+
+def _measure_bytes(host: RankServer, name: str, inputs: Inputs) -> int:
+    """Of tensors, at the fullest moment of a step of a training that is made anew, so that all of it is counted.
+
+    As PyTorch runs segments: inside a compiled function nothing can be counted.
+    """
+    made = host.trainings.pop(name).recipe
+    recipe = replace(made, plan=replace(made.plan, compile_segments=False))
+    with LiveBytes() as live:
+        training = host.trainings[name] = RankTraining(host.world, recipe)
+        for _ in range(2):
+            training.step(inputs)
+        live.reset_peak()
+        training.step(inputs)
+    return live.peak
+
+
+def _drop(host: RankServer, name: str) -> None:
+    host.trainings.pop(name, None)

@@ -1,0 +1,150 @@
+"""A model under one plan after another: what has been found of it once is not found again."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from engines.layer.graph import ModelGraph
+from engines.plan import Plan
+from engines.predict.forecast import Forecast, forecast
+from engines.predict.machine import Machine
+from engines.predict.rank_load import RankLoad, count_load, with_memory, with_time
+from engines.program.compile import compile_plan
+from engines.program.program import Program
+from engines.trace_cache import TraceCache
+from mpi4dl_nb.cluster import Cluster
+
+__all__ = ["ClusterFit", "CompiledPlan", "PlanCache", "describe_cluster_fit", "pause_gc"]
+
+KEPT = 24  # plans; a program of a large model is some megabytes
+
+
+@dataclass(frozen=True)
+class CompiledPlan:
+    """A plan that fits the model: the program of each rank, and what the rank has to carry.
+
+    `forecast` is of a step on the `machine`, None where there is none that it could be predicted for.
+    """
+
+    plan: Plan
+    graph: ModelGraph
+    programs: tuple[Program, ...]
+    loads: tuple[RankLoad, ...]
+    machine: Machine | None = None
+    forecast: Forecast | None = None
+
+    @property
+    def is_weighed(self) -> bool:
+        """Whether the memory of each rank is known too."""
+        return all(load.peak_bytes is not None for load in self.loads)
+
+    @property
+    def untimed(self) -> CompiledPlan:
+        """Without the times on any machine."""
+        bare = (replace(load, busy_s=None, wait_s=None) for load in self.loads)
+        return replace(self, loads=tuple(bare), machine=None, forecast=None)
+
+    def is_counted(self, machine: Machine | None) -> bool:
+        """Whether memory is known, and the time on this machine, if there is one."""
+        return self.is_weighed and self.machine is machine
+
+
+class PlanCache:
+    """Compiles plans for one model; the last ones stay known."""
+
+    def __init__(self, traces: TraceCache) -> None:
+        self.traces = traces
+        self._found: dict[Plan, CompiledPlan] = {}
+
+    def is_quick(self, plan: Plan) -> bool:
+        """Whether no trace is needed, which takes seconds. Raises PlanError where the batch does not fit the plan."""
+        return self.traces.has_graph(plan)
+
+    def get_compiled(self, plan: Plan) -> CompiledPlan:
+        """Raises PlanError or TraceError where the plan does not fit the model."""
+        found = self._found.pop(plan, None) or self._compile(plan)
+        self._keep(found)
+        return found
+
+    def predict_costs(
+        self, plan: Plan, machine: Machine | None = None, is_asked: Callable[[], bool] = lambda: True
+    ) -> CompiledPlan | None:
+        """With the memory of each rank, and its time on a machine; None where that is not asked for any more.
+
+        Raises TraceError or PlanError where it cannot be counted; memory that could be is known then.
+        """
+        found = self.get_compiled(plan)
+        if found.is_counted(machine):
+            return found
+        loads = list(found.loads)
+        for number, program in enumerate(() if found.is_weighed else found.programs):
+            if not is_asked():
+                return None
+            loads[number] = with_memory(loads[number], program, found.graph, plan)
+        found = replace(found, loads=tuple(loads))
+        self._keep(found)
+        found = _with_machine_times(found, machine)
+        self._keep(found)
+        return found
+
+    def _compile(self, plan: Plan) -> CompiledPlan:
+        graph = self.traces.get_graph(plan)
+        programs = compile_plan(graph, plan)
+        return CompiledPlan(plan, graph, programs, tuple(count_load(program, graph) for program in programs))
+
+    def _keep(self, found: CompiledPlan) -> None:
+        self._found[found.plan] = found
+        for old in list(self._found)[:-KEPT]:
+            self._found.pop(old, None)
+
+
+def _with_machine_times(found: CompiledPlan, machine: Machine | None) -> CompiledPlan:
+    """With the times on a machine in the place of those on another."""
+    if machine is None:
+        return found.untimed
+    made = forecast(found.graph, found.plan, machine)
+    return replace(found, loads=tuple(with_time(found.loads, made)), machine=machine, forecast=made)
+
+
+@contextmanager
+def pause_gc() -> Iterator[None]:
+    """Python looks for garbage later: it would in the midst of compiling, and that takes longer than compiling does."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@dataclass(frozen=True)
+class ClusterFit:
+    """How the ranks that a plan needs compare to those of a cluster: in words, and what a button can do about it."""
+
+    text: str
+    button: str
+    helps: bool
+
+
+def describe_cluster_fit(needed: int | None, cluster: Cluster | None) -> ClusterFit:
+    """`needed` is None where no plan works yet.
+
+    >>> describe_cluster_fit(6, None)
+    Standing(text='6 ranks needed, none running.', button='Start 6 ranks', helps=True)
+    >>> describe_cluster_fit(6, Cluster(5, backend="loopback").start()).button
+    'Resize to 6 ranks'
+    """
+    running = cluster.n if cluster is not None and cluster.state != "not started" else None
+    there = "none running." if running is None else f"{running} running."
+    if needed is None:
+        return ClusterFit(f"Ranks: {there}", "Start ranks", helps=False)
+    text = f"{needed} ranks needed, {there}"
+    if cluster is not None and cluster.dead:
+        return ClusterFit(f"{text} {cluster.dead}", f"Restart with {needed} ranks", helps=True)
+    if running == needed:
+        return ClusterFit(text, f"{needed} ranks run", helps=False)
+    return ClusterFit(text, f"{'Start' if running is None else 'Resize to'} {needed} ranks", helps=True)

@@ -1,0 +1,157 @@
+"""What a `fit` does about a failure: the cluster is healed, and the training goes on from where it was whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.errors import DamagedError, PlanError, RankError
+from engines.last_step import compute_smallest_step
+from engines.optimiser_trial import count_states
+from engines.plan import Plan
+from engines.predict.search import generate_plans, search
+from engines.training_events import Recovered, StepResult
+from mpi4dl_nb.cluster import HELP
+from mpi4dl_nb.loops import BatchLoop, ImageLoop
+
+if TYPE_CHECKING:
+    from engines.rank_server import RankServer
+    from mpi4dl_nb.training import Training
+
+__all__ = ["FAILURE_POLICIES", "FailureRecovery", "FitPosition", "choose_plan", "is_whole"]
+
+FAILURE_POLICIES = ("raise", "heal", "shrink")
+"""What to do where ranks fail: tell; start dead ones anew; or go on without them."""
+
+_TRIES = 3  # ranks that fail while they are healed
+_FAILURES = 3  # without a step more than before
+
+
+@dataclass(frozen=True)
+class FitPosition:
+    """How far a `fit` has come: `steps` and `epochs` that are done, `begun` are the steps of the epoch under way.
+
+    `place` is where its course is; `is_over`: at the end of an epoch that is not told yet.
+    """
+
+    steps: int
+    epochs: int
+    begun: tuple[StepResult, ...]
+    place: Any
+    is_over: bool
+
+
+class FailureRecovery:
+    """Heals a training that is saved by `keeper`; `renew` makes anew what else the ranks hold for it.
+
+    `fewer`: without the ranks that have died. `mark` is where it goes on.
+    """
+
+    def __init__(self, training: Training, fewer: bool, renew: Callable[[], None]) -> None:
+        self.training, self.fewer, self.renew = training, fewer, renew
+        self.mark = FitPosition(0, 0, (), None, is_over=False)
+        self._saved: list[tuple[FitPosition, Path]] = []  # the newest last
+        self._passed_over: list[str] = []  # of the last healing: checkpoints that are damaged, and why
+        self._failed: list[tuple[int, int | None]] = []  # steps done and rank, of failures without a step more since
+
+    def record_checkpoint(self, mark: FitPosition, path: Path) -> None:
+        """There is a checkpoint of it."""
+        there = [each for each in self._saved if each[1].exists() and each[1] != path]
+        self._saved = [*there, (mark, path)]
+
+    def heal(self, error: RankError, course: BatchLoop | ImageLoop, now: FitPosition) -> Recovered:
+        """All ranks hold the training again, and the course goes on. Raises the error where that can't help."""
+        start_s = time.perf_counter()
+        self._check_repeated(error)
+        self._passed_over.clear()
+        for tried in range(_TRIES):
+            try:
+                self._heal(course, now)
+                break
+            except RankError as again:
+                if tried + 1 == _TRIES:
+                    raise again from error
+        lost = now.steps - self.mark.steps
+        again = f"{lost} step{'s' * (lost != 1)} done again" if lost else "no step is lost"
+        why = str(error).removesuffix(HELP).rstrip()
+        text = f"Healed in {time.perf_counter() - start_s:.1f} s, {again}. What went wrong: {why}"
+        return Recovered(" ".join([text, *self._passed_over]), self.mark.steps, self.mark.epochs)
+
+    def _check_repeated(self, error: RankError) -> None:
+        """A loss that is not a number comes again, and so does what comes again and again in the same place."""
+        if type(error) is not RankError:
+            raise error
+        here = self.training.steps, error.rank
+        if self._failed and here[0] > max(steps for steps, _ in self._failed):
+            self._failed.clear()
+        again = here in self._failed or len(self._failed) + 1 == _FAILURES
+        self._failed.append(here)
+        if again:
+            where = ", ".join(f"rank {rank} after {steps} steps" for steps, rank in self._failed)
+            error.add_note(f"It was not healed again, for ranks failed in the same place: {where}.")
+            raise error
+
+    def _heal(self, course: BatchLoop | ImageLoop, now: FitPosition) -> None:
+        training = self.training
+        cluster = training.cluster.heal(self.fewer)
+        self.mark = now
+        if not is_whole(training):
+            plan = training.plan if cluster.n == training.plan.ranks else choose_plan(training, cluster.n)
+            self._load(plan)
+        course.resume(self.mark.place)
+        course.is_over = self.mark.is_over
+        self.renew()
+
+    def _load(self, plan: Plan) -> None:
+        """Go back to the newest checkpoint that is whole. Raises DamagedError where none is, others as they are."""
+        wrong: list[DamagedError] = []
+        for mark, path in reversed(self._saved):
+            try:
+                if not path.exists():
+                    raise DamagedError(f"{path}: it is there no more.")
+                self.training.load(path, plan)
+            except DamagedError as error:
+                wrong.append(error)
+                continue
+            self.mark = mark
+            self._passed_over = [f"Passed over: {error}" for error in wrong]
+            return
+        raise DamagedError("There is no whole checkpoint to go back to.\n" + "\n".join(map(str, wrong)))
+
+
+def is_whole(training: Training) -> bool:
+    """Whether all ranks hold a training, and have changed its weights as often as the notebook knows of."""
+    return set(training.cluster.call(_get_updates, training.name)) == {training.steps}
+
+
+def _get_updates(host: RankServer, name: str) -> int | None:
+    return host.trainings[name].updates if name in host.trainings else None
+
+
+def choose_plan(training: Training, ranks: int) -> Plan:
+    """The plan for so many ranks that is predicted to be the fastest of those that compute the same as the training's.
+
+    These are as many batches and micro-batches. Raises PlanError where there is none.
+    """
+    now, batch = training.plan, training.recipe.graph.inputs["images"].shape[0] * training.plan.parts
+    kept = ("precision", "checkpoint_activations", "offload_activations", "compile_segments", "sync_batchnorm")
+    same = {name: getattr(now, name) for name in kept}
+    asked = [
+        replace(plan, **same)
+        for plan in generate_plans(ranks, batch)
+        if (plan.batches, plan.micro_batches) == (now.batches, now.micro_batches)
+        and all(images % compute_smallest_step(plan) == 0 for images in training.sizes)
+    ]
+    if not asked:
+        raise PlanError(
+            f"No plan for {ranks} ranks has {now.batches} batches and {now.micro_batches} micro-batches in a step, as "
+            f"this training has. Use on_failure='heal', or make a new Training for {ranks} ranks and load a checkpoint."
+        )
+    states = count_states(training.recipe.optimiser, training.recipe.parameters)
+    machine = training.cluster.calibrate(accept_noise=True)
+    return (
+        search(ranks, batch, training.traces.get_graph, machine, optimiser_states=states, asked=asked).fitting[0].plan
+    )

@@ -1,0 +1,306 @@
+"""A training step, walked instruction by instruction on the ranks that train: `training.stepping(images, labels)`."""
+
+from __future__ import annotations
+
+import statistics
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from engines.debug_step import RankStepper, StepState
+from engines.errors import PlanError, RankError
+from engines.layout import Layout
+from engines.pipeline.work import Schedule
+from engines.program.compile import Compiler
+from engines.program.dependencies import DependencyOrder, StepCounts
+from engines.program.shards import ShardIndex
+from engines.program.step_labels import UNITS, StepLabel, find_block_end, label_steps
+from engines.program.worker import Inputs
+from engines.rank_server import allow_during_step
+from engines.train_loop import merge_stats
+from engines.training import cut_inputs
+from mpi4dl_nb.inspector import BOUND_PX, StepInspector
+from mpi4dl_nb.loops import get_rank_training
+from mpi4dl_nb.step_events import RankEvent, StepEvent, StepView, compute_schedule_time, find_transfers, make_schedule
+
+if TYPE_CHECKING:
+    from engines.rank_server import RankServer
+    from mpi4dl_nb.training import Training
+
+__all__ = ["StepDebugger"]
+
+
+class StepDebugger:
+    """One training step of a batch, taken a little at a time; also an iterator of events, one instruction of every rank
+    after another. Nothing of the training changes before the update, which all ranks do together: it ends the step, and
+    counts as one of `training.step`, with the same loss and weights.
+
+    Each of `instruction`, `layer`, `micro_batch` and `phase` goes on by one such unit: of every rank, as far as it can
+    without others doing more; of `rank` 2, together with all that it waits for; or of the rank that is `"next"`.
+
+    Other work on the cluster in between gives the step up, `restart` begins it anew. Raises ImageError as
+    `training.step` does, RankError and LossError where a rank fails: nothing has changed then.
+    """
+
+    def __init__(self, training: Training, whole: Mapping[str, Tensor]) -> None:
+        self.training, graph = training, training.recipe.graph
+        self.images = len(whole["images"])
+        self._inputs = [cut_inputs(program, whole) for program in training.programs]
+        self.order = DependencyOrder(training.programs)
+        self.steps = tuple(label_steps(graph, program) for program in training.programs)
+        self._begin()
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The order of work of the step."""
+        return make_schedule(self._compiler)
+
+    @cached_property
+    def _compiler(self) -> Compiler:
+        return Compiler(self.training.recipe.graph, self.training.plan)
+
+    @cached_property
+    def _inspector(self) -> StepInspector:
+        extents = ShardIndex(self._compiler, self.training.programs)
+        return StepInspector(extents, self.steps, self.schedule, self._call)
+
+    @cached_property
+    def _roles(self) -> list[str]:
+        return [
+            "; ".join(f"stage {role.stage}, tile {role.tile}{', mirrored' * role.direction}" for role in roles)
+            for roles in Layout.of(self.training.plan).roles
+        ]
+
+    def _begin(self) -> None:
+        self.number, self.loss = uuid.uuid4().hex, None
+        parts = [(inputs,) for inputs in self._inputs]
+        begin = self.training.cluster.call
+        standings = begin(_begin, self.training.name, self.images, self.number, per_rank=parts)
+        self._update_event(tuple(0 for _ in parts), 0, standings)
+
+    # ---- going on
+
+    def instruction(self, rank: int | str | None = None) -> StepEvent:
+        """One instruction."""
+        return self.go("instruction", rank)
+
+    def layer(self, rank: int | str | None = None) -> StepEvent:
+        """To the end of the layer that is worked on, or of the next one."""
+        return self.go("layer", rank)
+
+    def micro_batch(self, rank: int | str | None = None) -> StepEvent:
+        """To the end of a micro-batch's pass through a stage, forward or back."""
+        return self.go("micro-batch", rank)
+
+    def phase(self, rank: int | str | None = None) -> StepEvent:
+        """To the end of what goes forward, or back, or of the update."""
+        return self.go("phase", rank)
+
+    def go(self, unit: str, rank: int | str | None = None) -> StepEvent:
+        """Go on by a unit: `instruction`, `layer`, `micro-batch` or `phase`. Raises PlanError at the step's end."""
+        if unit not in UNITS:
+            raise PlanError(f"unit={unit!r} is unknown. Choose one of {', '.join(UNITS)}.")
+        self._check_open()
+        now = self.event.places
+        ends = [find_block_end(each, at, unit) for each, at in zip(self.steps, now, strict=True)]
+        if rank is None:
+            return self._advance(self.order.advance_within(now, ends))
+        chosen = self._resolve_rank(rank)
+        return self._advance(self.order.compute_closure(now, {chosen: ends[chosen]}))
+
+    def _resolve_rank(self, rank: int | str) -> int:
+        ranks = self.training.plan.ranks
+        found = self.order.choose_next_rank(self.event.places) if rank == "next" else rank
+        if not isinstance(found, int) or not 0 <= found < ranks:
+            raise PlanError(f"rank={rank!r} must be 0 to {ranks - 1}, 'next', or None for all.")
+        if self.event.ranks[found].next is None:
+            raise PlanError(f"Rank {found} has done its part of the step. Choose another one, or None for all.")
+        return found
+
+    def until(
+        self, layer: str | None = None, rank: int | None = None, kind: str | None = None, phase: str | None = None,
+        micro_batch: int | None = None,
+    ) -> StepEvent:  # fmt: skip
+        """Go on until an instruction has been done that is of all that is given, or to the end of the step.
+
+        `layer` is the name of a layer or of a module in it, `kind` one of compute, halo, stage, all-reduce and update,
+        `phase` forward, backward or update. Raises PlanError where no instruction of the whole step is.
+        """
+        self._check_open()
+
+        def is_target(who: int, place: StepLabel) -> bool:
+            return (
+                rank in (None, who)
+                and (layer is None or any(_is_inside(each, layer) for each in (place.layer, *place.modules)))
+                and kind in (None, place.kind)
+                and phase in (None, place.phase_name)
+                and micro_batch in (None, place.step.micro_batch)
+            )
+
+        self._check_target(
+            is_target, {"layer": layer, "rank": rank, "kind": kind, "phase": phase, "micro_batch": micro_batch}
+        )
+        target = self.event.places
+        while target != self.order.ends:
+            before, target = target, self.order.advance_once(target)
+            pairs = enumerate(zip(before, target, strict=True))
+            if any(is_target(who, self.steps[who][start]) for who, (start, stop) in pairs if stop > start):
+                break
+        return self._advance(target)
+
+    def _check_target(self, stops: Callable[[int, StepLabel], bool], asked: Mapping[str, object]) -> None:
+        if not any(stops(who, place) for who, steps in enumerate(self.steps) for place in steps):
+            told = ", ".join(f"{name}={value!r}" for name, value in asked.items() if value is not None)
+            some = ", ".join(list(self.layers)[:6])
+            raise PlanError(f"No instruction of the step is of {told}. The first layers are {some}.")
+
+    def finish(self) -> float:
+        """The rest of the step at full speed; the loss, as of `training.step`."""
+        if not self.done:
+            self._check_open()
+            self._advance(self.order.ends)
+        return self.loss
+
+    def restart(self) -> StepEvent:
+        """Go back to the beginning. Where the step was done already, this is the next one, with the same batch."""
+        self._begin()
+        return self.event
+
+    def close(self) -> None:
+        """Give the step up, if it is not done. Nothing has changed then."""
+        open_still, self.number = bool(self.number) and not self.done, ""
+        if open_still:
+            with suppress(RankError):  # where ranks have died, the step has too
+                self.training.cluster.call(_do_nothing)
+
+    def __enter__(self) -> StepDebugger:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[StepEvent]:
+        return self
+
+    def __next__(self) -> StepEvent:
+        if self.done:
+            raise StopIteration
+        return self.instruction()
+
+    @property
+    def done(self) -> bool:
+        """Whether the step is complete, and the weights have moved."""
+        return self.event.done
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The names of the layers, in order."""
+        found = (place.layer for steps in self.steps for place in steps if place.layer)
+        return tuple(dict.fromkeys(found))
+
+    # ---- looking
+
+    def view(self, channel: int = 0, image: int = 0, show: str = "made", bound_px: int = BOUND_PX) -> StepView:
+        """One channel of one image of what each rank worked on last, and what its last messages did.
+
+        `show` is the `activation` or the `gradient` of that, or what was `made`: gradients in backward. A rank that has
+        done nothing yet shows its part of the images. No side of what ranks send has more than `bound_px` pixels:
+        means are taken.
+        """
+        return self._inspector.make_view(self.event, show, channel, image, bound_px)
+
+    def tensor(self, name: str, gradient: bool = False, micro_batch: int = 0) -> Tensor:
+        """A whole value of a micro-batch, put together from all ranks, or its gradient as far as it has gathered.
+
+        `name` is a module's, or a value's such as `images`. Raises PlanError where no rank holds it now: going forward
+        what was made and is still needed is there, going back what has not been consumed.
+        """
+        return self._inspector.assemble_tensor(name, gradient, micro_batch)
+
+    # ---- how
+
+    def _check_open(self) -> None:
+        if self.done:
+            raise PlanError("The step is done, and the weights have moved. restart() begins another one on this batch.")
+        if not self.number:
+            raise PlanError(
+                "This step was given up: closed, interrupted, or a rank has failed. restart() begins it anew."
+            )
+
+    def _advance(self, target: StepCounts) -> StepEvent:
+        last = target == self.order.ends
+        standings = self._call("advance", [(place,) for place in target])
+        self._update_event(target, self.event.number + 1, standings, self.event.places)
+        if last:
+            self._count(standings)
+        return self.event
+
+    def _call(self, what: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Have all ranks do something with the step under way. Whatever goes wrong, it is given up."""
+        try:
+            answers = self.training.cluster.call(_call_stepper, self.number, what, per_rank=per_rank)
+        except BaseException:
+            self.number = ""
+            raise
+        if any(answer is None for answer in answers):
+            self.number = ""
+            raise PlanError("The ranks have done other work, and gave this step up for it. restart() begins it anew.")
+        return [answer for (answer,) in answers]
+
+    def _count(self, standings: Sequence[StepState]) -> None:
+        """The step is one of the training's."""
+        self.training.heard([standing.told[0] for standing in standings])
+        self.loss = merge_stats([standing.told[1] for standing in standings]).loss
+
+    def _update_event(
+        self, now: StepCounts, number: int, standings: Sequence[StepState], before: StepCounts | None = None
+    ) -> None:
+        losses = {n: loss for standing in standings for n, loss in standing.losses.items()}
+        before = before or now
+        ranks = tuple(self._make_rank_event(rank, now, before, standing) for rank, standing in enumerate(standings))
+        moved = (each for each in ranks if each.moved and each.did is not None)
+        just_moved = tuple(transfer for each in moved for transfer in find_transfers(each.rank, each.did))
+        loss = statistics.fmean(losses.values()) if losses else None
+        self.event = StepEvent(number, ranks, just_moved, now, now == self.order.ends, loss)
+
+    def _make_rank_event(self, rank: int, now: StepCounts, before: StepCounts, standing: StepState) -> RankEvent:
+        at, steps = now[rank], self.steps[rank]
+        return RankEvent(
+            rank,
+            self._roles[rank],
+            steps[at - 1] if at else None,
+            steps[at] if at < len(steps) else None,
+            self.order.find_blocking_ranks(now, rank),
+            at > before[rank],
+            compute_schedule_time(self.schedule.lanes[rank], steps, at),
+            standing.activation_bytes,
+            standing.weight_bytes,
+            standing.process_bytes,
+        )
+
+
+def _is_inside(module: str, layer: str) -> bool:
+    return f"{module}.".startswith(f"{layer}.")
+
+
+# ---- on a rank
+
+
+def _begin(host: RankServer, name: str, images: int, number: str, inputs: Inputs) -> StepState:
+    host.walk = RankStepper(get_rank_training(host, name), inputs, images, number)
+    return host.walk.standing
+
+
+@allow_during_step
+def _call_stepper(host: RankServer, number: str, what: str, *args: Any) -> tuple[Any] | None:
+    """What the walk of that number says; None where it was given up."""
+    walk = host.walk
+    return (getattr(walk, what)(*args),) if walk is not None and walk.number == number else None
+
+
+def _do_nothing(host: RankServer) -> None:
+    """Nothing to do: being called at all ends the walk."""

@@ -1,0 +1,286 @@
+"""The user's modules: which of them ranks can import by name, and which must be sent as the notebook has them.
+
+A rank imports a module's file as it is when it first needs it, and keeps that. The notebook may have loaded the file
+before it was changed, or loaded it again since (`importlib.reload`, `%autoreload`), or set a constant of it. Where the
+two can differ the functions and classes of the module are sent by value.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import pickle
+import site
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from struct import error as StructError
+from struct import unpack
+from types import FunctionType, ModuleType
+from typing import Any
+
+import psutil
+
+from engines.errors import PlanError
+from engines.notebook_imports import NotebookImports, SourceVersion
+from engines.packing import pack
+
+__all__ = ["UserModules", "is_user_module"]
+
+_OURS = ("engines", "mpi4dl_nb")
+_HASHED, _MOST = 1, 0xFFFFFFFF  # of compiled files: a flag of those that tell no time; their numbers have 32 bits
+_ANOTHER: SourceVersion = (0, 0)  # than any file has
+
+
+@dataclass
+class _UserModule:
+    """A module of the user's as the notebook holds it. `spec` is another object after a reload.
+
+    `version` is of the file that it was loaded from, None: unknown. `current`: the file has not changed since.
+    `constants` are what the file gives names that it assigns once, at its top: the notebook may have set them since.
+    """
+
+    module: ModuleType
+    spec: object
+    file: str
+    version: SourceVersion | None
+    current: bool
+    constants: Mapping[str, object]
+    reloaded: bool = False
+
+    @classmethod
+    def of(cls, module: ModuleType, reloaded: bool = False) -> _UserModule:
+        file = module.__spec__.origin
+        version = _find_loaded_version(file, reloaded)
+        current = version not in (None, _ANOTHER)
+        return cls(module, module.__spec__, file, version, current, _parse_constants(file) if current else {}, reloaded)
+
+    @property
+    def is_as_its_file(self) -> bool:
+        """Whether ranks that import the file have what the notebook has."""
+        now = vars(self.module)
+        return self.current and all(
+            type(now.get(name)) is type(value) and now[name] == value for name, value in self.constants.items()
+        )
+
+
+class UserModules:
+    """Packs what one set of ranks is sent, and tells what they shall `follow`.
+
+    `_held` are the versions of modules that these ranks may have imported.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, _UserModule] = {}
+        self._seen: set[str] = set()
+        self._held: dict[str, SourceVersion | None] = {}
+        self._said: set[str] = set()
+        self._refresh()
+
+    @property
+    def follow(self) -> NotebookImports:
+        """What ranks shall do like the notebook, as of the last `pack`."""
+        reloaded = {
+            name: known.version
+            for name, known in self._known.items()
+            if known.reloaded and known.version not in (None, _ANOTHER) and name in sys.modules
+        }
+        changed = tuple(name for name, known in self._known.items() if known.version is not None and not known.current)
+        return NotebookImports(tuple(_get_search_path()), reloaded, changed)
+
+    def pack(self, values: Iterable[Any]) -> list[bytes]:
+        """Raises PlanError where a module must be sent by value and cannot be, with its name."""
+        self._refresh()
+        by_value = self._find_by_value()
+        used: set[str] = set()
+        try:
+            packed = [pack(value, by_value, used) for value in values]
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            if not by_value & used:
+                raise
+            names = ", ".join(sorted(by_value & used))
+            raise PlanError(
+                f"Ranks would not have the same code as the notebook in {names} (a file has changed since, or a "
+                f"constant), and it cannot be sent as it is: {error}. Reload what has changed, and restart the ranks: "
+                "cluster.restart()."
+            ) from error
+        self._report_by_value(used & by_value)
+        for name in used & self._known.keys() - by_value:
+            for each in (name, *self._find_dependencies(name)):
+                self._held.setdefault(each, self._known[each].version)
+        return packed
+
+    def _refresh(self) -> None:
+        """Take in modules that are new, and those that have been loaded again or whose files have changed."""
+        new = sys.modules.keys() - self._seen
+        self._seen |= new
+        for name in new:
+            if is_user_module(name, module := sys.modules.get(name)):
+                self._known[name] = _UserModule.of(module)
+        for name, known in self._known.items():
+            module, version = sys.modules.get(name, known.module), _get_version(known.file)
+            spec = getattr(module, "__spec__", None)
+            if spec is not None and spec is not known.spec:  # they would be equal
+                self._known[name] = _UserModule.of(module, reloaded=True)
+            elif version != known.version and version is not None and _find_autoreload_ns(name) == version[0]:
+                known.version, known.reloaded, known.constants = version, True, {}
+            else:
+                known.current = known.version is not None and known.version == version
+
+    def _find_by_value(self) -> set[str]:
+        """The modules that differ, or may, and those that use them."""
+        found = {
+            name
+            for name, known in self._known.items()
+            if name in sys.modules
+            and (
+                not known.is_as_its_file
+                or self._held.get(name, known.version) != known.version
+                or name.partition(".")[0] in sys.stdlib_module_names  # by that name ranks import Python's own
+            )
+        }
+        while more := {
+            name for name in self._known.keys() - found if name in sys.modules and found & self._find_used(name)
+        }:
+            found |= more
+        return found
+
+    def _find_used(self, name: str) -> set[str]:
+        return self._known.keys() & set(_find_owners(vars(self._known[name].module).values()))
+
+    def _find_dependencies(self, name: str) -> set[str]:
+        """All modules that a rank imports with this one."""
+        found, new = {name}, {name}
+        while new:
+            new = {each for some in new for each in self._find_used(some)} - found
+            found |= new
+        return found - {name}
+
+    def _report_by_value(self, names: Iterable[str]) -> None:
+        for name in sorted(set(names) - self._said):
+            self._said.add(name)
+            print(
+                f"The module {name}, or one that it uses, is not the one that the ranks have or would import: they "
+                "are sent its functions and classes as this notebook has them.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _get_search_path() -> Iterator[str]:
+    """The folders that Python looks in. In the one that it works in, where that was deleted, there is nothing."""
+    for path in sys.path:
+        with suppress(FileNotFoundError):
+            yield os.path.abspath(path)  # noqa: PTH100 (keeps links)
+
+
+def _find_owners(values: Iterable[object]) -> Iterator[str]:
+    """The modules that things come from."""
+    for value in list(values):
+        if isinstance(value, partial):
+            value = value.func
+        if isinstance(value, ModuleType):
+            yield value.__name__
+        elif isinstance(value, FunctionType | type):
+            yield value.__module__
+        else:
+            yield type(value).__module__
+
+
+def is_user_module(name: str, module: object) -> bool:
+    """Whether it was loaded from a file that is neither Python's, nor installed, nor this package's."""
+    spec = getattr(module, "__spec__", None)
+    origin = getattr(spec, "find_mask_origin", None)
+    if not isinstance(module, ModuleType) or not isinstance(origin, str) or not origin.endswith(".py"):
+        return False
+    if name == "__main__" or name.partition(".")[0] in _OURS:
+        return False
+    return not any(origin.startswith(folder) for folder in _get_install_folders()) and not _is_standard(origin)
+
+
+@cache
+def _get_install_folders() -> tuple[str, ...]:
+    folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
+    # A .pth file may have added those of another environment.
+    others = {folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")}
+    return tuple(folder + os.sep for folder in folders | others | set(site.getsitepackages()))
+
+
+def _is_standard(origin: str) -> bool:
+    return origin.startswith(tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")))
+
+
+def _get_version(file: str) -> SourceVersion | None:
+    try:
+        found = Path(file).stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def _find_loaded_version(file: str, reloaded: bool) -> SourceVersion | None:
+    """Of a file that a module was loaded from before it was first looked at; None where it may have changed since.
+
+    Where no compiled file tells, one that is older than this process is taken to be the same, and so is one that was
+    loaded again, since the last look.
+    """
+    version, compiled = _get_version(file), _read_compiled_version(file)
+    if version is None:
+        return None
+    if compiled is None:
+        return version if reloaded or version[0] < _get_start_s() * 1e9 else None
+    return version if compiled == (version[0] // 10**9 & _MOST, version[1] & _MOST) else _ANOTHER
+
+
+def _read_compiled_version(file: str) -> SourceVersion | None:
+    """Of the source that Python's compiled file was made from, in seconds; None where there is none that says it."""
+    if sys.dont_write_bytecode:
+        return None
+    try:
+        with Path(importlib.util.cache_from_source(file)).open("rb") as compiled:
+            _, flags, changed_s, length = unpack("<4sIII", compiled.read(16))
+    except (OSError, StructError, NotImplementedError):
+        return None
+    return None if flags & _HASHED else (changed_s, length)
+
+
+def _parse_constants(file: str) -> dict[str, object]:
+    """Names that a file's top gives a number, a text or the like, and that nothing else in the file is seen to set."""
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, ValueError, SyntaxError):
+        return {}
+    set_at = Counter(
+        each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)
+    )
+    found: dict[str, object] = {}
+    for line in tree.body:
+        match line:
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)) if set_at[name] == 1:
+                with suppress(ValueError, TypeError):
+                    found[name] = ast.literal_eval(line.value)
+    return found
+
+
+def _find_autoreload_ns(name: str) -> int | None:
+    """When the file was changed that IPython's %autoreload has put into a module last, in ns; None where it has not."""
+    if "IPython.extensions.autoreload" not in sys.modules or (shell := sys.modules["IPython"].get_ipython()) is None:
+        return None
+    reloader = getattr(shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)
+    if not getattr(reloader, "enabled", False):
+        return None
+    file, changed_s = reloader.filename_and_mtime(sys.modules.get(name))
+    if file is None or reloader.modules_mtimes.get(name) != changed_s or reloader.failed.get(file) == changed_s:
+        return None
+    return os.stat(file).st_mtime_ns  # noqa: PTH116 (as autoreload does)
+
+
+@cache
+def _get_start_s() -> float:
+    return psutil.Process().create_time()
