@@ -111,18 +111,18 @@ class RankStepper:
         exchange = get_received_exchange(worker.program.steps[worker.position].instruction)
         if exchange is None or exchange.compute_bytes((*exchange.sends, *exchange.receives)) > _WATCHED_BYTES:
             return self.training.advance()
-        carrier = {**worker.tools.carriers, **worker.tools.halves}[exchange.name]
-        carrier.landings = self._landings
+        carrier = {**worker.runtime.exchange_runners, **worker.runtime.async_runners}[exchange.name]
+        carrier.received = self._landings
         try:
             self.training.advance()
         finally:
-            carrier.landings = None
+            carrier.received = None
 
     @property
     def standing(self) -> StepState:
         """Where it is now."""
         worker = self.training.worker
-        lanes = (tensor for lane in worker.lanes.values() for tensor in lane.tensors)
+        lanes = (tensor for lane in worker.micro_batch_states.values() for tensor in lane.tensors)
         grads = (weight.grad for weight in worker.weights.values() if weight.grad is not None)
         told = collect_stats(self.training, self.inputs, self.images, self.seconds) if worker.done else None
         return StepState(

@@ -129,7 +129,7 @@ def collect_stats(
 def _count_micro_batch(training: RankTraining, micro_batch: int, labels: Tensor) -> Counts:
     """Of this rank's predictions for a micro-batch, as the step has left them; what ranks share is counted once."""
     way = training.program.get_direction_program(micro_batch)
-    feed = way.feeds["labels"]
+    feed = way.input_shards["labels"]
     own = feed.axes is not None or (feed.tile is not None and feed.tile.images is not None)
     if way.prediction is None or not (own or way.seeds_loss):
         return Counts()

@@ -300,7 +300,7 @@ class RankTraining:
             make_lane=self._make_lane, make_segment=self._make_segment,
             constants=counting.values, count_labels=counting.count,
         )  # fmt: skip
-        worker.words = describe_steps(recipe.graph, recipe.plan, program)
+        worker.step_labels = describe_steps(recipe.graph, recipe.plan, program)
         return _StepSetup(recipe.graph, worker, counting)
 
     def add_size(self, recipe: Recipe) -> None:

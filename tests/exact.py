@@ -91,9 +91,9 @@ def assert_exact(
     owned = {f"{MODEL}{name}": tensor for name, tensor in oracle.state_dict(keep_vars=True).items()}
     start = ready(model, images, labels, plan, loss)
     for rank, worker in enumerate(run_ranks(plan.ranks, lambda world: finish(start(world)))):
-        way, whose = worker.program.way(0), f"rank {rank} of {plan.summary}"
-        if "images" in way.feeds:
-            theirs = _part(pixels.grad, way.feeds["images"].tile)
+        way, whose = worker.program.get_direction_program(0), f"rank {rank} of {plan.summary}"
+        if "images" in way.input_shards:
+            theirs = _part(pixels.grad, way.input_shards["images"].tile)
             assert same(worker.peek("images").grad, theirs), f"image gradient, {whose}"
         if way.loss:
             made, last = worker.peek(way.prediction), plan.grids[-1]

@@ -102,9 +102,9 @@ def _make_worker(world: World, plan: Plan, stage_s: float) -> tuple[Worker, dict
     dtype = getattr(torch, plan.precision)
     weights = {name: recipe.state[name].to(dtype).requires_grad_() for name in program.weights}
     worker = Worker(program, world, weights, {})
-    for name, segment in worker.tools.segments.items():
+    for name, segment in worker.runtime.segments.items():
         if segment.late:
-            worker.tools.segments[name] = _DelayedSegment(segment, stage_s)
+            worker.runtime.segments[name] = _DelayedSegment(segment, stage_s)
     whole = {name: torch.ones(spec.shape, dtype=dtype) for name, spec in recipe.step_specs.items()}
     return worker, cut_inputs(program, whole)
 

@@ -49,7 +49,7 @@ class RankState:
     @classmethod
     def of(cls, training: RankTraining) -> RankState:
         """Of this rank. Raises CheckpointError where something cannot be written."""
-        descent = training.worker.descent
+        descent = training.worker.optimiser_step
         tensors = {**training.kept, **training.weights, **training.own_buffers}
         states: dict[str, WeightState] = {}
         if descent.optimiser:
@@ -134,7 +134,7 @@ class CheckpointContents:
     def make_manifest(self, training: RankTraining, written: Mapping[str, Any], feed: Any) -> dict[str, Any]:
         """All that is not a tensor; `written` is told of the files."""
         worker, plan = training.worker, training.recipe.plan
-        descent = worker.descent
+        descent = worker.optimiser_step
         optimiser = next((part.optimiser for part in self.parts if part.optimiser), None)
         model = self.get_specs(get_tensor_file("model"))
         return {

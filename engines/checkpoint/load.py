@@ -59,7 +59,7 @@ class _StagedState:
         for held in (training.weights, training.buffers, training.kept):
             for name in held.keys() & self.tensors.keys():
                 held[name].copy_(self.tensors[name])
-        training.worker.descent = self.descent
+        training.worker.optimiser_step = self.descent
         training.worker.steps, training.worker.seed = self.checkpoint.step + 1, self.checkpoint.manifest["seed"]
 
 

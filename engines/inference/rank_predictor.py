@@ -67,7 +67,7 @@ class RankPredictor:
             {name: tensors[name] for name in names} for names in (self.program.weights, self.program.buffers)
         )
         self.worker = Worker(self.program, world, weights, buffers, device=self.device, seed=recipe.seed)
-        self.worker.words = describe_steps(recipe.graph, recipe.plan, self.program)
+        self.worker.step_labels = describe_steps(recipe.graph, recipe.plan, self.program)
 
     def _collect_tensors(self, wanted: Sequence[str]) -> Mapping[str, Tensor]:
         graph, state = self.recipe.graph, self.recipe.state
@@ -93,9 +93,9 @@ class RankPredictor:
         with torch.no_grad():
             self.worker.run(placed)
         found = {
-            number: self.worker.lanes[number].values[way.prediction].cpu().contiguous()
+            number: self.worker.micro_batch_states[number].values[way.prediction].cpu().contiguous()
             for number in self.program.directions
-            if (way := self.program.get_direction_program(number)).predicts is not None
+            if (way := self.program.get_direction_program(number)).prediction_shard is not None
         }
         self.worker.restart({})
         return found
@@ -123,7 +123,7 @@ def join_predictions(programs: Sequence[Program], parts: Sequence[Prediction], s
     for program, own in zip(programs, parts, strict=True):
         for number, tensor in own.items():
             chunk = whole.chunk(count)[number]
-            _get_view(chunk, program.get_direction_program(number).predicts).copy_(tensor)
+            _get_view(chunk, program.get_direction_program(number).prediction_shard).copy_(tensor)
     return whole
 
 

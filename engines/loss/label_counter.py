@@ -35,14 +35,14 @@ class LabelCounter:
             total.name: torch.ones(total.spec.shape, dtype=getattr(torch, total.spec.dtype), device=device)
             for total in graph.totals
         }
-        feeds = [way.feeds["labels"] for way in program.ways.values() if "labels" in way.feeds]
+        feeds = [way.input_shards["labels"] for way in program.direction_programs.values() if "labels" in way.input_shards]
         spread = any(feed.axes or (feed.tile and feed.tile.images) for feed in feeds)
         self.sharers = len(Layout.of(plan).stages[-1].ranks) if spread else 1
         self.worker = None
         for own in (each.program for each in program.select_instructions(CountLabels)):
             found = {name: owned[name].detach() for name in own.buffers}
             self.worker = Worker(own, world, {}, found, device=device)
-            self.worker.words = [b"counts the labels of the whole batch"] * len(own.steps)
+            self.worker.step_labels = [b"counts the labels of the whole batch"] * len(own.steps)
 
     def count(self, instruction: CountLabels, labels: Mapping[int, Tensor]) -> int:
         """Of this rank's `labels`, by micro-batch; the bytes that were sent. Collective over the last stage's ranks."""

@@ -80,7 +80,7 @@ def _find_uncounted_labels(
     graph: ModelGraph, worker: Worker, sharers: int, micro_batch: int | None
 ) -> Iterator[NonFiniteCause]:
     """A mean over none of the labels of a micro-batch, of which `sharers` ranks have a part each."""
-    for number, lane in worker.lanes.items():
+    for number, lane in worker.micro_batch_states.items():
         if lane.inputs.get("labels") is None or micro_batch not in (None, number):
             continue
         labels = lane.fetch(lane.inputs["labels"])
@@ -95,7 +95,7 @@ def _find_uncounted_labels(
 
 
 def _find_bad_inputs(worker: Worker, micro_batch: int | None) -> Iterator[NonFiniteCause]:
-    for number, lane in worker.lanes.items():
+    for number, lane in worker.micro_batch_states.items():
         for name, tensor in lane.inputs.items():
             gone = tensor is None  # tiles in turn give up what they need no more
             bad = 0 if gone or micro_batch not in (None, number) else _count_non_finite(lane.fetch(tensor))
@@ -129,7 +129,7 @@ def _find_growth(recent: Sequence[float]) -> Iterator[NonFiniteCause]:
 
 
 def _explain_prediction(graph: ModelGraph, worker: Worker, micro_batch: int) -> Iterator[NonFiniteCause]:
-    lane = worker.lanes[micro_batch]
+    lane = worker.micro_batch_states[micro_batch]
     answer = lane.leaves.get(graph.prediction)
     if answer is not None and _count_non_finite(lane.fetch(answer).detach()):
         yield NonFiniteCause(

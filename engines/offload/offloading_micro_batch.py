@@ -19,7 +19,7 @@ __all__ = ["EagerOffloadingMicroBatch", "OffloadingMicroBatch"]
 class OffloadingMicroBatch(MicroBatchState):
     """A lane that brings back what an instruction reads, and knows what autograd keeps of each segment."""
 
-    shelf: Offloader = field(kw_only=True)
+    offloader: Offloader = field(kw_only=True)
     _saved: dict[str, list[Tensor]] = field(default_factory=dict)
     _touched: dict[str, ModelInstruction] = field(default_factory=dict)
     _going_back: ModelInstruction | None = None
@@ -32,16 +32,16 @@ class OffloadingMicroBatch(MicroBatchState):
     def run_instruction(self, instruction: ModelInstruction, phase: Phase) -> int:
         """Walk one instruction with all that it reads in memory; the bytes that were sent."""
         if phase is Phase.FORWARD:
-            self.shelf.fetch(self._get_read_values(instruction))
+            self.offloader.fetch(self._get_read_values(instruction))
         else:
-            self.shelf.fetch(self._take_saved(instruction.name, phase))
-            self.shelf.fetch(self._get_gradients(instruction))
+            self.offloader.fetch(self._take_saved(instruction.name, phase))
+            self.offloader.fetch(self._get_gradients(instruction))
             self._going_back = instruction
         try:
             return super().run_instruction(instruction, phase)
         finally:
             self._going_back = None
-            self.shelf.end_instruction()
+            self.offloader.end_instruction()
             self._touched[instruction.name] = instruction
 
     def _take_saved(self, name: str, phase: Phase) -> Sequence[Tensor]:
@@ -54,8 +54,8 @@ class OffloadingMicroBatch(MicroBatchState):
         Of what outlives the step only the prediction is large; the rest stays where it is: others read that, too.
         """
         if self._going_back is not None:
-            self.shelf.fetch(self._get_gradients(self._going_back))  # one may have been begun since
-        lasting = self.way.lasting - {self.way.prediction}
+            self.offloader.fetch(self._get_gradients(self._going_back))  # one may have been begun since
+        lasting = self.direction_program.kept_to_end - {self.direction_program.prediction}
         kept = {self.leaves[name].untyped_storage()._cdata for name in lasting & self.leaves.keys()}
         names = [*self._begun, *(name for each in self._touched.values() for name in _get_value_names(each))]
         saved = [tensor for name in self._touched for tensor in self._saved.get(name, ())]
@@ -76,15 +76,15 @@ class OffloadingMicroBatch(MicroBatchState):
 
     def offload(self) -> None:
         """Others compute meanwhile: what it has made and added to goes into the file, but for what is in use."""
-        self.shelf.offload(self.collect_touched())
+        self.offloader.offload(self.collect_touched())
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """The same tensor, brought back to where it is computed with."""
-        self.shelf.fetch([tensor])
+        self.offloader.fetch([tensor])
         return tensor
 
     def _compute(self, segment: Compute) -> int:
-        if not (segment.differentiable and self.tools.keeps_graphs):
+        if not (segment.differentiable and self.runtime.keeps_graphs):
             return super()._compute(segment)
         saved: list[Tensor] = []
         with saved_tensors_hooks(lambda tensor: _record_saved(saved, tensor), lambda tensor: tensor):
@@ -117,17 +117,17 @@ class EagerOffloadingMicroBatch(OffloadingMicroBatch):
     def run_instruction(self, instruction: ModelInstruction, phase: Phase) -> int:
         """Walk one instruction; the bytes that were sent."""
         sent = super().run_instruction(instruction, phase)
-        self.shelf.offload(self.collect_touched() if phase is Phase.FORWARD else self._get_reread(instruction))
+        self.offloader.offload(self.collect_touched() if phase is Phase.FORWARD else self._get_reread(instruction))
         return sent
 
     def _get_reread(self, instruction: ModelInstruction) -> Iterator[Tensor]:
         """What came back for a backward, and will be read by another one."""
         yield from self._saved.get(instruction.name, ())
         names = instruction.inputs if isinstance(instruction, Compute) else ()
-        yield from (self.leaves[name] for name in names if name in self.leaves and name not in self.way.lasting)
+        yield from (self.leaves[name] for name in names if name in self.leaves and name not in self.direction_program.kept_to_end)
 
     def _recompute(self, segment: Compute) -> None:
-        self.shelf.fetch(self._get_inputs(segment))
+        self.offloader.fetch(self._get_inputs(segment))
         super()._recompute(segment)
 
 

@@ -82,7 +82,7 @@ class _LayerTallyBuilder:
         self.part = 1 / plan.ranks
         self.builder: Builder = compiler.lowering.get_builder(Role(0, 0))
         self.way: DirectionTally = build_tally(program, graph).ways[0]
-        self.items = program.ways[0].forward
+        self.items = program.direction_programs[0].forward
         self.layer_of = {
             n.name: i for i, layer in enumerate(layers) for n in graph.nodes[layer.nodes.start : layer.nodes.stop]
         }

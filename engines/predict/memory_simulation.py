@@ -153,7 +153,7 @@ class _MicroBatchMemory:
     def _release(self, item: Compute | Exchange | AllReduce, names: tuple[str, ...]) -> None:
         asked_for = item.differentiable and not isinstance(item, Compute)
         for name in names:
-            if self.way.reads[name][-1] == item.name and name not in self.way.lasting:
+            if self.way.reads[name][-1] == item.name and name not in self.way.kept_to_end:
                 was_there = name in self.values
                 self._drop(self.values, name)
                 kept = self.checkpoints or asked_for or name in self.tally.needs_gradient
@@ -206,7 +206,7 @@ class _MicroBatchMemory:
 
     def _release_leaf(self, name: str) -> None:
         """A leaf and its gradient have served."""
-        if name not in self.way.lasting:
+        if name not in self.way.kept_to_end:
             self._drop(self.leaves, name)
         if name in self.grads:
             self.ledger.release((self.number, self.grads.pop(name)))

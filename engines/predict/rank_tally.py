@@ -19,7 +19,7 @@ def build_tally(program: Program, graph: ModelGraph) -> RankTally:
 
     Raises TraceError where a kernel cannot be asked what it makes.
     """
-    ways = {direction: _DirectionCounter(way, graph).build_tally() for direction, way in program.ways.items()}
+    ways = {direction: _DirectionCounter(way, graph).build_tally() for direction, way in program.direction_programs.items()}
     return RankTally(
         ways,
         {name: graph.weights[name].bytes for name in program.weights},
@@ -36,7 +36,7 @@ class _DirectionCounter(DirectionValues):
 
     def build_tally(self) -> DirectionTally:
         segments = {}
-        inputs = {name: self._add_input(name, feed) for name, feed in self.way.feeds.items()}
+        inputs = {name: self._add_input(name, feed) for name, feed in self.way.input_shards.items()}
         for item in self.way.forward:
             match item:
                 case Compute():

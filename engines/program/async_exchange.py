@@ -63,11 +63,11 @@ class AsyncExchangeRunner(ExchangeRunner):
         """Messages are posted and what is here already is in its place; the bytes that this rank sends."""
         with torch.no_grad():
             route = self._get_message_set()
-            pending = self.outbox.start_after(self._pack(route.lent, source), route.start_there)
+            pending = self.outbox.start_after(self._pack(route.sent, source), route.start_forward)
             strips = [self._make_strip(number) for number in range(len(self.tiles))]
             for number, here, there in self._shared:
                 strips[number][there].copy_(source[here])
-        return StartedExchange(pending, route.borrowed, strips), self._sent[0]
+        return StartedExchange(pending, route.received, strips), self._sent[0]
 
     def wait_forward(self, begun: StartedExchange) -> Sequence[Tensor]:
         """The strips, when all has arrived."""
@@ -83,12 +83,12 @@ class AsyncExchangeRunner(ExchangeRunner):
         """Gradients of borrowed pixels leave; the bytes that this rank sends. A pixel may lie in several strips."""
         with torch.no_grad():
             route = self._get_message_set()
-            sums = [torch.zeros_like(parcel.pixels, device=self.device) for parcel in route.borrowed]
+            sums = [torch.zeros_like(parcel.pixels, device=self.device) for parcel in route.received]
             for parcel, number, arrived, there in self._arrivals:
                 if grads[number] is not None:
                     sums[parcel][arrived].add_(grads[number][there])
-            pending = self.outbox.start_after(self._fill(route.borrowed, sums), route.start_back)
-        return StartedExchange(pending, route.lent, grads), self._sent[1]
+            pending = self.outbox.start_after(self._fill(route.received, sums), route.start_backward)
+        return StartedExchange(pending, route.sent, grads), self._sent[1]
 
     def wait_backward(self, begun: StartedExchange, source: Tensor | None) -> None:
         """What came home, and what never left, is added to the gradient of `source` (None where that is not asked)."""

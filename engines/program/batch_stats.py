@@ -28,7 +28,7 @@ class BatchStats:
         for name in share.moments:
             like = next(iter(self._get_own(name).values()))
             row = like.new_zeros((self.micro_batches, like.numel()))
-            for number in share.tells:
+            for number in share.own_micro_batches:
                 row[number] = self._get_own(name)[number].flatten()
             rows.append(row)
         total = torch.cat(rows, dim=1)

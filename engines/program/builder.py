@@ -101,14 +101,14 @@ class Builder(ValueLayouts):
     @contextmanager
     def restrict_node(self, source: Ref, out: str | None = None, outputs: Tile | None = None) -> Iterator[None]:
         """While it lasts the present node reads `source`, which has all it needs; it makes `outputs` only, as `out`."""
-        node, wide = self._node, self.wide
+        node, wide = self._node, self.extended
         self._from = source
         if out is not None and outputs is not None:
-            self._node, self.wide = out, replace(wide, held={**wide.held, out: {self.rank: outputs}})
+            self._node, self.extended = out, replace(wide, held={**wide.held, out: {self.rank: outputs}})
         try:
             yield
         finally:
-            self._node, self.wide, self._from = node, wide, None
+            self._node, self.extended, self._from = node, wide, None
 
     def add_local_op(
         self,
@@ -150,7 +150,7 @@ class Builder(ValueLayouts):
         """What this rank's part of an `out_px` image reads of a tiled value, borrowed where it lacks it."""
         self.reads.append(WindowRead(self._node, ref.name, rows, cols, fill))
         key = ("window", self._node, ref.name)
-        wanted = self.common.get_or_compute(key, (self.get_output_tiles(out_px), rows, cols), _compute_windows)
+        wanted = self.memo.get_or_compute(key, (self.get_output_tiles(out_px), rows, cols), _compute_windows)
         found = self._fetch_window(ref, wanted, fill)
         return Window(found.name, self.get_held_tiles(found)[self.rank], wanted[self.rank], fill)
 
@@ -159,9 +159,9 @@ class Builder(ValueLayouts):
         if self._from is not None:
             return self._from
         given = self.get_value(ref).size_px, self.get_held_tiles(ref), wanted
-        if not self.common.get_or_compute(("lacks", self._node, ref.name), given, _needs_exchange):
+        if not self.memo.get_or_compute(("lacks", self._node, ref.name), given, _needs_exchange):
             return ref
-        if shared := self.wide.get_fetched(self._node, ref.name):
+        if shared := self.extended.get_fetched(self._node, ref.name):
             wanted, fill = shared, 0.0
         key = (ref.name, tuple(wanted.values()), fill)
         if key not in self._windows:
@@ -170,7 +170,7 @@ class Builder(ValueLayouts):
 
     def exchange(self, ref: Ref, wanted: Mapping[int, Tile], fill: float) -> Ref:
         """A value that holds the pixels `wanted`, by an exchange with all ranks of the stage: `ref` where it does."""
-        if self.in_turn and self.wide.groups:
+        if self.in_turn and self.extended.groups:
             raise TraceError(f"{self._node} reads all pixels of {ref.name} at once, which no tile has by itself.")
         self.tag += 2
         value, target = self.get_value(ref), f"{ref.name}.window{self.tag}"
@@ -213,7 +213,7 @@ class Builder(ValueLayouts):
     ) -> str:  # fmt: skip
         """Fill each rank's `wanted` tile; the name under which this rank has its own, if it had to borrow for it."""
         whole = Tile.whole(*value.size_px) if value.axes else POINT
-        sent, received = self.common.get_or_compute(
+        sent, received = self.memo.get_or_compute(
             ("transfer", purpose, tag), (owned, wanted, whole), _compute_transfers
         )
         sends, receives = sent.get(self.rank, ()), received.get(self.rank, ())

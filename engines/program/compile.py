@@ -102,7 +102,7 @@ class Compiler:
         program = Program(
             rank=rank,
             steps=(*steps, *(Step(item, Phase.UPDATE) for item in ends)),
-            ways=ways,
+            direction_programs=ways,
             directions={item.micro_batch: item.direction for item in work},
             micro_batches=self.plan.micro_batches,
             weights=self.lowering.select_read_names(held, self.graph.weights),
@@ -148,12 +148,12 @@ class Compiler:
         lasting.update(ends if last else ())
         return DirectionProgram(
             stages={role.stage: self.lowering.build_forward(role, lasting) for role in roles},
-            feeds={name: feed for role in roles for name, feed in self.lowering.get_input_shards(role)},
+            input_shards={name: feed for role in roles for name, feed in self.lowering.get_input_shards(role)},
             loss=self.graph.loss if last else None,
             prediction=self.graph.prediction if last else None,
-            predicts=self._get_prediction_shard(last) if last else None,
+            prediction_shard=self._get_prediction_shard(last) if last else None,
             seeds_loss=self.graph.loss is not None and last is not None and last.tile == 0,
-            lasting=frozenset(lasting),
+            kept_to_end=frozenset(lasting),
         )
 
     def _get_prediction_shard(self, role: Role) -> ShardSpec | None:

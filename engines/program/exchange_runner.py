@@ -70,7 +70,7 @@ class ExchangeRunner:
         )
         self._keeps_all = exchange.window_covers_own
         self._lends_all = is_all_sent(exchange)
-        self.landings: list[ReceivedMessage] | None = None  # where somebody looks, what arrived last
+        self.received: list[ReceivedMessage] | None = None  # where somebody looks, what arrived last
         self._room: Tensor | None = None
         self._middle: tuple[int, tuple[int, ...]] | None = None
         self._memory, self._where = make_message_allocator(device, world), choose_message_device(device, world)
@@ -98,11 +98,11 @@ class ExchangeRunner:
         with torch.no_grad():
             window, complete = self._get_window_buffer(source)
             route = self._get_message_set(source, window)
-            pending = self.outbox.start_after(self._pack(route.lent, source), route.start_there)
+            pending = self.outbox.start_after(self._pack(route.sent, source), route.start_forward)
             if self._kept and not complete:
                 window[self._kept[1]].copy_(source[self._kept[0]])
-            self._finish(pending, route.borrowed)
-            self._unpack(self.exchange.receives, route.borrowed, window, adds=False)
+            self._finish(pending, route.received)
+            self._unpack(self.exchange.receives, route.received, window, adds=False)
         return window, self._sent[0]
 
     def backward(self, grad: Tensor | None, source: Tensor | None, alone: bool) -> int:
@@ -117,12 +117,12 @@ class ExchangeRunner:
             if first:
                 source.grad = torch.empty_like(source)
             route = self._get_message_set(source.grad if first else None, grad)
-            pending = self.outbox.start_after(self._pack(route.borrowed, grad), route.start_back)
+            pending = self.outbox.start_after(self._pack(route.received, grad), route.start_backward)
             if source is not None and not first:
                 self._add_own_gradient(grad, source, alone)
-            self._finish(pending, route.lent)
+            self._finish(pending, route.sent)
             if source is not None:
-                self._unpack(self.exchange.sends, route.lent, source.grad, adds=not first)
+                self._unpack(self.exchange.sends, route.sent, source.grad, adds=not first)
         return self._sent[1]
 
     def _get_message_set(self, source: Tensor | None = None, window: Tensor | None = None) -> MessageSet:
@@ -147,16 +147,16 @@ class ExchangeRunner:
         arrived = copy_to_device([parcel.pixels for parcel in parcels], self.device, self._where)
         for move, parcel, pixels in zip(moves, parcels, arrived, strict=True):
             place = whole[parcel.index]
-            before = place.clone() if adds and self.landings is not None else None
+            before = place.clone() if adds and self.received is not None else None
             place.add_(pixels) if adds else place.copy_(pixels)
-            if self.landings is not None:
-                self.landings.append(ReceivedMessage(move, before, parcel.pixels.clone(), place.clone()))
+            if self.received is not None:
+                self.received.append(ReceivedMessage(move, before, parcel.pixels.clone(), place.clone()))
 
     def _record_received(self, borrowed: Sequence[MessageBuffer]) -> None:
         """What has arrived, where it is put elsewhere than into a window."""
-        if self.landings is not None:
+        if self.received is not None:
             pairs = zip(self.exchange.receives, borrowed, strict=True)
-            self.landings += [
+            self.received += [
                 ReceivedMessage(move, None, each.pixels.clone(), each.pixels.clone()) for move, each in pairs
             ]
 

@@ -282,7 +282,7 @@ class ReduceBatchStats:
 
     name: str
     moments: tuple[str, ...]
-    tells: tuple[int, ...]
+    own_micro_batches: tuple[int, ...]
     bytes: int
     group: tuple[int, ...]
     differentiable: bool = False

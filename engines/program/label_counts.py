@@ -53,7 +53,7 @@ def _make_direction_program(graph: ModelGraph, plan: Plan, layout: Layout, role:
         share = _extract_label_graph(graph.share, graph.share.whole)
         labels, parted = shard_graph(labels, share, labels.nodes), find_sharded_names(labels, share)
     block = 1 + role.stage + role.direction * plan.split_size
-    builder = Builder(labels, stage, role.tile, STAGE_TAGS * block + STAGE_TAGS // 2, parted=parted)
+    builder = Builder(labels, stage, role.tile, STAGE_TAGS * block + STAGE_TAGS // 2, batch_sharded=parted)
     add_inputs(builder)
     for node in labels.nodes:
         lower(builder, node)

@@ -49,10 +49,10 @@ class MessageBuffer:
 class MessageSet:
     """The messages of both ways. What is lent going there comes home to the same buffers."""
 
-    lent: Sequence[MessageBuffer]
-    borrowed: Sequence[MessageBuffer]
-    start_there: Callable[[], Pending]
-    start_back: Callable[[], Pending]
+    sent: Sequence[MessageBuffer]
+    received: Sequence[MessageBuffer]
+    start_forward: Callable[[], Pending]
+    start_backward: Callable[[], Pending]
 
 
 def make_persistent_messages(exchange: Exchange, world: World, arena: Tensor) -> MessageSet:

@@ -27,10 +27,10 @@ class Runtime:
     """
 
     world: World
-    carriers: Mapping[str, ExchangeRunner]
+    exchange_runners: Mapping[str, ExchangeRunner]
     segments: dict[str, Segment]
     keeps_graphs: bool = True
-    halves: Mapping[str, AsyncExchangeRunner] = field(default_factory=dict)
+    async_runners: Mapping[str, AsyncExchangeRunner] = field(default_factory=dict)
 
 
 @dataclass
@@ -41,8 +41,8 @@ class MicroBatchState:
     random numbers follow from, `loss_gradient` what the gradient of the loss starts from.
     """
 
-    tools: Runtime
-    way: DirectionProgram
+    runtime: Runtime
+    direction_program: DirectionProgram
     inputs: Mapping[str, Tensor]
     seed: int
     loss_gradient: float
@@ -72,7 +72,7 @@ class MicroBatchState:
     @property
     def loss(self) -> float | None:
         """The loss, once it is known and where it is."""
-        return self.leaves[self.way.loss].item() if self.way.loss in self.leaves else None
+        return self.leaves[self.direction_program.loss].item() if self.direction_program.loss in self.leaves else None
 
     @property
     def has_pending_backward(self) -> bool:
@@ -100,7 +100,7 @@ class MicroBatchState:
 
     def end_step(self) -> None:
         """Keep only what outlives the step."""
-        kept = self.way.lasting | self.inputs.keys()
+        kept = self.direction_program.kept_to_end | self.inputs.keys()
         self.leaves = {name: leaf for name, leaf in self.leaves.items() if name in kept}
         self.values = {name: value for name, value in self.values.items() if name in kept}
 
@@ -114,28 +114,28 @@ class MicroBatchState:
         """Forget what is not read again going forward; backward keeps its own hold on what it asks for."""
         asked_for = instruction.differentiable and not isinstance(instruction, Compute)
         for name in names:
-            if self.way.reads[name][-1] == instruction.name and name not in self.way.lasting:
+            if self.direction_program.reads[name][-1] == instruction.name and name not in self.direction_program.kept_to_end:
                 value = self.values.pop(name, None)
-                if self.tools.keeps_graphs and not asked_for and value is not None and not value.requires_grad:
+                if self.runtime.keeps_graphs and not asked_for and value is not None and not value.requires_grad:
                     self.leaves.pop(name, None)
 
     def _compute(self, segment: Compute) -> int:
-        made = self.tools.segments[segment.name](self.values, self.seed)
+        made = self.runtime.segments[segment.name](self.values, self.seed)
         for name, value in zip(segment.outputs, made, strict=True):
             self._keep(name, value, value.requires_grad)
-        if segment.differentiable and self.tools.keeps_graphs:
+        if segment.differentiable and self.runtime.keeps_graphs:
             self._made[segment.name] = made
         self._release(segment, segment.inputs)
-        if not self.tools.keeps_graphs:
-            for name in self.way.interiors.keys() & set(segment.inputs):
+        if not self.runtime.keeps_graphs:
+            for name in self.direction_program.interiors.keys() & set(segment.inputs):
                 del self.leaves[name]  # it is begun again for backward
-        if self.way.loss in segment.outputs:
-            self._seed_gradient(self.leaves[self.way.loss])
+        if self.direction_program.loss in segment.outputs:
+            self._seed_gradient(self.leaves[self.direction_program.loss])
         return 0
 
     def _seed_gradient(self, loss: Tensor) -> None:
         """The gradient starts here, once: the tiles that share this loss start from nothing."""
-        loss.grad = torch.full_like(loss, self.loss_gradient if self.way.seeds_loss else 0.0)
+        loss.grad = torch.full_like(loss, self.loss_gradient if self.direction_program.seeds_loss else 0.0)
 
     def _compute_backward(self, segment: Compute, phase: Phase) -> int:
         roots, grads = (
@@ -143,7 +143,7 @@ class MicroBatchState:
         )
         if not roots:
             return 0
-        ready = self.tools.segments[segment.name]
+        ready = self.runtime.segments[segment.name]
         if phase is Phase.BACKWARD or not ready.late:
             ready.backward(roots, grads)
         else:
@@ -163,16 +163,16 @@ class MicroBatchState:
 
     def _recompute(self, segment: Compute) -> None:
         """What a segment makes, and first what an interior of it began, whose own backward follows."""
-        for name in self.way.interiors.keys() & set(segment.inputs):
-            interior = self.way.interiors[name]
+        for name in self.direction_program.interiors.keys() & set(segment.inputs):
+            interior = self.direction_program.interiors[name]
             self._recompute(interior)
             for begun, value in zip(interior.outputs, self._made[interior.name], strict=True):
                 self.leaves[begun] = value.detach().requires_grad_(value.requires_grad)
-        self._made[segment.name] = self.tools.segments[segment.name](self.leaves, self.seed, again=True)
+        self._made[segment.name] = self.runtime.segments[segment.name](self.leaves, self.seed, again=True)
 
     def _run_split_backward(self, segment: Compute, roots: list[Tensor], grads: list[Tensor], phase: Phase) -> None:
         """Gradients of the inputs alone, or of the weights alone (Qi et al., 2024, arXiv:2401.10241, section 2)."""
-        late = self.tools.segments[segment.name].late
+        late = self.runtime.segments[segment.name].late
         if phase is Phase.WEIGHTS:
             torch.autograd.backward(roots, grads, inputs=late)
             return
@@ -187,7 +187,7 @@ class MicroBatchState:
         Autograd may leave two with one buffer (where both reach a sum through views); whatever is added to one of them
         later would be added to both, or to a message that is leaving.
         """
-        weights = (weight.grad for weight in self.tools.segments[segment.name].trained)
+        weights = (weight.grad for weight in self.runtime.segments[segment.name].trained)
         seen = {_get_address(grad) for grad in (*weights, *kept) if grad is not None}
         for leaf in self._get_inputs(segment):
             if leaf.grad is not None:
@@ -200,7 +200,7 @@ class MicroBatchState:
 
     def _take_gradient(self, name: str) -> Tensor | None:
         """The gradient that has gathered for a value, which is not needed any more."""
-        leaf = self.leaves.get(name) if name in self.way.lasting else self.leaves.pop(name, None)
+        leaf = self.leaves.get(name) if name in self.direction_program.kept_to_end else self.leaves.pop(name, None)
         if leaf is None:
             return None
         grad, leaf.grad = leaf.grad, None
@@ -208,7 +208,7 @@ class MicroBatchState:
 
     def _exchange(self, exchange: Exchange) -> int:
         source = self.values.get(exchange.source) if exchange.own else None
-        window, sent = self.tools.carriers[exchange.name].forward(source)
+        window, sent = self.runtime.exchange_runners[exchange.name].forward(source)
         if window is not None:
             self._keep(exchange.target, window, exchange.differentiable)
         self._release(exchange, (exchange.source,))
@@ -217,11 +217,11 @@ class MicroBatchState:
     def _exchange_backward(self, exchange: Exchange) -> int:
         grad = self._take_gradient(exchange.target) if exchange.window else None
         source = self.leaves[exchange.source] if exchange.own else None
-        alone = len(self.way.reads[exchange.source]) == 1
-        return self.tools.carriers[exchange.name].backward(grad, source, alone)
+        alone = len(self.direction_program.reads[exchange.source]) == 1
+        return self.runtime.exchange_runners[exchange.name].backward(grad, source, alone)
 
     def _run_half(self, half: ExchangeHalf) -> int:
-        halves, name = self.tools.halves[half.exchange.name], half.exchange.name
+        halves, name = self.runtime.async_runners[half.exchange.name], half.exchange.name
         if half.begins:
             source = self.values.get(half.source) if half.exchange.own else None
             self._under_way[name], sent = halves.start_forward(source)
@@ -232,7 +232,7 @@ class MicroBatchState:
         return 0
 
     def _run_half_backward(self, half: ExchangeHalf) -> int:
-        halves, name = self.tools.halves[half.exchange.name], half.exchange.name
+        halves, name = self.runtime.async_runners[half.exchange.name], half.exchange.name
         if half.begins:
             self._under_way[name], sent = halves.start_backward(
                 [self._take_gradient(strip) for strip, _ in half.strips]
@@ -243,7 +243,7 @@ class MicroBatchState:
 
     def _reduce(self, reduction: AllReduce) -> int:
         total = self.values[reduction.source].detach().clone()
-        under_way = all_reduce(self.tools.world, total, reduction.group)
+        under_way = all_reduce(self.runtime.world, total, reduction.group)
         under_way.wait()
         self._keep(reduction.target, total, reduction.differentiable)
         self._release(reduction, (reduction.source,))
@@ -252,7 +252,7 @@ class MicroBatchState:
     def _reduce_backward(self, reduction: AllReduce) -> int:
         source, grad = self.leaves[reduction.source], self._take_gradient(reduction.target)
         total = torch.zeros_like(source) if grad is None else grad.clone()
-        under_way = all_reduce(self.tools.world, total, reduction.group)
+        under_way = all_reduce(self.runtime.world, total, reduction.group)
         under_way.wait()
         source.grad = total if source.grad is None else source.grad.add_(total)
         return under_way.sent_bytes

@@ -46,12 +46,12 @@ class DirectionProgram:
     """
 
     stages: Mapping[int, tuple[ModelInstruction, ...]]
-    feeds: Mapping[str, ShardSpec]
+    input_shards: Mapping[str, ShardSpec]
     loss: str | None
     prediction: str | None
     seeds_loss: bool
-    lasting: frozenset[str]
-    predicts: ShardSpec | None = None
+    kept_to_end: frozenset[str]
+    prediction_shard: ShardSpec | None = None
 
     @property
     def forward(self) -> tuple[ModelInstruction, ...]:
@@ -91,7 +91,7 @@ class Program:
 
     rank: int
     steps: tuple[Step, ...]
-    ways: Mapping[int, DirectionProgram]
+    direction_programs: Mapping[int, DirectionProgram]
     directions: Mapping[int, int]
     micro_batches: int
     weights: tuple[str, ...]
@@ -99,17 +99,17 @@ class Program:
 
     def get_direction_program(self, micro_batch: int) -> DirectionProgram:
         """What the rank does for one of its micro-batches."""
-        return self.ways[self.directions[micro_batch]]
+        return self.direction_programs[self.directions[micro_batch]]
 
     @property
     def forward(self) -> tuple[ModelInstruction, ...]:
         """The instructions of all its forward passes, each once."""
-        return tuple(item for way in self.ways.values() for item in way.forward)
+        return tuple(item for way in self.direction_programs.values() for item in way.forward)
 
     @property
     def feeds(self) -> Mapping[int, Mapping[str, ShardSpec]]:
         """The parts of the inputs that the rank needs, by micro-batch."""
-        return {number: self.get_direction_program(number).feeds for number in self.directions}
+        return {number: self.get_direction_program(number).input_shards for number in self.directions}
 
     def select_instructions(self, kind: type[Kind]) -> Iterable[Kind]:
         """Its instructions of a kind, as often as they are walked."""
@@ -120,7 +120,7 @@ class Program:
         """What the rank does in a training step, in a few lines: its instructions by kind, and what it sends."""
         done = Counter(step.instruction.kind for step in self.steps)
         sent = {kind: part for kind, part in count_traffic(self).items() if part.messages}
-        stages = (f"{stage}{' (mirrored)' * way}" for way, held in self.ways.items() for stage in sorted(held.stages))
+        stages = (f"{stage}{' (mirrored)' * way}" for way, held in self.direction_programs.items() for stage in sorted(held.stages))
         return {
             "stages": ", ".join(stages),
             "micro-batches": f"{len(self.directions)} of {self.micro_batches}",

@@ -81,15 +81,15 @@ class ShardIndex:
         """
         for rank, program in enumerate(self.programs):
             direction = program.directions.get(micro_batch)
-            stages = program.ways[direction].stages if direction is not None else {}
+            stages = program.direction_programs[direction].stages if direction is not None else {}
             for stage in stages:
                 made = self._find_output_name(program, direction, stage, name)
                 if made and (extent := self.find_shard(rank, direction, stage, made)) is not None:
                     yield rank, extent
 
     def _find_output_name(self, program: Program, direction: int, stage: int, name: str) -> str | None:
-        way, last = program.ways[direction], None
-        if name in way.feeds:
+        way, last = program.direction_programs[direction], None
+        if name in way.input_shards:
             return name
         for item in way.stages[stage]:
             for op in item.ops if isinstance(item, Compute) else ():

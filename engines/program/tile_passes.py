@@ -38,7 +38,7 @@ class TilePass:
     @property
     def window(self) -> ShardSpec | None:
         """What it reads of the image; None where sums that are known already are enough."""
-        return self.program.ways[0].feeds.get("images")
+        return self.program.direction_programs[0].input_shards.get("images")
 
     @property
     def is_last(self) -> bool:
@@ -78,11 +78,11 @@ class TilePasses:
         run = _select_needed(able, wanted)
         reads = {name for item in run for name in item.inputs}
         way = DirectionProgram(
-            stages={0: run}, feeds={"images": window} if "images" in reads else {}, loss=None,
-            prediction=self.graph.prediction if ends else None, seeds_loss=False, lasting=frozenset(wanted),
+            stages={0: run}, input_shards={"images": window} if "images" in reads else {}, loss=None,
+            prediction=self.graph.prediction if ends else None, seeds_loss=False, kept_to_end=frozenset(wanted),
         )  # fmt: skip
         program = Program(
-            rank=0, steps=tuple(Step(item, Phase.FORWARD) for item in run), ways={0: way}, directions={0: 0},
+            rank=0, steps=tuple(Step(item, Phase.FORWARD) for item in run), direction_programs={0: way}, directions={0: 0},
             micro_batches=1, weights=tuple(self.graph.weights), buffers=tuple(self.graph.buffers),
         )  # fmt: skip
         return TilePass(program, () if ends else tuple(sums), predicts if ends and predicts.axes else None)

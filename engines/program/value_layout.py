@@ -51,10 +51,10 @@ class ValueLayouts:
     tile: int
     tag: int
     values: dict[str, ValueLayout] = field(default_factory=dict)
-    wide: ExtendedTiles = field(default_factory=ExtendedTiles)
-    parted: frozenset[str] = frozenset()
+    extended: ExtendedTiles = field(default_factory=ExtendedTiles)
+    batch_sharded: frozenset[str] = frozenset()
     in_turn: bool = False
-    common: Memo = field(default_factory=Memo)
+    memo: Memo = field(default_factory=Memo)
     _held: dict[str, Mapping[int, Tile]] = field(default_factory=dict)
     _node: str = ""
     _flops: dict[str, int] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class ValueLayouts:
 
     def is_batch_sharded(self, ref: Any) -> bool:
         """Whether an argument is a value of which each rank holds other images."""
-        return isinstance(ref, Ref) and ref.name in self.parted
+        return isinstance(ref, Ref) and ref.name in self.batch_sharded
 
     def is_sharded(self, ref: Any) -> bool:
         """Whether no rank of the stage holds all of an argument."""
@@ -94,7 +94,7 @@ class ValueLayouts:
         """The tiles of an image of that size, by rank: what each owns."""
         if self.in_turn:
             return {self.rank: self.stage.grid.get_tile(self.tile, *size_px)}
-        return self.common.get_or_compute(("tiles", size_px), (self.stage, size_px), _cut_tiles)
+        return self.memo.get_or_compute(("tiles", size_px), (self.stage, size_px), _cut_tiles)
 
     def can_tile(self, size_px: tuple[int, int]) -> bool:
         """Whether an image of that size can be cut into tiles."""
@@ -102,7 +102,7 @@ class ValueLayouts:
 
     def get_output_tiles(self, size_px: tuple[int, int]) -> Mapping[int, Tile]:
         """What each rank computes of the present node's result, an image of that size: its tile, or more."""
-        return self.wide.held.get(self._node) or self.get_tiles(size_px)
+        return self.extended.held.get(self._node) or self.get_tiles(size_px)
 
     def get_held_tiles(self, ref: Ref) -> Mapping[int, Tile]:
         """What each rank has of a tiled value: its tile, or more."""
@@ -110,8 +110,8 @@ class ValueLayouts:
 
     def hold_extended(self, name: str) -> None:
         """Each rank has what is read of a tiled value within its group, where that is more than its tile."""
-        if self.values[name].axes and name in self.wide.held:
-            self._held[name] = self.wide.held[name]
+        if self.values[name].axes and name in self.extended.held:
+            self._held[name] = self.extended.held[name]
 
     def hold_like(self, out: Ref, ref: Ref) -> None:
         """Each rank has the same pixels of `out` as of `ref`."""

@@ -71,31 +71,31 @@ class Worker:
     ) -> None:
         self.program, self.world = program, world
         self.weights, self.buffers, self.constants = weights, buffers, constants or {}
-        self.descent = OptimiserStep(weights, optimiser, rules or UpdateRules())
+        self.optimiser_step = OptimiserStep(weights, optimiser, rules or UpdateRules())
         self.device = device or torch.device("cpu")
         self.events: list[TimelineEvent] = []
         self.seed, self.steps, self._make_lane = seed, 1, make_lane
-        self.words = [step.instruction.name.encode() for step in program.steps]
+        self.step_labels = [step.instruction.name.encode() for step in program.steps]
         self._count_labels = count_labels
-        self._outbox = SendQueue()
+        self._send_queue = SendQueue()
         self._sums: dict[str, GradientBucket] = {}
         self._collectives: Collectives | None = None
-        self.tools = self._prepare(keeps_graphs, make_segment)
+        self.runtime = self._prepare(keeps_graphs, make_segment)
         self.restart({})
 
     def _prepare(self, keeps_graphs: bool, make_segment: Callable[..., Segment]) -> Runtime:
         """Every exchange and every segment, prepared once."""
         owned: dict[str, Any] = {**self.weights, **self.buffers, **self.constants, DEVICE.name: self.device}
         exchanges = [item for item in self.program.forward if isinstance(item, Exchange)]
-        found = make_exchange_runners(exchanges, self.world, self.device, self._outbox)
+        found = make_exchange_runners(exchanges, self.world, self.device, self._send_queue)
         segments = {
             item.name: make_segment(item, owned, rooms)
-            for way in self.program.ways.values()
+            for way in self.program.direction_programs.values()
             for rooms in [find_output_allocators(way, found)]
             for item in way.forward
             if isinstance(item, Compute)
         }
-        halves = make_async_runners(self.program.forward, self.world, self.device, self._outbox)
+        halves = make_async_runners(self.program.forward, self.world, self.device, self._send_queue)
         return Runtime(self.world, found, segments, keeps_graphs, halves)
 
     def connect(self) -> None:
@@ -122,28 +122,28 @@ class Worker:
 
         Both walk programs of the same model on the same ranks, for steps of different numbers of images.
         """
-        self.descent, self.seed, self.steps = other.descent, other.seed, other.steps
+        self.optimiser_step, self.seed, self.steps = other.optimiser_step, other.seed, other.steps
         self._sums, self._collectives = other._sums, other._collectives
 
     def restart(self, inputs: Inputs) -> None:
         """Go to the start of a training step with this rank's parts of the inputs."""
         self.position = 0
         self.helping_s = 0.0
-        self._outbox.discard()
+        self._send_queue.discard()
         self.events = []
         self._agreed: Tensor | None = None
         count = self.program.micro_batches
-        self.lanes = {
+        self.micro_batch_states = {
             number: self._make_lane(
-                self.tools,
+                self.runtime,
                 self.program.get_direction_program(number),
                 inputs.get(number, {}),
                 seed=compute_step_seed(self.seed, self.steps * count + number),
-                loss_gradient=self.descent.scale / count,
+                loss_gradient=self.optimiser_step.scale / count,
             )
             for number in sorted(self.program.directions)
         }
-        self._moments = BatchStats(self.lanes, count)
+        self._batch_stats = BatchStats(self.micro_batch_states, count)
 
     @property
     def done(self) -> bool:
@@ -160,7 +160,7 @@ class Worker:
     @property
     def losses(self) -> dict[int, float]:
         """The losses that are known here, by micro-batch."""
-        return {number: loss for number, lane in self.lanes.items() if (loss := lane.loss) is not None}
+        return {number: loss for number, lane in self.micro_batch_states.items() if (loss := lane.loss) is not None}
 
     @property
     def loss(self) -> float | None:
@@ -171,7 +171,7 @@ class Worker:
     def step(self) -> Step:
         """Do one instruction and go on to the next."""
         step = self.program.steps[self.position]
-        get_status_board().report(self.words[self.position], self.steps)
+        get_status_board().report(self.step_labels[self.position], self.steps)
         start_s, before_s = time.perf_counter(), get_wait_s()
         sent = self._run_step(step)
         event = TimelineEvent.of(self.program.rank, step, start_s, time.perf_counter(), sent, get_wait_s() - before_s)
@@ -179,17 +179,17 @@ class Worker:
         self.position += 1
         start_s = time.perf_counter()
         # What is sent is read until it has gone: whoever ends a program may free it or write over it.
-        self._outbox.wait() if self.done else self._outbox.poll()
+        self._send_queue.wait() if self.done else self._send_queue.poll()
         self.helping_s += time.perf_counter() - start_s
         return step
 
     def flush_sends(self) -> None:
         """Let messages start whose pixels a device has still to pack: for whoever stops here, and waits for others."""
-        self._outbox.flush()
+        self._send_queue.flush()
 
     def offload(self) -> None:
         """Let what its micro-batches hold lie where they put it while nothing is computed with it, if they do."""
-        for lane in self.lanes.values():
+        for lane in self.micro_batch_states.values():
             lane.offload()
 
     def peek(self, name: str, micro_batch: int | None = None) -> Tensor:
@@ -214,32 +214,32 @@ class Worker:
     def _get_micro_batch(self, micro_batch: int | None) -> MicroBatchState:
         if micro_batch is None:
             done = [step for step in self.program.steps[: self.position] if step.phase is not Phase.UPDATE]
-            micro_batch = done[-1].micro_batch if done else next(iter(self.lanes))
-        if micro_batch not in self.lanes:
-            here = ", ".join(map(str, self.lanes))
+            micro_batch = done[-1].micro_batch if done else next(iter(self.micro_batch_states))
+        if micro_batch not in self.micro_batch_states:
+            here = ", ".join(map(str, self.micro_batch_states))
             raise PlanError(
                 f"rank {self.program.rank} works on the micro-batches {here}, not on {micro_batch}. Name one of them."
             )
-        return self.lanes[micro_batch]
+        return self.micro_batch_states[micro_batch]
 
     def _run_step(self, step: Step) -> int:
         if not isinstance(step.instruction, Compute):
             self.flush_sends()
         match step.instruction:
             case CountLabels() as counting:
-                lanes = {number: self.lanes[number] for number in counting.program.directions}
+                lanes = {number: self.micro_batch_states[number] for number in counting.program.directions}
                 labels = {number: lane.fetch(lane.values["labels"]) for number, lane in lanes.items()}
                 return self._count_labels(counting, labels)
             case SumGradients() as bucket:
                 return self._sum_gradients(bucket, begins=step.phase is not Phase.UPDATE)
             case ReduceBatchStats() as share:
-                return self._moments.reduce(share, self.world)
+                return self._batch_stats.reduce(share, self.world)
             case FiniteCheckAllReduce() as agreement:
                 return self._reduce_gradient_stats(agreement)
             case Update() as update:
                 return self._update(update)
             case instruction:
-                return self.lanes[step.micro_batch].run_instruction(instruction, step.phase)
+                return self.micro_batch_states[step.micro_batch].run_instruction(instruction, step.phase)
 
     def _sum_gradients(self, bucket: SumGradients, begins: bool) -> int:
         if not begins:
@@ -248,20 +248,20 @@ class Worker:
         if bucket.name not in self._sums:
             self._sums[bucket.name] = GradientBucket(self.weights, bucket, self.world)
         own = self._sums[bucket.name]
-        self._outbox.add(self._outbox.start_after(own.pack(), own.total.begin))
+        self._send_queue.add(self._send_queue.start_after(own.pack(), own.total.begin))
         return own.total.sent_bytes
 
     def _reduce_gradient_stats(self, agreement: FiniteCheckAllReduce) -> int:
-        self._outbox.wait()
-        self._agreed = self.descent.compute_gradient_stats(agreement.counted)
+        self._send_queue.wait()
+        self._agreed = self.optimiser_step.compute_gradient_stats(agreement.counted)
         under_way = all_reduce(self.world, self._agreed, agreement.group)
         under_way.wait()
         return under_way.sent_bytes
 
     def _update(self, update: Update) -> int:
         self.steps += 1  # from here on the state is another, or between two: a rank that fails now has half a step
-        sent = update_buffers(self.buffers, update, self._moments, self.world)
-        for lane in self.lanes.values():
+        sent = update_buffers(self.buffers, update, self._batch_stats, self.world)
+        for lane in self.micro_batch_states.values():
             lane.end_step()
-        self.descent.step(self.descent.compute_gradient_stats(self.weights) if self._agreed is None else self._agreed)
+        self.optimiser_step.step(self.optimiser_step.compute_gradient_stats(self.weights) if self._agreed is None else self._agreed)
         return sent

@@ -56,11 +56,11 @@ def _find_fused_points(compiler: Compiler) -> Iterator[HaloPoint]:
 
 def _find_windows(builder: Builder, read: WindowRead) -> Mapping[int, Tile] | None:
     """The windows of a layer that reads what each rank computed beyond its tile; None of any other layer."""
-    held = builder.wide.held.get(read.value)
+    held = builder.extended.held.get(read.value)
     if held is None or read.rows == read.cols == Shift(0):
         return None
     whole, own = builder.get_image_tiles(read.value)
-    outputs = builder.wide.held.get(read.node) or builder.get_image_tiles(read.node)[1]
+    outputs = builder.extended.held.get(read.node) or builder.get_image_tiles(read.node)[1]
     wanted = {rank: compute_window(tile, read.rows, read.cols) & whole for rank, tile in outputs.items()}
     beyond = any(not tile.is_inside(own[rank]) for rank, tile in wanted.items())
     return wanted if beyond and all(tile.is_inside(held[rank]) for rank, tile in wanted.items()) else None

@@ -158,7 +158,7 @@ def test_the_loss_scale_goes_on(tmp_path: Path):
     seen: dict[str, list[float]] = {"straight": [], "again": []}
 
     def note(into: str):
-        return lambda training: seen[into].append((training.worker.descent.scale, training.worker.descent.good_steps))
+        return lambda training: seen[into].append((training.worker.optimiser_step.scale, training.worker.optimiser_step.good_steps))
 
     straight = on_ranks(recipe, whole, look=note("straight"))
     path = on_ranks(recipe, whole[:12], into=tmp_path).saved
@@ -180,7 +180,7 @@ def test_another_precision_goes_on_with_its_own_types(precision: str, tmp_path: 
     path = on_ranks(recipe_of(PLANS["stages"]), data(recipe_of(PLANS["stages"]), HALF), into=tmp_path).saved
     recipe = recipe_of(replace(PLANS["stages"], precision=precision))
     kinds = []
-    done = on_ranks(recipe, data(recipe, 1), resume=path, look=lambda t: kinds.append(t.worker.descent.scale))
+    done = on_ranks(recipe, data(recipe, 1), resume=path, look=lambda t: kinds.append(t.worker.optimiser_step.scale))
     types = {name: tensor.dtype for name, tensor in done.tensors.items() if tensor.dim()}
     assert set(types.values()) == {torch.float32}
     assert all(scale == (2.0**16 if precision == "float16" else 1) for scale in kinds)

@@ -120,7 +120,7 @@ def tensors_of(training: RankTraining) -> dict[str, Tensor]:
     """Weights, buffers and the optimiser's state, by name."""
     found = training.copy_tensors()
     held = found["weights"] | found["buffers"] | found["kept"]
-    optimiser = training.worker.descent.optimiser
+    optimiser = training.worker.optimiser_step.optimiser
     names = {id(weight): name for name, weight in training.weights.items()}
     states = optimiser.state.items() if optimiser else ()
     return held | {
@@ -133,7 +133,7 @@ def tensors_of(training: RankTraining) -> dict[str, Tensor]:
 
 def held_by(training: RankTraining) -> dict[str, Any]:
     """All that a load might change, as copies."""
-    descent = training.worker.descent
+    descent = training.worker.optimiser_step
     moved = (descent.optimiser, descent.scheduler)
     return {
         "tensors": tensors_of(training),

@@ -184,7 +184,7 @@ def test_the_alt_text_has_the_numbers(measured):
         "One training step: 1000 ms on 2 ranks. rank 0: compute 80%, communicate 10%, wait 0%; "
         "rank 1: compute 20%, communicate 80%, wait 0%."
     )
-    assert f"rank 2, stage 1, tile 0: compute {measured.uses[2].work:.0%}" in get_alt_text(
+    assert f"rank 2, stage 1, tile 0: compute {measured.time_shares[2].work:.0%}" in get_alt_text(
         show_timeline(measured, PLAN)
     )
 

@@ -127,7 +127,7 @@ def test_what_no_gradient_asks_for_is_let_go():
         training.start(training.cut(whole))
         while training.worker.program.steps[training.worker.position].phase is Phase.FORWARD:
             training.worker.step()
-        names = set(training.worker.lanes[0].leaves)
+        names = set(training.worker.micro_batch_states[0].leaves)
         while not training.worker.done:
             training.worker.step()
         return names

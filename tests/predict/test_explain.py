@@ -104,7 +104,7 @@ def test_the_parts_of_the_time_are_all_of_it(found):
         shares = compute_time_shares(each.timeline)
         assert tuple(shares) == SHARES
         assert sum(shares.values()) == pytest.approx(1)
-        uses = each.timeline.uses.values()
+        uses = each.timeline.time_shares.values()
         assert shares["compute"] == pytest.approx(sum(use.work for use in uses) / len(uses))
     one = next(each for each in found.fitting if classify_plan(each.plan) == "layer")
     assert compute_time_shares(one.timeline)["waiting for messages"] > 0.3  # stages that wait for each other

@@ -71,7 +71,7 @@ def functions_of(model: nn.Module, plan: Plan) -> list[object]:
     """Of each segment of rank 0 what is called, None where it is not compiled."""
     recipe = recipe_of(model, plan)
     worker = run_ranks(plan.ranks, lambda world: RankTraining(world, recipe).worker)[0]
-    return [getattr(segment, "function", None) for segment in worker.tools.segments.values()]
+    return [getattr(segment, "function", None) for segment in worker.runtime.segments.values()]
 
 
 def test_what_draws_is_not_compiled():

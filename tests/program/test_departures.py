@@ -128,7 +128,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return device
 
     def watched(self: Worker, step: Step) -> int:
-        if isinstance(step.instruction, Compute) and self._outbox._packed:
+        if isinstance(step.instruction, Compute) and self._send_queue._packed:
             computed.append(step.instruction.name)
         return do(self, step)
 

@@ -36,7 +36,7 @@ def held(recipe: Recipe) -> list[list[Counter[int]]]:
             seen.append(
                 Counter(
                     training.program.directions[number]
-                    for number, lane in training.worker.lanes.items()
+                    for number, lane in training.worker.micro_batch_states.items()
                     if lane.has_pending_backward
                 )
             )

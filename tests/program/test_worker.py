@@ -254,7 +254,7 @@ def test_forward_then_its_mirror_then_the_update(plan: Plan):
 
 @every_plan
 def test_one_rank_seeds_the_loss(plan: Plan):
-    ways = [way for program in programs(plan) for way in program.ways.values()]
+    ways = [way for program in programs(plan) for way in program.direction_programs.values()]
     assert [way.seeds_loss for way in ways].count(True) == 1
     assert all(way.loss for way in ways if way.seeds_loss)
 

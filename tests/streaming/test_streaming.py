@@ -127,16 +127,16 @@ def test_while_a_tile_waits_it_holds_next_to_nothing(make):
 
         def watched(put_away=put_away, worker=training.workers[rank], shelf_=shelf_):
             put_away()
-            lanes = worker.lanes.values()
+            lanes = worker.micro_batch_states.values()
             tensors = [t for lane in lanes for each in (lane.tensors, *lane._saved.values()) for t in each]
             live = {s._cdata: s for t in tensors for s in [t.untyped_storage()]}
             kept = shelf_._stay | shelf_._used
             kept |= {
                 lane.leaves[n].untyped_storage()._cdata
                 for lane in lanes
-                for n in (lane.way.lasting - {lane.way.prediction}) & lane.leaves.keys()
+                for n in (lane.direction_program.kept_to_end - {lane.direction_program.prediction}) & lane.leaves.keys()
             }
-            here = [s for key, s in live.items() if key not in kept and not training.store.holds(s)]
+            here = [s for key, s in live.items() if key not in kept and not training.store.has_storage(s)]
             held.append(sum(s.nbytes() for s in here))
 
         training._relay.enter(rank, watched, training._relay._progress[rank])

@@ -197,7 +197,7 @@ def test_masters_stay_float32():
         training = RankTraining(world, recipe)
         record_rank_run(training, map(training.cut, whole))
         held = training.copy_tensors()
-        state = training.worker.descent.optimiser.state.values()
+        state = training.worker.optimiser_step.optimiser.state.values()
         kept = [t for entry in state for t in entry.values() if isinstance(t, Tensor)]
         every = [*held["weights"].values(), *held["gradients"].values(), *held["buffers"].values(), *kept]
         return {tensor.dtype for tensor in every if tensor.is_floating_point()}
@@ -232,7 +232,7 @@ def test_no_rank_updates_where_one_gradient_is_not_finite():
             before = {name: weight.detach().clone() for name, weight in training.weights.items()}
             training.step(training.cut(batch))
             moved = any(not torch.equal(before[name], weight) for name, weight in training.weights.items())
-            told.append((training.worker.descent.scale, moved))
+            told.append((training.worker.optimiser_step.scale, moved))
         return told
 
     told = run_ranks(5, train)
@@ -250,7 +250,7 @@ def test_the_scale_grows_after_many_good_steps(monkeypatch):
 
     def train(world: LoopbackWorld) -> list[float]:
         training = RankTraining(world, recipe)
-        return [(training.step(training.cut(whole)), training.worker.descent.scale)[1] for _ in range(4)]
+        return [(training.step(training.cut(whole)), training.worker.optimiser_step.scale)[1] for _ in range(4)]
 
     assert run_ranks(2, train) == [[SCALE, 2 * SCALE, 2 * SCALE, 4 * SCALE]] * 2
 

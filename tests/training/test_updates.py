@@ -81,7 +81,7 @@ def compare_rates(recipe: Recipe) -> bool:
 
     def rates(world: LoopbackWorld) -> tuple[float, float]:
         training = RankTraining(world, recipe)
-        (group,) = training.worker.descent.optimiser.param_groups
+        (group,) = training.worker.optimiser_step.optimiser.param_groups
         before = group["lr"]
         record_rank_run(training, map(training.cut, whole))
         return before, group["lr"]
