@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ipyparallel
@@ -37,7 +39,10 @@ from mpi4dl_nb.launch.surroundings import check_cluster
 from mpi4dl_nb.launch.written import Heard
 from mpi4dl_nb.modules import Modules
 
-__all__ = ["MpiRanks"]
+__all__ = ["PROGRAM", "MpiRanks"]
+
+PROGRAM = str(Path(__file__).with_name("controller.py"))
+"""The controller. It is not imported here: a notebook has no use for what it loads."""
 
 _LOOK_S, _EXPLAIN_S, _STOP_S, _CONTROLLER_S = 0.1, 0.5, 30.0, 30.0
 _HELPERS = ("the controller of the ranks", "mpiexec")  # in the order in which they are started
@@ -66,6 +71,10 @@ _TROUBLES = (OSError, RuntimeError, psutil.Error, ipyparallel.error.IPythonError
 
 class _Controller(Heard, LocalControllerLauncher):
     """The process through which the notebook talks to the engines."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.controller_cmd = [sys.executable, "-P", PROGRAM]
 
 
 class _Launcher(Heard, MPIEngineSetLauncher):
@@ -160,12 +169,12 @@ class MpiRanks:
         self._leash.hold(launcher.pid)
         Record.of(self._place, *(each.pid for each in self._launchers)).write()
 
-    def _await_controller(self, controller: Any) -> None:
+    def _await_controller(self, launcher: Any) -> None:
         """Return when it has written where it listens. Raises RankError if it ends before, or takes too long."""
         within_s = _CONTROLLER_S * business()
         deadline = time.monotonic() + within_s
-        while not all(map(os.path.exists, controller.connection_files.values())):
-            if controller.poll() is not None:
+        while not all(map(os.path.exists, launcher.connection_files.values())):
+            if launcher.poll() is not None:
                 raise self._trouble("The controller, through which the notebook talks to the ranks, has ended.")
             if time.monotonic() > deadline:
                 raise self._trouble(f"The controller of the ranks has not come up within {within_s:.0f} s.")

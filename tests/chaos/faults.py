@@ -27,6 +27,7 @@ from engines.program.worker import Worker
 from engines.spatial.tiles import Tile
 from engines.whereabouts import Board
 from mpi4dl_nb.launch.ending import MARK
+from mpi4dl_nb.launch.mpi import PROGRAM
 from tests.chaos.training import PLAN, SHAPE
 
 __all__ = [
@@ -176,8 +177,8 @@ def _role(words: str, process: psutil.Process) -> str:
     if "engines.guard" in words:
         return "guard"
     parent = " ".join(process.parent().cmdline())
-    if "ipyparallel.controller" in words:
-        return "other" if "ipyparallel.controller" in parent else "controller"
+    if PROGRAM in words:
+        return "other" if PROGRAM in parent else "controller"
     if "ipyparallel.engine" in words:
         return "rank" if "engines.guard" in parent else "nanny"
     return "other"
