@@ -35,7 +35,9 @@ class LabelCounter:
             total.name: torch.ones(total.spec.shape, dtype=getattr(torch, total.spec.dtype), device=device)
             for total in graph.totals
         }
-        feeds = [way.input_shards["labels"] for way in program.direction_programs.values() if "labels" in way.input_shards]
+        feeds = [
+            way.input_shards["labels"] for way in program.direction_programs.values() if "labels" in way.input_shards
+        ]
         spread = any(feed.axes or (feed.tile and feed.tile.images) for feed in feeds)
         self.sharers = len(Layout.of(plan).stages[-1].ranks) if spread else 1
         self.worker = None

@@ -124,7 +124,11 @@ class EagerOffloadingMicroBatch(OffloadingMicroBatch):
         """What came back for a backward, and will be read by another one."""
         yield from self._saved.get(instruction.name, ())
         names = instruction.inputs if isinstance(instruction, Compute) else ()
-        yield from (self.leaves[name] for name in names if name in self.leaves and name not in self.direction_program.kept_to_end)
+        yield from (
+            self.leaves[name]
+            for name in names
+            if name in self.leaves and name not in self.direction_program.kept_to_end
+        )
 
     def _recompute(self, segment: Compute) -> None:
         self.offloader.fetch(self._get_inputs(segment))

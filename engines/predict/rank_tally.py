@@ -19,7 +19,9 @@ def build_tally(program: Program, graph: ModelGraph) -> RankTally:
 
     Raises TraceError where a kernel cannot be asked what it makes.
     """
-    ways = {direction: _DirectionCounter(way, graph).build_tally() for direction, way in program.direction_programs.items()}
+    ways = {
+        direction: _DirectionCounter(way, graph).build_tally() for direction, way in program.direction_programs.items()
+    }
     return RankTally(
         ways,
         {name: graph.weights[name].bytes for name in program.weights},

@@ -114,7 +114,10 @@ class MicroBatchState:
         """Forget what is not read again going forward; backward keeps its own hold on what it asks for."""
         asked_for = instruction.differentiable and not isinstance(instruction, Compute)
         for name in names:
-            if self.direction_program.reads[name][-1] == instruction.name and name not in self.direction_program.kept_to_end:
+            if (
+                self.direction_program.reads[name][-1] == instruction.name
+                and name not in self.direction_program.kept_to_end
+            ):
                 value = self.values.pop(name, None)
                 if self.runtime.keeps_graphs and not asked_for and value is not None and not value.requires_grad:
                     self.leaves.pop(name, None)

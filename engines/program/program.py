@@ -120,7 +120,11 @@ class Program:
         """What the rank does in a training step, in a few lines: its instructions by kind, and what it sends."""
         done = Counter(step.instruction.kind for step in self.steps)
         sent = {kind: part for kind, part in count_traffic(self).items() if part.messages}
-        stages = (f"{stage}{' (mirrored)' * way}" for way, held in self.direction_programs.items() for stage in sorted(held.stages))
+        stages = (
+            f"{stage}{' (mirrored)' * way}"
+            for way, held in self.direction_programs.items()
+            for stage in sorted(held.stages)
+        )
         return {
             "stages": ", ".join(stages),
             "micro-batches": f"{len(self.directions)} of {self.micro_batches}",

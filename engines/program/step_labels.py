@@ -80,7 +80,11 @@ def label_steps(graph: ModelGraph, program: Program) -> tuple[StepLabel, ...]:
         step, *others = program.steps
         rest = label_steps(graph, replace(program, steps=tuple(others)))
         return (StepLabel(step, rest[0].work), *rest)  # it begins the work on the rank's first micro-batch
-    known = {name: where for way in program.direction_programs.values() for name, where in _locate_instructions(graph, way.stages)}
+    known = {
+        name: where
+        for way in program.direction_programs.values()
+        for name, where in _locate_instructions(graph, way.stages)
+    }
     found: list[StepLabel] = []
     for step in program.steps:
         if step.phase is Phase.UPDATE:

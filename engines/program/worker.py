@@ -263,5 +263,7 @@ class Worker:
         sent = update_buffers(self.buffers, update, self._batch_stats, self.world)
         for lane in self.micro_batch_states.values():
             lane.end_step()
-        self.optimiser_step.step(self.optimiser_step.compute_gradient_stats(self.weights) if self._agreed is None else self._agreed)
+        self.optimiser_step.step(
+            self.optimiser_step.compute_gradient_stats(self.weights) if self._agreed is None else self._agreed
+        )
         return sent

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ipyparallel
@@ -37,7 +39,10 @@ from mpi4dl_nb.launch.startup_errors import find_startup_cause, format_excerpt
 from mpi4dl_nb.launch.startup_monitor import StartupMonitor, compute_load_factor, measure_work_s
 from mpi4dl_nb.user_modules import UserModules
 
-__all__ = ["MpiRanks"]
+__all__ = ["PROGRAM", "MpiRanks"]
+
+PROGRAM = str(Path(__file__).with_name("controller.py"))
+"""The controller. It is not imported here: a notebook has no use for what it loads."""
 
 _LOOK_S, _EXPLAIN_S, _STOP_S, _CONTROLLER_S = 0.1, 0.5, 30.0, 30.0
 _HELPERS = ("the controller of the ranks", "mpiexec")  # in the order in which they are started
@@ -66,6 +71,10 @@ _TROUBLES = (OSError, RuntimeError, psutil.Error, ipyparallel.error.IPythonError
 
 class _Controller(CaptureMixin, LocalControllerLauncher):
     """The process through which the notebook talks to the engines."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.controller_cmd = [sys.executable, "-P", PROGRAM]
 
 
 class _Launcher(CaptureMixin, MPIEngineSetLauncher):
@@ -166,12 +175,12 @@ class MpiRanks:
         self._leash.add_process(launcher.pid)
         PidFile.of(self._place, *(each.pid for each in self._launchers)).write()
 
-    def _wait_for_controller(self, controller: Any) -> None:
+    def _wait_for_controller(self, launcher: Any) -> None:
         """Return when it has written where it listens. Raises RankError if it ends before, or takes too long."""
         within_s = _CONTROLLER_S * compute_load_factor()
         deadline = time.monotonic() + within_s
-        while not all(map(os.path.exists, controller.connection_files.values())):
-            if controller.poll() is not None:
+        while not all(map(os.path.exists, launcher.connection_files.values())):
+            if launcher.poll() is not None:
                 raise self._make_start_error(
                     "The controller, through which the notebook talks to the ranks, has ended."
                 )

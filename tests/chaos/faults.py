@@ -26,6 +26,7 @@ from engines.program.worker import Worker
 from engines.rank_server import RankServer, allow_during_step
 from engines.spatial.tiles import Tile
 from engines.status_board import StatusBoard
+from mpi4dl_nb.launch.mpi_ranks import PROGRAM
 from mpi4dl_nb.launch.reaper_process import MARK
 from tests.chaos.training import PLAN, SHAPE
 
@@ -176,8 +177,8 @@ def _role(words: str, process: psutil.Process) -> str:
     if "engines.supervisor" in words:
         return "guard"
     parent = " ".join(process.parent().cmdline())
-    if "ipyparallel.controller" in words:
-        return "other" if "ipyparallel.controller" in parent else "controller"
+    if PROGRAM in words:
+        return "other" if PROGRAM in parent else "controller"
     if "ipyparallel.engine" in words:
         return "rank" if "engines.supervisor" in parent else "nanny"
     return "other"

@@ -158,7 +158,9 @@ def test_the_loss_scale_goes_on(tmp_path: Path):
     seen: dict[str, list[float]] = {"straight": [], "again": []}
 
     def note(into: str):
-        return lambda training: seen[into].append((training.worker.optimiser_step.scale, training.worker.optimiser_step.good_steps))
+        return lambda training: seen[into].append(
+            (training.worker.optimiser_step.scale, training.worker.optimiser_step.good_steps)
+        )
 
     straight = on_ranks(recipe, whole, look=note("straight"))
     path = on_ranks(recipe, whole[:12], into=tmp_path).saved

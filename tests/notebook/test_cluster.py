@@ -450,6 +450,16 @@ def test_a_rank_that_hangs_in_the_midst_of_a_gather_is_named(cluster):
 
 
 @over_mpi
+def test_nobody_keeps_the_numbers_of_messages_that_are_answered(cluster):
+    """A training of a million steps has some millions: the hub of the controller would hold 150 bytes for each."""
+    for _ in range(5):
+        cluster.call(lambda host: None)
+    client = cluster._ranks._client
+    queues = client.queue_status(verbose=True)
+    assert [queues[number]["completed"] for number in client.ids] == [[]] * N
+
+
+@over_mpi
 @pytest.mark.parametrize("helper", ["controller", "mpiexec", "guard", "nanny"])
 def test_a_helper_that_does_not_go_on_is_named(cluster, helper):
     """Those through which the notebook and the ranks hear of each other; while one is stopped, a rank hangs."""

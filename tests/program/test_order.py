@@ -137,7 +137,10 @@ def test_who_only_sends_waits_for_nobody_and_who_receives_waits_for_the_senders(
 def test_a_block_is_a_layer_a_pass_or_a_phase():
     plan = PLANS["1f1b both ways, twice"]
     for found in described(plan):
-        for unit, key in (("layer", lambda p: (p.layer, p.work, p.phase_name)), ("micro-batch", lambda p: (p.work, p.phase_name))):
+        for unit, key in (
+            ("layer", lambda p: (p.layer, p.work, p.phase_name)),
+            ("micro-batch", lambda p: (p.work, p.phase_name)),
+        ):
             ends = []
             while not ends or ends[-1] < len(found):
                 ends.append(find_block_end(found, ends[-1] if ends else 0, unit))
