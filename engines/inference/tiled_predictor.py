@@ -1,7 +1,8 @@
 """An image larger than all ranks together, predicted tile after tile: the ranks take tiles in turn.
 
 In each round every rank computes one tile. Where tiles of the prediction are made they go to rank 0
-(`tile_stitcher.py`), which writes them while the others go on; nobody is further ahead than one round, so nothing piles up.
+(`tile_stitcher.py`), which writes them while the others go on; nobody is further ahead than one round, so nothing piles
+up.
 """
 
 from __future__ import annotations

@@ -82,9 +82,14 @@ class TilePasses:
             prediction=self.graph.prediction if ends else None, seeds_loss=False, kept_to_end=frozenset(wanted),
         )  # fmt: skip
         program = Program(
-            rank=0, steps=tuple(Step(item, Phase.FORWARD) for item in run), direction_programs={0: way}, directions={0: 0},
-            micro_batches=1, weights=tuple(self.graph.weights), buffers=tuple(self.graph.buffers),
-        )  # fmt: skip
+            rank=0,
+            steps=tuple(Step(item, Phase.FORWARD) for item in run),
+            direction_programs={0: way},
+            directions={0: 0},
+            micro_batches=1,
+            weights=tuple(self.graph.weights),
+            buffers=tuple(self.graph.buffers),
+        )
         return TilePass(program, () if ends else tuple(sums), predicts if ends and predicts.axes else None)
 
 
